@@ -6,8 +6,8 @@ import argparse
 import logging
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from coordinator.aggregation.first_adapters import started_from
 from coordinator.aggregation.plan import norms_suffice
@@ -16,13 +16,12 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import CARRIED, Archive
-from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
 from coordinator.rounds.lost import read_lost
 from coordinator.rounds.verification import averaged_as_encoded, verified_as_averaged
-from coordinator.rounds.weight_limit import WeightLimit, weight_limit_of
+from coordinator.rounds.weight_limit import weight_limit_of
 from coordinator.steps.answers import (
     Sent,
     check_answer,
@@ -32,9 +31,8 @@ from coordinator.steps.answers import (
     check_report,
     check_run,
 )
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from coordinator.steps.expectation import Earlier, Expected
 from facility.exchange.checkpoints.delta import decode
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.audit_log import HEAD
@@ -44,11 +42,8 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
-from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
-from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import (
     NAME,
-    Manifest,
     manifest_if_any,
     read_manifest,
     sha256_of,
@@ -65,131 +60,62 @@ LOG_LINES, LOG_COLUMNS = 40, 400
 
 
 def receive(
-    *,
-    update: Path | None,
-    facility: str,
-    round: int,
-    model: Path,
-    evaluation: bool,
-    settings: AggregationSettings,
-    decoded: Path | None = None,
-    weight_limit: WeightLimit | None = None,
-    masks: PrivacySettings | None = None,
-    adapters: LoraSettings | None = None,
-    late: str = "",
-    lost: str = "",
-    earlier: Earlier | None = None,
-    content: bool = True,
-    encoded: bool = False,
+    update: Path | None, expected: Expected, *, decoded: Path | None = None, late: str = "", lost: str = ""
 ) -> report.Failure | None:
-    """None when `update` may take part in the round, else why not. Raises only for our own model's faults.
+    """None when `update` may take part in the round, else why not. Raises only for faults of our own model.
 
-    An update that travelled as a difference becomes a whole one at `decoded`, unless it is of this round and `encoded`
-    says that it is averaged as it came. One whose report claims more than
-    `weight_limit` is refused. With `masks` it must be masked, and hold the tensors of `adapters`, if any. A late one,
-    of an earlier round, becomes at `decoded` what it would be had it started from `model`; `earlier`: what the archive
-    knows of rounds before. `late`: why nothing came of a facility that the round did not wait for; `lost`: of one whose
-    job was taken for lost. `content`: look at its tensors, too, and do not leave that to the averaging. Whatever an
-    update holds, what comes back names `facility` and `round` as given here.
+    An update that travelled as a difference becomes a whole one at `decoded`, unless it is averaged from its message
+    (`Expected.encoded`); a late one, of an earlier round, becomes there what it would be had it started from the model
+    of this round. `late`: why a facility that the round did not wait for left nothing; `lost`: why its job was taken
+    for lost. Whatever an update holds, the failure names the expected facility and round.
     """
-    if update is None and late:
-        return report.Failure(facility=facility, round=round, reason=late, kind="late")
     if update is None:
-        reason = lost or "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
-        return report.Failure(facility=facility, round=round, reason=reason, kind="absent")
-    sent = sent_in(model, earlier)
+        left_nothing = "left no update: its job was not taken, was cancelled, ran out of time, or lost its node"
+        return _failed(expected, late or lost or left_nothing, kind="late" if late else "absent")
+    sent = expected.sent()
     try:
-        check_files(update, facility)
-        if settings.allowed_signers:
-            check_signature(update, facility, settings.allowed_signers)
-        if (failure := report.read_failure(update)) is not None:
-            signed = bool(settings.allowed_signers)
-            return _failure(update, failure, facility, round, signed=signed, late=settings.maximum_staleness)
-        if evaluation:
-            check_evaluation(update, sent, facility, round)
-            if masks is not None:
-                check_no_weights(update, facility)
-            if sent.manifest.kind != "model":
-                check_answer(update, sent, facility, round, adapters, masked=masks is not None)
-        else:
-            check_training(
-                update,
-                sent,
-                facility,
-                round,
-                settings,
-                decoded,
-                weight_limit,
-                masks,
-                adapters,
-                earlier,
-                content,
-                encoded,
-            )
+        return _received(update, sent, expected, decoded)
     except (UpdateRefused, InputError) as error:
-        return report.Failure(facility=facility, round=round, reason=clean(str(error)), kind="refused")
+        return _failed(expected, clean(str(error)))
     except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
-        reason = f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}"
-        return report.Failure(facility=facility, round=round, reason=reason, kind="refused")
+        return _failed(expected, f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}")
+
+
+def _failed(expected: Expected, reason: str, kind: Literal["refused", "absent", "late"] = "refused") -> report.Failure:
+    return report.Failure(facility=expected.facility, round=expected.round, reason=reason, kind=kind)
+
+
+def _received(update: Path, sent: Sent, expected: Expected, decoded: Path | None) -> report.Failure | None:
+    """The failure that the facility itself states; None for a sound update. Raises `InputError` for any other."""
+    facility, signers = expected.facility, expected.settings.allowed_signers
+    check_files(update, facility)
+    if signers:
+        check_signature(update, facility, signers)
+    if (failure := report.read_failure(update)) is not None:
+        return _failure(update, failure, expected)
+    if not expected.evaluation:
+        check_training(update, sent, expected, decoded)
+        return None
+    check_evaluation(update, sent, facility, expected.round)
+    masked = expected.masks is not None
+    if masked:
+        check_no_weights(update, facility)
+    if sent.manifest.kind != "model":
+        check_answer(update, sent, facility, expected.round, expected.adapters, masked=masked)
     return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Earlier:
-    """What the archive knows of the rounds before, for updates that come late."""
-
-    archive: Archive
-    facility: str
-    seed: int = 0
-    """Of the federation, from which adapters begin that no model held before."""
-
-    def model(self, round: int) -> Path:
-        """The model that round `round` started from. Raises `UpdateRefused` where it is gone."""
-        path = self.archive.model_for(round)
-        if not path.is_dir():
-            reason = f"it is of round {round}, and the model of that round is no longer in the archive (keep_rounds)"
-            raise UpdateRefused(self.facility, reason)
-        return path
-
-    def averaged(self) -> set[int]:
-        """Rounds whose update of this facility was averaged, whenever that was."""
-        rows = [row for entry in self.archive.history() for row in entry.facilities]
-        return {row.round - row.staleness for row in rows if row.facility == self.facility and row.status == "ok"}
-
-
-def sent_in(model: Path, earlier: Earlier | None) -> Sent:
-    """What lies in `model`: a model, or one that a comparison of several is about."""
-    manifest = read_manifest(model)
-    shown = {MODELS: model / GLOBAL}.get(manifest.kind, model)
-    if manifest.kind == ALONE:
-        assert earlier is not None, "the initial model is in the archive"
-        shown = earlier.archive.model_for(0)
-    return Sent(manifest=manifest, checkpoint=open_checkpoint(shown), directory=shown)
-
-
-def check_training(
-    update: Path,
-    sent: Sent,
-    facility: str,
-    round: int,
-    settings: AggregationSettings,
-    decoded: Path | None,
-    weight_limit: WeightLimit | None,
-    masks: PrivacySettings | None = None,
-    adapters: LoraSettings | None = None,
-    earlier: Earlier | None = None,
-    content: bool = True,
-    encoded: bool = False,
-) -> None:
+def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path | None) -> None:
     """Raise `UpdateRefused`, or another `InputError`, unless the update may be averaged."""
+    facility, settings, masks = expected.facility, expected.settings, expected.masks
     manifest = read_manifest(update)
     check_run(manifest, sent, facility)
-    check_identity(manifest, None, facility, round, maximum_staleness=settings.maximum_staleness)
+    check_identity(manifest, None, facility, expected.round, maximum_staleness=settings.maximum_staleness)
     started = sent.directory
-    if manifest.round < round:
-        assert earlier is not None and decoded is not None, "a late update needs the archive and a place"
-        started = started_late(manifest, facility, earlier)
-    if manifest.encoding in CODECS.names() and not (encoded and started == sent.directory):
+    if manifest.round < expected.round:
+        assert expected.earlier is not None and decoded is not None, "a late update needs the archive and a place"
+        started = expected.earlier.started(manifest)
+    if manifest.encoding in CODECS.names() and not (expected.encoded and started == sent.directory):
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         norms = norms_suffice(settings, settings.screen.minimum_updates)
         decode(update, reference=started, out=decoded, norms=norms)
@@ -198,44 +124,38 @@ def check_training(
         raise UpdateRefused(
             facility, f"its encoding is {manifest.encoding!r}, expected {'masked' if masks else 'an update'} as agreed"
         )
-    patterns = Patterns(tuple(settings.include), tuple(settings.personal))
     if masks is not None:
-        check_masked(update, manifest, sent, facility, round, masks.bits, adapters, patterns)
+        check_masked(update, manifest, sent, facility, expected.round, masks.bits, expected.adapters, expected.patterns)
         return
     check_update(
         update,
         base=sent.checkpoint,
         base_manifest=sent.manifest,
         facility=facility,
-        round=round,
+        round=expected.round,
         maximum_staleness=settings.maximum_staleness,
-        patterns=patterns,
-        adapters=adapters,
-        content=content or started != sent.directory,
+        patterns=expected.patterns,
+        adapters=expected.adapters,
+        content=expected.content or started != sent.directory,
     )
     claimed = report.read_report(update)
     check_report(claimed, sent, facility)
-    if weight_limit is not None and (reason := weight_limit.excess(claimed)):
+    if expected.weight_limit is not None and (reason := expected.weight_limit.excess(claimed)):
         raise UpdateRefused(facility, reason)
     if started != sent.directory:
         assert decoded is not None
-        moved = decoded.with_name(f"{decoded.name}.moved")
-        shutil.rmtree(moved, ignore_errors=True)
-        assert earlier is not None
-        with started_from(update, started, earlier.seed, scratch=decoded.parent) as then:
-            rebase(update, then=then, now=sent.directory, out=moved, facility=facility)
-        shutil.rmtree(decoded, ignore_errors=True)
-        moved.rename(decoded)
+        _move(update, started, sent, expected, decoded)
 
 
-def started_late(manifest: Manifest, facility: str, earlier: Earlier) -> Path:
-    """The earlier model that a late update started from. Raises `UpdateRefused` where it was averaged already."""
-    started = earlier.model(manifest.round)
-    if manifest.round in earlier.averaged():
-        raise UpdateRefused(facility, f"its update of round {manifest.round} was averaged already")
-    if manifest.base_sha256 not in (None, read_manifest(started).content_sha256):
-        raise UpdateRefused(facility, f"it started from another model than that of round {manifest.round}")
-    return started
+def _move(update: Path, started: Path, sent: Sent, expected: Expected, decoded: Path) -> None:
+    """Make `decoded` what a late update of the model `started` would be had it started from the model of this round."""
+    moved = decoded.with_name(f"{decoded.name}.moved")
+    shutil.rmtree(moved, ignore_errors=True)
+    assert expected.earlier is not None
+    with started_from(update, started, expected.earlier.seed, scratch=decoded.parent) as then:
+        rebase(update, then=then, now=sent.directory, out=moved, facility=expected.facility)
+    shutil.rmtree(decoded, ignore_errors=True)
+    moved.rename(decoded)
 
 
 def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
@@ -248,20 +168,21 @@ def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
         raise UpdateRefused(facility, f"{error}; its failure.json, which nobody signed, says: {told.reason}") from None
 
 
-def _failure(
-    update: Path, told: report.Failure, facility: str, round: int, *, signed: bool, late: int
-) -> report.Failure:
+def _failure(update: Path, stated: report.Failure, expected: Expected) -> report.Failure:
     """A facility's own account of its failure, in the name that the coordinator knows it by.
 
     Raises `InputError` where it is of another facility or round, or where what was signed is another failure.
     """
-    if told.facility not in (facility, "?"):  # a job of several tasks that failed early does not know its name
-        raise UpdateRefused(facility, f"its failure.json is of facility {told.facility!r}")
-    if not 0 <= round - told.round <= late:
-        raise UpdateRefused(facility, f"its failure.json is of round {told.round}, expected {round}")
-    if signed:
+    facility, round = expected.facility, expected.round
+    if stated.facility not in (facility, "?"):  # a job of several tasks that failed early does not know its name
+        raise UpdateRefused(facility, f"its failure.json is of facility {stated.facility!r}")
+    if not 0 <= round - stated.round <= expected.settings.maximum_staleness:
+        raise UpdateRefused(facility, f"its failure.json is of round {stated.round}, expected {round}")
+    if expected.settings.allowed_signers:
         verify_manifest(update)  # the signature covers the manifest, and the manifest this file
-    return report.Failure(facility=facility, round=round, reason=told.reason, log_tail=told.log_tail, again=told.again)
+    return report.Failure(
+        facility=facility, round=round, reason=stated.reason, log_tail=stated.log_tail, again=stated.again
+    )
 
 
 def log_received(
@@ -305,22 +226,25 @@ def main() -> int:
     earlier = None
     if arguments.archive:
         earlier = Earlier(archive=Archive(resolve(arguments.archive)), facility=arguments.facility, seed=settings.seed)
-    failure = receive(
-        update=arguments.update,
+    expected = Expected(
         facility=arguments.facility,
         round=arguments.round,
         model=arguments.model,
         evaluation=arguments.round >= settings.rounds,
         settings=settings.aggregation,
-        decoded=decoded,
         weight_limit=weight_limit_of(settings, arguments.facility, arguments.model) if refuses else None,
         masks=settings.masks,
         adapters=settings.lora,
-        late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
-        lost=read_lost(Path.cwd(), arguments.round, arguments.facility),
         earlier=earlier,
         content=not verified_as_averaged(settings),
         encoded=averaged_as_encoded(settings),
+    )
+    failure = receive(
+        arguments.update,
+        expected,
+        decoded=decoded,
+        late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
+        lost=read_lost(Path.cwd(), arguments.round, arguments.facility),
     )
     log_received(arguments.update, arguments.facility, arguments.round, settings.aggregation, failure)
     if failure is None:

@@ -18,6 +18,7 @@ from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -167,15 +168,17 @@ def test_a_message_is_read_once_and_nothing_of_it_is_written(
 
 def receive_it(message: Path, base: Path, root: Path, *, taken: bool = True) -> str:
     told = receive(
-        update=message,
-        facility=read_manifest(message).facility or "",
-        round=0,
-        model=base,
-        evaluation=False,
+        message,
+        Expected(
+            facility=read_manifest(message).facility or "",
+            round=0,
+            model=base,
+            evaluation=False,
+            settings=MEAN,
+            content=False,
+            encoded=True,
+        ),
         decoded=root / "not-made",
-        settings=MEAN,
-        content=False,
-        encoded=True,
     )
     assert (told is None) == taken, told
     assert not (root / "not-made").exists()

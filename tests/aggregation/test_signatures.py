@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.manifest import SIGNATURE, read_manifest, verify_manifest, write_manifest
@@ -94,10 +95,12 @@ def test_a_key_with_a_passphrase_does_not_wait_for_it(keys: Path, update: Path):
 
 def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, update: Path):
     settings = AggregationSettings(allowed_signers=str(keys / "allowed"))
-    told = receive(update=update, facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
+    told = receive(
+        update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
+    )
     assert told is not None and told.kind == "refused" and "has to sign" in told.reason
     sign(update, keys / "alpha")
     assert (
-        receive(update=update, facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
+        receive(update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings))
         is None
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
@@ -47,13 +48,15 @@ def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
         assert sum(f.stat().st_size for f in message.glob("*.safetensors")) < 0.3 * whole
         decoded = tmp_path / f"decoded{number}"
         told = receive(
-            update=message,
-            facility="alpha",
-            round=number,
-            model=base,
-            evaluation=False,
+            message,
+            Expected(
+                facility="alpha",
+                round=number,
+                model=base,
+                evaluation=False,
+                settings=AggregationSettings(exclude=["head.*"]),
+            ),
             decoded=decoded,
-            settings=AggregationSettings(exclude=["head.*"]),
         )
         assert told is None, told
         verify_manifest(decoded)
@@ -77,13 +80,9 @@ def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
     make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
     other = make.model(tmp_path / "other", make.moved(start, 2))
     told = receive(
-        update=update,
-        facility="alpha",
-        round=0,
-        model=other,
-        evaluation=False,
+        update,
+        Expected(facility="alpha", round=0, model=other, evaluation=False, settings=AggregationSettings()),
         decoded=tmp_path / "decoded",
-        settings=AggregationSettings(),
     )
     assert told is not None and told.kind == "refused" and "send it in full" in told.reason
     assert not (tmp_path / "decoded").exists()

@@ -16,6 +16,7 @@ import torch
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.contract import Call
 from facility.exchange.checkpoints import native, step_norms
@@ -215,14 +216,9 @@ def travelled(root: Path, base: Path, count: int, encoding: str, settings: Aggre
         (message / NAME).write_text(json.dumps({"format": 1, "span": step_norms.SPAN, "squares": {}}))
         resealed(message)
         told = receive(
-            update=message,
-            facility=f"f{i:02}",
-            round=0,
-            model=base,
-            evaluation=False,
+            message,
+            Expected(facility=f"f{i:02}", round=0, model=base, evaluation=False, settings=settings, content=False),
             decoded=decoded,
-            settings=settings,
-            content=False,
         )
         assert told is None, told
         updates.append(decoded)

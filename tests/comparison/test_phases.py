@@ -16,7 +16,8 @@ from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round, sort_out
-from coordinator.steps.receive import Earlier, receive
+from coordinator.steps.expectation import Earlier, Expected
+from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import (
@@ -78,15 +79,17 @@ class World:
 
     def received(self, update: Path | None, name: str, out: Path) -> Path:
         failure = receive(
-            update=update,
-            facility=name,
-            round=self.number,
-            model=self.model,
-            evaluation=self.number >= self.settings.rounds,
-            masks=self.settings.masks if self.number >= self.settings.rounds else None,
-            settings=self.settings.aggregation,
+            update,
+            Expected(
+                facility=name,
+                round=self.number,
+                model=self.model,
+                evaluation=self.number >= self.settings.rounds,
+                masks=self.settings.masks if self.number >= self.settings.rounds else None,
+                settings=self.settings.aggregation,
+                earlier=Earlier(archive=self.archive, facility=name),
+            ),
             decoded=out.with_name("decoded"),
-            earlier=Earlier(archive=self.archive, facility=name),
         )
         if failure is None:
             assert update is not None

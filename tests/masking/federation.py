@@ -16,6 +16,7 @@ from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.masking.rosters import make_roster, open_roster, settings_of
 from coordinator.steps.arrived import sort_out
+from coordinator.steps.expectation import Expected
 from coordinator.steps.masked_round import close_masked_round, settle
 from coordinator.steps.receive import receive
 from facility.exchange.files.durable import new_directory
@@ -158,14 +159,16 @@ class Masking:
         """The receive step of one facility; returns what it hands on."""
         settings = self.settings
         failure = receive(
-            update=update,
-            facility=name,
-            round=number,
-            model=self.model(number),
-            evaluation=False,
-            settings=AggregationSettings(),
-            masks=settings.masks,
-            adapters=settings.lora,
+            update,
+            Expected(
+                facility=name,
+                round=number,
+                model=self.model(number),
+                evaluation=False,
+                settings=AggregationSettings(),
+                masks=settings.masks,
+                adapters=settings.lora,
+            ),
         )
         if failure is None:
             assert update is not None

@@ -11,7 +11,8 @@ from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
-from coordinator.steps.receive import Earlier, receive
+from coordinator.steps.expectation import Earlier, Expected
+from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -76,16 +77,18 @@ class Carried:
             started = self.archive.model_for(self.at_work[name])
             self.write(update, started, name, round=self.at_work[name], **(options or {}))
         failure = receive(
-            update=update,
-            facility=name,
-            round=self.number,
-            model=self.model,
-            evaluation=self.number >= self.settings.rounds,
-            settings=self.settings.aggregation,
+            update,
+            Expected(
+                facility=name,
+                round=self.number,
+                model=self.model,
+                evaluation=self.number >= self.settings.rounds,
+                settings=self.settings.aggregation,
+                adapters=self.settings.lora,
+                earlier=Earlier(archive=self.archive, facility=name, seed=self.settings.seed),
+            ),
             decoded=decoded,
-            adapters=self.settings.lora,
             late="not done when the round closed",
-            earlier=Earlier(archive=self.archive, facility=name, seed=self.settings.seed),
         )
         if failure is None:
             assert update is not None

@@ -20,6 +20,7 @@ from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD
@@ -135,12 +136,14 @@ def attempt(sound: Path, place: Path, case: tuple[str, str, str], *, evaluation:
         manifest["files"][name] = {"sha256": hashlib.sha256(content).hexdigest(), "size": len(content)}
         (odd / NAME).write_text(json.dumps(manifest))
     failure = receive(
-        update=odd,
-        facility="odd",
-        round=0,
-        model=Archive(sound / "archive").model_for(0),
-        evaluation=evaluation,
-        settings=AggregationSettings(),
+        odd,
+        Expected(
+            facility="odd",
+            round=0,
+            model=Archive(sound / "archive").model_for(0),
+            evaluation=evaluation,
+            settings=AggregationSettings(),
+        ),
     )
     if failure is None:
         return odd, True
@@ -228,7 +231,7 @@ def received(sound: Path, update: Path, **changes: Any) -> reports.Failure | Non
         "evaluation": False,
         "settings": AggregationSettings(),
     }
-    return receive(update=update, **given | changes)
+    return receive(update, Expected(**given | changes))
 
 
 def test_a_failure_in_anothers_name_is_not_believed(sound: Path, tmp_path: Path):

@@ -15,6 +15,7 @@ from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.rounds.verification import averaged_as_encoded
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
@@ -95,14 +96,16 @@ def test_a_message_that_cannot_be_decoded_is_the_absence_of_its_facility(begun: 
         if name == "b":
             damage(tmp_path / name)
         told = receive(
-            update=tmp_path / name,
-            facility=name,
-            round=0,
-            model=model,
-            evaluation=False,
-            settings=settings.aggregation,
-            content=False,
-            encoded=True,
+            tmp_path / name,
+            Expected(
+                facility=name,
+                round=0,
+                model=model,
+                evaluation=False,
+                settings=settings.aggregation,
+                content=False,
+                encoded=True,
+            ),
         )
         assert told is None, told
         messages.append(tmp_path / name)
@@ -185,7 +188,7 @@ def test_divergence_stops_and_says_where_the_good_models_are(begun: tuple[Archiv
 
 def refused(tmp_path: Path, model: Path, update: Path | None, *, facility: str = "a", round: int = 0) -> str:
     told = receive(
-        update=update, facility=facility, round=round, model=model, evaluation=False, settings=AggregationSettings()
+        update, Expected(facility=facility, round=round, model=model, evaluation=False, settings=AggregationSettings())
     )
     assert told is not None
     return f"{told.kind}: {told.reason}"
@@ -195,7 +198,7 @@ def test_receive_names_what_is_wrong(begun: tuple[Archive, Path], tmp_path: Path
     _, model = begun
     good = write_update(tmp_path / "good", model, "a")
     assert (
-        receive(update=good, facility="a", round=0, model=model, evaluation=False, settings=AggregationSettings())
+        receive(good, Expected(facility="a", round=0, model=model, evaluation=False, settings=AggregationSettings()))
         is None
     )
     assert refused(tmp_path, model, None).startswith("absent: left no update")
@@ -240,11 +243,8 @@ def test_an_update_that_averaging_finds_damaged_is_asked_for_again_or_left_out(
 def receive_unread(update: Path, model: Path) -> Failure | None:
     """What the receive step finds where averaging verifies the content."""
     return receive(
-        update=update,
-        facility=update.name,
-        round=0,
-        model=model,
-        evaluation=False,
-        settings=AggregationSettings(),
-        content=False,
+        update,
+        Expected(
+            facility=update.name, round=0, model=model, evaluation=False, settings=AggregationSettings(), content=False
+        ),
     )

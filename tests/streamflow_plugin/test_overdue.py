@@ -17,6 +17,7 @@ from coordinator.rounds.late import forget_all
 from coordinator.rounds.lost import read_lost
 from coordinator.schedulers.firecrest import SCHEDULER as FIRECREST
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
+from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from coordinator.streamflow_plugin import overdue, patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
@@ -151,7 +152,7 @@ def test_a_job_that_runs_for_ever_ends_alone_is_cancelled_and_is_its_facilitys_a
     assert ended["step"] == "/rounds/train_b" and "site's staff" in advice_for("left no update", ended["problem"])
     assert (reason := read_lost(tmp_path / "work" / "a-job", 3, "b")) == text
     nothing: Any = None
-    row = receive(update=None, facility="b", round=3, model=nothing, evaluation=False, settings=nothing, lost=reason)
+    row = receive(None, Expected(facility="b", round=3, model=nothing, evaluation=False, settings=nothing), lost=reason)
     assert row is not None and (row.kind, row.reason) == ("absent", text), "as the round's table has it"
     assert read_lost(tmp_path / "work" / "a-job", 4, "b") == ""
     forget_all(tmp_path / "work")
