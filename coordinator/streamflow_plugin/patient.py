@@ -196,7 +196,7 @@ class PatientQueue(QueueManagerConnector):
         self._watches[job_id] = asyncio.create_task(watch.run(seconds))
 
     def _note_silence(self, silent: list[str]) -> list[str]:
-        """Report a scheduler that says nothing of jobs, once; returns jobs of which it has said nothing for too long."""
+        """Report a scheduler that says nothing of jobs, once; returns those without news for too long."""
         now = self._now()
         since = self._silent_since
         for gone in since.keys() - set(silent):
