@@ -100,8 +100,9 @@ class TrainingSettings:
     it was measured to pay: two facilities or more, whole models, a mean as rule."""
     optimizer_state_form: Literal["factors", "blocks", "int8", "full"] = "factors"
     """How shared second moments of matrices travel: `factors`, row and column means; `blocks`, the mean of every 64
-    values of a row (1/16 byte a parameter each way); `int8`, a byte a value; `full`, float32. More bytes gained 0.5 %
-    at most where it was measured. The same value at all facilities that share them."""
+    values of a row (1/16 byte a parameter each way); `int8`, a byte a value; `full`, float32. Where it was
+    measured, `int8` and `full` lowered perplexity by 0.5 to 0.9 %, and `blocks` raised it by 1.4 %. The same value at
+    all facilities that share them."""
     optimizer_state_every: Positive[int] = 1
     """Moments are averaged after every so many rounds. The same value at all facilities."""
     first_moments: Literal["off", "mean"] = "off"
