@@ -67,14 +67,15 @@ class Identity(ClientCredentialsAuth):
         self.disable_client_logging = True
         self._session = httpx.Client(timeout=ANSWER_SECONDS, event_hooks={"response": [check_plain, self._bound]})
         bound(self._session, patience)
+        self._token, self._until = "", 0.0
 
     def _bound(self, response: httpx.Response) -> None:
         bounded(response, TOKEN_BYTES)
 
     def get_access_token(self) -> str:
         """A token that holds for some seconds more. Raises `ClientsCredentialsException` or `OutOfBounds`."""
-        if self._access_token and time.time() <= (self._token_expiration_ts or 0) - self._min_token_validity:
-            return str(self._access_token)
+        if self._token and time.time() <= self._until - self._min_token_validity:
+            return self._token
         given = {"grant_type": "client_credentials", "client_id": self._client_id, "client_secret": self._client_secret}
         answer = self._session.post(self._token_uri, data=given)
         if not answer.is_success:
@@ -83,7 +84,7 @@ class Identity(ClientCredentialsAuth):
         token, seconds = found.text("access_token"), found.number("expires_in", most=1e9)
         if not re.fullmatch(r"[!-~]+", token):
             raise OutOfBounds("the token endpoint's answer holds no token")
-        self._access_token, self._token_expiration_ts = token, time.time() + seconds
+        self._token, self._until = token, time.time() + seconds
         return token
 
 

@@ -121,11 +121,10 @@ def federate(
     prelude: str = "",
     training: dict[str, object] | None = None,
     gated: list[str] | None = None,
-    beside: str = "",
 ) -> Run:
     """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists.
 
-    `gated`: facilities behind gates; None: as `gates.gated_sites` says. `beside`: as `gates.behind_gates` has it.
+    `gated`: facilities behind gates; None: as `gates.gated_sites` says.
     """
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
@@ -144,7 +143,7 @@ def federate(
         **({"training": training} if training else {}),
     )
     write(read_federation(file))
-    behind_gates(testbed, file, gated_sites() if gated is None else gated, beside=beside)
+    behind_gates(testbed, file, gated_sites() if gated is None else gated)
     return Run(testbed=testbed, file=file)
 
 

@@ -53,20 +53,14 @@ def put(testbed: Testbed, site: Site, name: str, text: str, *, home: str = "gate
     ssh(testbed, site, f"umask 077; mkdir -p {home} && cat > {home}/{name}", stdin=text.encode())
 
 
-def open_gate(
-    testbed: Testbed, site: Site, public_key: Path, *, home: str = "gated", beside: tuple[str, str] | None = None
-) -> None:
-    """Install the gate for a key, once; the testbed's sshd reads a file of its own.
-
-    `beside`: the home of the first coordinator's gate, and the name of this further coordinator, whose gate is `home`.
-    """
+def open_gate(testbed: Testbed, site: Site, public_key: Path, *, home: str = "gated") -> None:
+    """Install the gate for a key, once; the testbed's sshd reads a file of its own."""
     allowed = site.etc / "authorized_keys"
     if public_key.read_text().split()[1] in allowed.read_text():
         return
     put(testbed, site, public_key.name, public_key.read_text(), home=home)
-    first, further = (home, "") if beside is None else (beside[0], f" --coordinator {beside[1]}")
-    setup = f"bash crossfed/facility/setup.sh --home ~/{first} --as-is --no-self-check --authorized-keys ~/{home}/keys"
-    said = ssh(testbed, site, f"{setup} --gate ~/{home}/{public_key.name}{further}").stdout.decode()
+    setup = f"bash crossfed/facility/setup.sh --home ~/{home} --as-is --no-self-check --authorized-keys ~/{home}/keys"
+    said = ssh(testbed, site, f"{setup} --gate ~/{home}/{public_key.name}").stdout.decode()
     assert "and nothing else" in said, said
     with open(allowed, "a") as file:
         file.write((site.home / home / "keys").read_text())
@@ -106,11 +100,8 @@ def gate_of(testbed: Testbed, site: Site, federation: str) -> str:
     return f"{site.home}/gate-{federation}/crossfed-gate {keys.fingerprint}"
 
 
-def behind_gates(testbed: Testbed, file: Path, names: list[str], *, beside: str = "") -> None:
-    """Change a rendered federation: these facilities are reached through gates, with the same template and workdir.
-
-    `beside`: a federation whose gates stand there, of another coordinator (`setup.sh --coordinator`).
-    """
+def behind_gates(testbed: Testbed, file: Path, names: list[str]) -> None:
+    """Change a rendered federation: these facilities are reached through gates, with the same template and workdir."""
     if not names:
         return
     raw = yaml.safe_load(file.read_text())
@@ -119,19 +110,14 @@ def behind_gates(testbed: Testbed, file: Path, names: list[str], *, beside: str 
     raw["sending"] = raw.get("sending", {}) | {"signing_key": str(keys.signer)}
     for facility in raw["facilities"]:
         if facility["name"] in names:
-            _put_behind(testbed, raw["name"], facility, folder=file.parent, keys=keys, beside=beside)
+            _put_behind(testbed, raw["name"], facility, folder=file.parent, keys=keys)
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
     write(read_federation(file))
 
 
-def home_of(federation: str, beside: str = "") -> str:
-    """Of a federation's gate, below the account's home."""
-    return f"gate-{beside}/gates/{federation}" if beside else f"gate-{federation}"
-
-
-def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Path, keys: Keys, beside: str) -> None:
+def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Path, keys: Keys) -> None:
     """Make the gate of one facility of `folder/federation.yml`, and have its deployment go through."""
-    site, deployment, home = testbed.site(facility["name"]), facility["deployment"], home_of(federation, beside)
+    site, deployment, home = testbed.site(facility["name"]), facility["deployment"], f"gate-{federation}"
     signer = " ".join(Path(f"{keys.signer}.pub").read_text().split()[:2])
     put(testbed, site, "job.sh", (folder / deployment.pop("template")).read_text(), home=home)
     put(testbed, site, "coordinators", f'{federation} namespaces="crossfed" {signer}\n', home=home)
@@ -145,6 +131,5 @@ def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Pa
         "fill": deployment.pop("fill", {}) | deployment.pop("environment", {}),
     }
     put(testbed, site, "policy.yml", policy(site, keys.fingerprint, **changes), home=home)
-    further = (home_of(beside), federation) if beside else None
-    open_gate(testbed, site, Path(f"{keys.gate}.pub"), home=home, beside=further)
+    open_gate(testbed, site, Path(f"{keys.gate}.pub"), home=home)
     deployment |= {"gate": True, "key": str(keys.gate)}
