@@ -66,11 +66,7 @@ def mask_update(
     sources = sources_of(checkpoint, base, roster, weights)
     factor = clip_factor(sources.values(), settings.clip_norm)
     own = os.urandom(SEED_BYTES)
-    masks = [(1, own)] + [
-        (1 if member.facility < other else -1, member.seed(other))
-        for other in roster.members
-        if other != member.facility
-    ]
+    masks = signed_seeds(member, own)
     bits = roster.agreement.bits
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
@@ -112,6 +108,12 @@ def mask_update(
             digests,
         )
     return made, left
+
+
+def signed_seeds(member: Member, own: bytes) -> list[tuple[int, bytes]]:
+    """What is added and subtracted: 1 or -1, and the seed of each stream."""
+    others = [name for name in member.roster.members if name != member.facility]
+    return [(1, own)] + [(1 if member.facility < other else -1, member.seed(other)) for other in others]
 
 
 def check_base(roster: Roster, received: Path) -> None:

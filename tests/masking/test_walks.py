@@ -104,7 +104,7 @@ def settings_with(**training: Any) -> FacilitySettings:
 
 
 def other_of(name: str) -> dict[str, Any]:
-    needs = {
+    needs: dict[str, dict[str, Any]] = {
         "optimizer_parameters": {"optimizer": "adafactor"},
         "drift_correction": {"keep_optimizer": True},
         "encoding": {"export_dtype": "float32"},
