@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from coordinator.config.deployments import Deployment
-from coordinator.config.federation import Facility
-from coordinator.config.settings import SendingSettings
+from coordinator.config.federation import Facility, read_federation
+from coordinator.config.settings import SendingSettings, read_coordinator_settings
+from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.memory.need import needed_bytes
 from coordinator.preflight.cost import check_link
-from coordinator.preflight.disk import coordinator_disk, facility_disk
+from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
+from coordinator.rounds.verification import averaged_as_encoded, averages_encoded
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
+from tests.federations import write_federation
 from tests.pico import save_pico
 
 P = 1024
@@ -64,6 +70,35 @@ def test_the_coordinator_does_not_need_more_for_more_rounds():
     plain = coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=0)
     assert plain.bytes == (1 + 5 + 1) * 2 * P + 2 * P + 2 * 4 * P
     assert "server state, old and new 8.19 kB" in str(plain)
+
+
+def test_a_message_that_is_averaged_as_it_came_takes_its_own_room_alone():
+    encoded = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    updates, message = {"a": encoded, "b": TrainingSettings()}, P + 4 * P // 256
+    there = [
+        coordinator_disk(MODEL, updates, rule="mean", rounds=5, keep_rounds=2, decoded=one).parts[IN_FLIGHT]
+        for one in (False, True)
+    ]
+    assert there == [message + 2 * P, message + 4 * P + 2 * P]
+
+
+@pytest.mark.parametrize(
+    ("changes", "as_they_came"),
+    [
+        ({}, True),
+        ({"rounds": {"count": 2, "quorum": 1, "grace": 5}}, False),
+        ({"evaluation": {"matrix": True}}, False),
+    ],
+    ids=str,
+)
+def test_check_and_the_steps_agree_on_whether_messages_are_decoded_to_files(
+    tmp_path: Path, changes: dict[str, Any], as_they_came: bool
+):
+    federation = read_federation(write_federation(tmp_path, ["a", "b"], **changes))
+    rendered = tmp_path / "coordinator.json"
+    rendered.write_text(render(federation)["workflow/coordinator.json"])
+    settings = read_coordinator_settings(rendered)
+    assert averages_encoded(federation) is averaged_as_encoded(settings) is as_they_came
 
 
 def test_of_adapters_only_they_travel_and_only_they_have_a_state():
