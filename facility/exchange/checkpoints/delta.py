@@ -90,16 +90,15 @@ def encode(
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
     codec = load_codec(encoding)
-    manifest, base = read_manifest(full), read_manifest(reference)
+    manifest, told = read_manifest(full), {"reference_sha256": read_manifest(reference).content_sha256}
     old = open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
         sending = _plan(codec, old, new, density)
         with ExitStack() as files:
-            message = files.enter_context(
-                TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
-            )
+            writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
+            message = files.enter_context(writer)
             residual = None
             if residual_out is not None:
                 kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
@@ -115,12 +114,7 @@ def encode(
             steps.write(directory)
         write_manifest(
             directory,
-            dataclasses.replace(
-                manifest,
-                encoding=encoding,
-                files={},
-                extra=manifest.extra | {"reference_sha256": base.content_sha256},
-            ),
+            dataclasses.replace(manifest, encoding=encoding, files={}, extra=manifest.extra | told),
             made,
         )
         size = (directory / FILE).stat().st_size
