@@ -74,14 +74,14 @@ def certificates_watched(
     end = threading.Event()
 
     def work() -> None:
-        told: set[str] = set()
+        reported: set[str] = set()
         while not end.is_set():
             for facility in facilities:
                 one = lifetime(facility.name, facility.deployment)
                 if one is None or one.verdict == "ok" or end.is_set():
                     continue
-                if (sentence := f"{facility.name}: {one.found}: {one.fix}") not in told:
-                    told.add(sentence)
+                if (sentence := f"{facility.name}: {one.found}: {one.fix}") not in reported:
+                    reported.add(sentence)
                     log.warning(sentence)
                     expiring(facility.name, sentence)
             end.wait(every_seconds)

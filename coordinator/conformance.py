@@ -32,8 +32,8 @@ def conformance(arguments: Sequence[str]) -> int:
         if code or "--help" in arguments or "-h" in arguments:
             return code
         refusals = refused_updates(kept)
-    for told in refusals:
-        print(told, file=sys.stderr)
+    for refusal in refusals:
+        print(refusal, file=sys.stderr)
     if not refusals and "--json" not in arguments:
         print("and the coordinator accepts its updates")
     return int(bool(refusals))

@@ -45,9 +45,9 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
     evaluate(out, source)
     check_names(out)
     checkpoint = open_checkpoint(out)
-    told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
+    summary = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
     head = f"; a new head of {len(classes)} classes" if fresh else ""
-    return f"{told}{head}; loaded and evaluated, every tensor has its place"
+    return f"{summary}{head}; loaded and evaluated, every tensor has its place"
 
 
 def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

@@ -66,11 +66,11 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     how: dict[str, Any] = {"dtype": dtype, "revision": revision, "classes": classes}
     with new_directory(out) as temporary:
         if is_image_model(config, classes):
-            told = save_image_classifier(source_name, temporary, **how)
+            summary = save_image_classifier(source_name, temporary, **how)
         else:
-            told = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
+            summary = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
         (temporary / STAMP).write_text(json.dumps(made_from))
-    return f"{out}: {told}"
+    return f"{out}: {summary}"
 
 
 def check_class_names(classes: Sequence[str]) -> None:

@@ -24,14 +24,14 @@ class Kind:
     suffix: str
     """How the names of its classes in transformers end."""
     factory: str
-    told: str
+    title: str
     """In a sentence, with its article."""
 
 
-CAUSAL = Kind(suffix="ForCausalLM", factory="AutoModelForCausalLM", told="a causal language model")
-MASKED = Kind(suffix="ForMaskedLM", factory="AutoModelForMaskedLM", told="a masked language model")
+CAUSAL = Kind(suffix="ForCausalLM", factory="AutoModelForCausalLM", title="a causal language model")
+MASKED = Kind(suffix="ForMaskedLM", factory="AutoModelForMaskedLM", title="a masked language model")
 CLASSIFIER = Kind(
-    suffix="ForSequenceClassification", factory="AutoModelForSequenceClassification", told="a sequence classifier"
+    suffix="ForSequenceClassification", factory="AutoModelForSequenceClassification", title="a sequence classifier"
 )
 
 
@@ -69,9 +69,9 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     evaluate(out, source, kind)
     check_names(out)
     checkpoint = open_checkpoint(out)
-    told = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
+    summary = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
     head = f"; a new head of {len(classes)} classes" if fresh else ""
-    return f"{told}{head}; loaded and evaluated, every tensor has its place"
+    return f"{summary}{head}; loaded and evaluated, every tensor has its place"
 
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
@@ -85,9 +85,9 @@ def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Seque
         names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
     torch.manual_seed(0)
     factory = getattr(transformers, kind.factory)
-    model, found = load_published(factory, source, kind=kind.told, dtype=dtype, revision=revision, **names)
+    model, found = load_published(factory, source, kind=kind.title, dtype=dtype, revision=revision, **names)
     new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
-    advice = f"take a checkpoint of the whole {kind.told.partition(' ')[2]}"
+    advice = f"take a checkpoint of the whole {kind.title.partition(' ')[2]}"
     advice += ", or give --classes" if kind is CLASSIFIER and not classes else ""
     check_weights(source, [name for name in new if not (classes and of_the_head(model, name))], advice)
     return model, bool(new)

@@ -32,10 +32,10 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 class Ended:
     """Whether a signal has asked the job to end. Its handler takes no lock: the loop it interrupts may hold it."""
 
-    told = False
+    requested = False
 
     def heed(self, number: int, frame: FrameType | None) -> None:
-        self.told = True
+        self.requested = True
 
 
 def wait_for_command(directory: Path, seconds: float, ended: Ended, look: float) -> float:
@@ -43,7 +43,7 @@ def wait_for_command(directory: Path, seconds: float, ended: Ended, look: float)
     began = time.monotonic()
     while COMMAND not in os.listdir(directory):  # listing the directory asks a network file system anew
         left = seconds - (time.monotonic() - began)
-        if left <= 0 or ended.told:
+        if left <= 0 or ended.requested:
             give_up(directory)
             break
         time.sleep(min(look, left))  # taken up again after a signal: that is heeded at the next look

@@ -35,11 +35,11 @@ def main() -> int:
     settings = parse(EvaluationSettings, json.loads(arguments.settings.read_text()), file=arguments.settings)
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
-        told: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
+        answer: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
     except (CrossFedError, OSError, ValueError, KeyError) as error:
         log.error("the evaluation on tasks failed: %s", error)
-        told = {"results": [], "problem": str(error)}
-    write_json(arguments.out, told)
+        answer = {"results": [], "problem": str(error)}
+    write_json(arguments.out, answer)
     return 0
 
 

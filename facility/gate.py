@@ -71,7 +71,7 @@ def hello(session: Session, request: Request) -> int:
     policy = session.policy
     session.workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    told = {
+    summary = {
         "gate": VERSION,
         "facility": policy.facility,
         "federations": policy.federations,
@@ -87,7 +87,7 @@ def hello(session: Session, request: Request) -> int:
         "datasets": policy.datasets,
         "free_mb": shutil.disk_usage(session.workdir).free >> 20,
     }
-    print(json.dumps(told))
+    print(json.dumps(summary))
     return 0
 
 
@@ -125,27 +125,27 @@ HERE = {"hello": hello, "nothing": lambda session, request: 0, "hold": hold, "si
 
 def serve(session: Session, command: str | None) -> int:
     """Decide on one request, write the decision down, and do it. Returns the exit code."""
-    told = (command or "")[:1000]
+    asked = (command or "")[:1000]
     try:
         if session.key not in session.policy.keys:
             raise Refused(f"the key {session.key} is not one of the policy's")
         request = grammar.parse(command)
-        session.write("request", request=told)
+        session.write("request", request=asked)
         if request.verb in HERE:
             return HERE[request.verb](session, request)
         module, _, function = WHERE[request.verb].partition(":")
         return int(getattr(importlib.import_module(f"facility.gating.{module}"), function)(session, request))
     except Refused as error:
-        session.write("refused", request=told, reason=str(error)[:1000])
+        session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
         return CODE
     except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
-        session.write("broken off", request=told)
+        session.write("broken off", request=asked)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
         return 2
     except Exception as error:  # whatever it is, it is on record
         reason = str(error) if isinstance(error, CrossFedError | OSError | ValueError) else repr(error)
-        session.write("failed", request=told, reason=reason[:1000])
+        session.write("failed", request=asked, reason=reason[:1000])
         print(f"error: {reason}", file=sys.stderr)
         return 2
 

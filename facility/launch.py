@@ -88,8 +88,8 @@ def launch(
     if several:
         if not ending.missed:
             ending = word_of_others(ending, tasks, notes, limits)
-        told = asdict(ending) | {"task": tasks.task, "node": tasks.node}
-        notes.write(f"{'failed' if ending.code else 'finished'}-{tasks.task}", told)
+        outcome = asdict(ending) | {"task": tasks.task, "node": tasks.node}
+        notes.write(f"{'failed' if ending.code else 'finished'}-{tasks.task}", outcome)
     return ending
 
 
@@ -99,14 +99,14 @@ def word_of_others(ending: Ending, tasks: Tasks, notes: Notes, limits: Limits) -
     notes.write(f"lost-{tasks.task}", ending.reason)
     others = [number for number in range(tasks.tasks) if number != tasks.task]
 
-    def told() -> Ending | None:
+    def ending_of_others() -> Ending | None:
         if any(notes.read(f"finished-{number}") is not None for number in others):
             return Ending(code=0, reason="")
         nobody = all(notes.read(f"lost-{number}") is not None for number in others)
         return ending if nobody or notes.failures() else None
 
     try:
-        return notes.wait(told, limits.total or FOR_EVER, "the other tasks said nothing of their end")
+        return notes.wait(ending_of_others, limits.total or FOR_EVER, "the other tasks said nothing of their end")
     except TryAgain:
         return ending
 

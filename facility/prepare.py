@@ -255,12 +255,12 @@ def progress_lines(
     out: TextIO, clock: Callable[[], float] = time.monotonic, seconds: float = LINE_SECONDS
 ) -> Callable[[str, float, int], None]:
     """Writes a line at most every so many seconds, the first after as many: for logs, which a bar would fill."""
-    told = clock()
+    last = clock()
 
     def progress(source: str, share: float, documents: int) -> None:
-        nonlocal told
-        if clock() - told >= seconds:
-            told = clock()
+        nonlocal last
+        if clock() - last >= seconds:
+            last = clock()
             where = f" ({source})" if source else ""
             print(f"{share:.0%} read, {documents:,} documents{where}", file=out, flush=True)
 

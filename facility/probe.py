@@ -60,37 +60,37 @@ def dataset(path: Path) -> dict[str, Any]:
         prepared = open_dataset(path)
     except CrossFedError as error:
         return {"error": str(error)}
-    told = prepared.manifest
+    manifest = prepared.manifest
     return {
-        "task": told.task,
-        "block_tokens": told.block_tokens,
-        "vocabulary_size": told.vocabulary_size,
-        "tokenizer_sha256": told.tokenizer_sha256,
-        "chat_template_sha256": told.chat_template_sha256,
-        "blocks": {name: split.blocks for name, split in told.splits.items()},
-        "documents": documents(told),
-        "classes": len(told.classes),
-        **({"classes_sha256": classes_digest(told.classes)} if told.classes else {}),
-    } | images(told)
+        "task": manifest.task,
+        "block_tokens": manifest.block_tokens,
+        "vocabulary_size": manifest.vocabulary_size,
+        "tokenizer_sha256": manifest.tokenizer_sha256,
+        "chat_template_sha256": manifest.chat_template_sha256,
+        "blocks": {name: split.blocks for name, split in manifest.splits.items()},
+        "documents": documents(manifest),
+        "classes": len(manifest.classes),
+        **({"classes_sha256": classes_digest(manifest.classes)} if manifest.classes else {}),
+    } | images(manifest)
 
 
-def images(told: DatasetManifest) -> dict[str, Any]:
+def images(manifest: DatasetManifest) -> dict[str, Any]:
     """What facilities with images must have alike; nothing for text."""
-    if told.pixels is None:
+    if manifest.pixels is None:
         return {}
     return {
-        "image_size": " x ".join(map(str, told.pixels.shape)),
-        "image_processor_sha256": told.pixels.processor_sha256,
+        "image_size": " x ".join(map(str, manifest.pixels.shape)),
+        "image_processor_sha256": manifest.pixels.processor_sha256,
     }
 
 
-def documents(told: DatasetManifest) -> dict[str, int]:
+def documents(manifest: DatasetManifest) -> dict[str, int]:
     """Documents or images that are trained on, by split; none where blocks hold parts of several."""
     from facility.dataset import IMAGES
 
-    if told.documents == "joined" and told.task not in ("classification", IMAGES):
+    if manifest.documents == "joined" and manifest.task not in ("classification", IMAGES):
         return {}
-    return {name: split.documents - split.dropped_documents for name, split in told.splits.items()}
+    return {name: split.documents - split.dropped_documents for name, split in manifest.splits.items()}
 
 
 def disk(path: Path, reserve: int) -> dict[str, Any]:
@@ -98,22 +98,22 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     folder = path
     while not (folder.exists() or folder.is_symlink()) and folder != folder.parent:
         folder = folder.parent
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "exists": path.is_dir(),
         "writable": folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
         "free": shutil.disk_usage(folder if folder.exists() else "/").free,
     }
-    told["quotas"] = (
+    answer["quotas"] = (
         [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in quotas(folder)]
-        if told["writable"]
+        if answer["writable"]
         else []
     )
-    if told["writable"] and reserve and reserve < told["free"] and shutil.which("fallocate"):
+    if answer["writable"] and reserve and reserve < answer["free"] and shutil.which("fallocate"):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
             result = subprocess.run(["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True)
         if result.returncode != 0 and "not supported" not in result.stderr:
-            told["refused"] = result.stderr.strip().splitlines()[-1]
-    return told
+            answer["refused"] = result.stderr.strip().splitlines()[-1]
+    return answer
 
 
 def missing(module: str) -> str:
@@ -136,7 +136,7 @@ def main() -> int:
     parser.add_argument("--trainer", metavar="MODULE", help="also look whether this module can be found")
     add_log_options(parser)
     arguments = parser.parse_args()
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "crossfed": facility.__version__,
         "python": platform.python_version(),
         "packages": packages(),
@@ -146,8 +146,8 @@ def main() -> int:
         "disk": disk(arguments.workdir, arguments.reserve),
     }
     if arguments.trainer:
-        told["trainer"] = missing(arguments.trainer)
-    print(json.dumps(told))
+        answer["trainer"] = missing(arguments.trainer)
+    print(json.dumps(answer))
     return 0
 
 

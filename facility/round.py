@@ -63,9 +63,9 @@ def run(job: Job) -> Ending:
 
 def follow(job: Job) -> int:
     """The other tasks' part: train when the first one says so. They never write the update's directory."""
-    told = job.notes.wait_for("first", job.arguments.meeting, "the first task")
-    if told != GO:
-        return Outcome.DONE if told == DONE else Outcome.SKIPPED
+    decision = job.notes.wait_for("first", job.arguments.meeting, "the first task")
+    if decision != GO:
+        return Outcome.DONE if decision == DONE else Outcome.SKIPPED
     ending = start_ranks(job, work_alone(job) if job.kind == ALONE else work_of_round(job))
     job.meter.tell(job.notes)
     return Outcome.DONE if ending.code == 0 else Outcome.SKIPPED
@@ -79,8 +79,8 @@ def first(job: Job) -> int:
         ending = Ending(code=2, reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
-        told = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else repr(error)
-        ending = Ending(code=1, reason=f"the round's own command failed: {told}", tail=tail)
+        cause = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else repr(error)
+        ending = Ending(code=1, reason=f"the round's own command failed: {cause}", tail=tail)
     if ending.code == Outcome.DONE:
         return Outcome.DONE
     job.notes.write("first", FAILED)

@@ -145,12 +145,14 @@ def verdict(folder: Path, seconds: float) -> str:
     if (failure := report.read_failure(update)) is not None:
         raise InputError(f"the training step failed: {failure.reason}\n{failure.log_tail}")
     verify_manifest(update)
-    told = report.read_report(update)
-    if not told.loss_returned < told.loss_received:
-        raise InputError(f"three steps did not lower the loss: {told.loss_received:.3f} to {told.loss_returned:.3f}")
-    devices = ", ".join(sorted(set(told.devices))) or "unknown device"
-    loss = f"loss {told.loss_received:.3f} to {told.loss_returned:.3f}"
-    return f"{told.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
+    trained = report.read_report(update)
+    if not trained.loss_returned < trained.loss_received:
+        raise InputError(
+            f"three steps did not lower the loss: {trained.loss_received:.3f} to {trained.loss_returned:.3f}"
+        )
+    devices = ", ".join(sorted(set(trained.devices))) or "unknown device"
+    loss = f"loss {trained.loss_received:.3f} to {trained.loss_returned:.3f}"
+    return f"{trained.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
 
 
 def main() -> int:

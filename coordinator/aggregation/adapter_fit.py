@@ -24,7 +24,7 @@ from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.messages.layout import LoraSettings
 
 
-def check_adapters(base: Checkpoint, update: Checkpoint, facility: str, told: LoraSettings | None = None) -> None:
+def check_adapters(base: Checkpoint, update: Checkpoint, facility: str, agreed: LoraSettings | None = None) -> None:
     """Refuse adapters that do not fit the base: other than its own, or for layers it does not have."""
     try:
         names = lora.pairs(update.tensors)
@@ -42,7 +42,7 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str, told: Lo
         if not is_factor(name):
             _check_beside(base, update, name, facility)
     for a, b in names:
-        _check_pair(base, update, a, b, facility, told.parameters if told is not None else ())
+        _check_pair(base, update, a, b, facility, agreed.parameters if agreed is not None else ())
 
 
 def _check_beside(base: Checkpoint, update: Checkpoint, name: str, facility: str) -> None:
@@ -83,37 +83,37 @@ def _check_pair(base: Checkpoint, update: Checkpoint, a: str, b: str, facility: 
         )
 
 
-def check_told(base: Checkpoint, update: Checkpoint, told: LoraSettings, facility: str) -> None:
+def check_told(base: Checkpoint, update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
     """Refuse adapters of another rank or for other layers than the facilities were asked to train."""
-    _check_told_beside(update, told, facility)
+    _check_told_beside(update, agreed, facility)
     layers = set()
     for a, _ in lora.pairs(update.tensors):
         layer = a.removeprefix(PREFIX).partition(A)[0]
-        rank, experts = update.tensors[a].shape[0], adapts_parameter(layer, told.parameters)
+        rank, experts = update.tensors[a].shape[0], adapts_parameter(layer, agreed.parameters)
         if not experts:
             layers.add(layer)
-        if rank % told.rank if experts else rank != told.rank:
-            raise UpdateRefused(facility, f"adapter {a!r} has rank {rank}, expected {told.rank} (training.lora.rank)")
-    if not told.targets or any(map(is_adapter, base.tensors)):
+        if rank % agreed.rank if experts else rank != agreed.rank:
+            raise UpdateRefused(facility, f"adapter {a!r} has rank {rank}, expected {agreed.rank} (training.lora.rank)")
+    if not agreed.targets or any(map(is_adapter, base.tensors)):
         return
-    if strangers := sorted(layer for layer in layers if not targeted(layer, told.targets)):
+    if strangers := sorted(layer for layer in layers if not targeted(layer, agreed.targets)):
         raise UpdateRefused(facility, f"it has adapters for {strangers[:3]}, which training.lora.targets do not name")
     matrices = {n.removesuffix(".weight") for n, e in base.tensors.items() if len(e.shape) == 2 and ".weight" in n}
-    if missing := sorted(layer for layer in matrices - layers if targeted(layer, told.targets)):
+    if missing := sorted(layer for layer in matrices - layers if targeted(layer, agreed.targets)):
         raise UpdateRefused(facility, f"it lacks adapters for {missing[:3]}, which training.lora.targets name")
 
 
-def _check_told_beside(update: Checkpoint, told: LoraSettings, facility: str) -> None:
+def _check_told_beside(update: Checkpoint, agreed: LoraSettings, facility: str) -> None:
     """Magnitudes of every plain layer under `dora` and of none without; whole modules that were asked for."""
     for name in update.tensors:
         module = name.removeprefix(PREFIX).rpartition(".")[0]
-        if not is_added(name) and not saves(module, told.modules_to_save or HEADS):
+        if not is_added(name) and not saves(module, agreed.modules_to_save or HEADS):
             raise UpdateRefused(
                 facility, f"it brings {module!r} whole, which training.lora.modules_to_save do not name"
             )
     held = {name.removesuffix(MAGNITUDE) for name in update.tensors if is_magnitude(name)}
     layers = {a.partition(A)[0] for a, _ in lora.pairs(update.tensors)}
-    wanted = layers if told.dora else set[str]()
+    wanted = layers if agreed.dora else set[str]()
     if odd := sorted(held ^ wanted):
-        what = "lacks the magnitudes" if told.dora else "brings magnitudes"
-        raise UpdateRefused(facility, f"it {what} of {odd[0]!r}, and training.lora.dora is {str(told.dora).lower()}")
+        what = "lacks the magnitudes" if agreed.dora else "brings magnitudes"
+        raise UpdateRefused(facility, f"it {what} of {odd[0]!r}, and training.lora.dora is {str(agreed.dora).lower()}")

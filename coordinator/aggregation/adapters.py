@@ -53,10 +53,10 @@ def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Check
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 
 
-def settings_of(updates: Sequence[Update], told: LoraSettings | None) -> LoraSettings:
+def settings_of(updates: Sequence[Update], agreed: LoraSettings | None) -> LoraSettings:
     """Rank and scale for adapter_config.json: from the facilities' settings, else as most updates state."""
-    if told is not None and told.rank:
-        return told
+    if agreed is not None and agreed.rank:
+        return agreed
     rank = next(e.shape[0] for n, e in updates[0].checkpoint.tensors.items() if A in n)
     claimed = Counter(filter(None, (_alpha(update.directory / CONFIG) for update in updates)))
     alpha = next((value for value, count in claimed.most_common(1) if 2 * count > len(updates)), None)

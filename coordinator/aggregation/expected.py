@@ -27,10 +27,10 @@ BLOCK = re.compile(r"\.\d+\.")
 """In the name of a tensor that lies in a numbered block."""
 
 
-def agreed_encoding(updates: Sequence[Update], told: LoraSettings | None, drop: Drop) -> tuple[bool, list[Update]]:
+def agreed_encoding(updates: Sequence[Update], agreed: LoraSettings | None, drop: Drop) -> tuple[bool, list[Update]]:
     """Whether the round is of adapters alone, and the updates that are what was agreed."""
-    if told is not None:
-        wanted = told.rank > 0
+    if agreed is not None:
+        wanted = agreed.rank > 0
     else:
         wanted = _majority(
             [update.adapters for update in updates],
@@ -47,15 +47,15 @@ def agreed_encoding(updates: Sequence[Update], told: LoraSettings | None, drop: 
 
 
 def agreed_layout(
-    updates: Sequence[Update], base: Checkpoint, told: LoraSettings | None, drop: Drop
+    updates: Sequence[Update], base: Checkpoint, agreed: LoraSettings | None, drop: Drop
 ) -> tuple[Layout, list[Update]]:
     """The adapters of the round, and the updates that hold them."""
     fitting: list[Update] = []
     for update in updates:
         try:
-            check_adapters(base, update.checkpoint, update.facility, told)
-            if told is not None:
-                check_told(base, update.checkpoint, told, update.facility)
+            check_adapters(base, update.checkpoint, update.facility, agreed)
+            if agreed is not None:
+                check_told(base, update.checkpoint, agreed, update.facility)
             fitting.append(update)
         except UpdateRefused as refusal:
             drop(refusal)

@@ -116,10 +116,10 @@ def make_mean_walk(aggregation: Aggregation, model: Path, state: Path | None, st
         return None
     writers = []
     metadata = (plan.members.metadata(), metadata_of(plan.members.rounds))
-    for directory, dtype, told in zip((state, model), ("F32", DTYPE), metadata, strict=True):
+    for directory, dtype, each in zip((state, model), ("F32", DTYPE), metadata, strict=True):
         (directory / FOLDER).mkdir()
         layout = layout_like(aggregation.source, dict.fromkeys(aggregation.floats, dtype))
-        writers.append(stack.enter_context(TensorWriter(directory / FOLDER, layout, told)))
+        writers.append(stack.enter_context(TensorWriter(directory / FOLDER, layout, each)))
     return MeanWalk(plan, last, state=writers[0], model=writers[1], files=stack)
 
 

@@ -70,7 +70,7 @@ class Averaging:
     """Facility, its moments, and its weight."""
     received: StoredMoments | None
     """Those that the round began with."""
-    told: dict[str, int] = field(default_factory=dict)
+    scaled: dict[str, int] = field(default_factory=dict)
     """Parameters that were scaled, by facility."""
     apart: int = 0
 
@@ -115,7 +115,7 @@ class Averaging:
             return found
         for one in found:
             if one.size > most:
-                self.told[one.facility] = self.told.get(one.facility, 0) + 1
+                self.scaled[one.facility] = self.scaled.get(one.facility, 0) + 1
         return [dataclasses.replace(one, scale=min(1.0, most / one.size if one.size else 1.0)) for one in found]
 
     def mean(self, moment: Moment, members: list[Member]) -> Rows:
@@ -155,9 +155,9 @@ def write_mean_moments(aggregation: Aggregation, model: Path) -> None:
     federated = [moment for moment in here.common() if moment.name in aggregation.floats]
     means = {moment: here.mean(moment, held) for moment in federated if (held := here.held(moment))}
     write_moments(model, means, steps=median(stored.steps for _, stored, _ in members))
-    told: dict[str, Any] = {KEY: here.told} if here.told else {}
-    aggregation.moments |= told | ({APART: here.apart} if here.apart else {})
-    for facility, count in here.told.items():
+    record: dict[str, Any] = {KEY: here.scaled} if here.scaled else {}
+    aggregation.moments |= record | ({APART: here.apart} if here.apart else {})
+    for facility, count in here.scaled.items():
         log.warning(
             "moments of %d parameters of %s are more than %g times the median facility's: scaled to the limit",
             count,

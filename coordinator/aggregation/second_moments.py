@@ -81,8 +81,8 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
             yield bounded, weight
 
     mean = mean_of(each())
-    told: dict[str, Any] = {KEY: scaled} if scaled else {}
-    aggregation.moments = told | ({APART: len(limits.apart)} if limits.apart else {})
+    record: dict[str, Any] = {KEY: scaled} if scaled else {}
+    aggregation.moments = record | ({APART: len(limits.apart)} if limits.apart else {})
     for facility, count in scaled.items():
         log.warning(
             "second moments of %d parameters of %s are more than %g times what the median facility's gradients add, or "

@@ -53,12 +53,12 @@ def confirm(aggregation: Aggregation) -> None:
     stated, gram = aggregation.stated, aggregation.passed.gram
     if stated is None:
         return
-    for name, told, found in zip(aggregation.names, stated, gram.diagonal(), strict=True):
-        if told != found:
+    for name, claimed, found in zip(aggregation.names, stated, gram.diagonal(), strict=True):
+        if claimed != found:
             log.warning(
                 "%s states a squared norm of %.9g for its step, which is %.9g: the round is averaged again",
                 name,
-                told,
+                claimed,
                 found,
             )
     found_now = screened(aggregation.names, gram, aggregation.settings.screen)

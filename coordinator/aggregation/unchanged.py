@@ -87,10 +87,10 @@ def read_unchanged(state: Path | None) -> dict[FileIdentity, str]:
     if state is None or not (Path(state) / NAME).is_file():
         return {}
     try:
-        told = Fields(raw=read_json(Path(state) / NAME, most_bytes=MOST_BYTES), where=str(Path(state) / NAME))
-        if told.whole("format") != FORMAT:
+        stored = Fields(raw=read_json(Path(state) / NAME, most_bytes=MOST_BYTES), where=str(Path(state) / NAME))
+        if stored.whole("format") != FORMAT:
             return {}
-        return dict(told.items("files", MOST_FILES, lambda fields, key: _entry(fields.inside(key))))
+        return dict(stored.items("files", MOST_FILES, lambda fields, key: _entry(fields.inside(key))))
     except ManifestError:
         return {}
 

@@ -86,15 +86,15 @@ def plan_walk(
 
     `shares`: of the updates in the round; `norms`: L2 norms of their steps, where they are known by now.
     """
-    told = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
-    if not any(told):
+    reports = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
+    if not any(reports):
         return None
-    middle = median(one.rates for one in told if one is not None)
-    counted = [one if one is not None and one.rates >= LEAST_RATES * middle else None for one in told]
+    middle = median(one.rates for one in reports if one is not None)
+    counted = [one if one is not None and one.rates >= LEAST_RATES * middle else None for one in reports]
     if norms is not None:
         counted = _of_usual_length(counted, norms)
     nothing = WalkPlan(kept=0.0, sent=0.0, coefficients=[0.0] * len(updates), members=Members(), reason="")
-    if reason := _contradiction(updates, told, counted, members):
+    if reason := _contradiction(updates, reports, counted, members):
         return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
     pairs = [(update.facility, share) for update, share in zip(updates, shares, strict=True)]
     weights, scale = dict(members.weights), _scale(pairs, members)
@@ -142,12 +142,12 @@ def _of_usual_length(counted: Sequence[DriftReport | None], norms: Sequence[floa
 
 def _contradiction(
     updates: Sequence[Update],
-    told: Sequence[DriftReport | None],
+    reports: Sequence[DriftReport | None],
     counted: Sequence[DriftReport | None],
     members: Members,
 ) -> str:
     """Why the mean cannot go on from the last one; empty: it can."""
-    for update, one, used in zip(updates, told, counted, strict=True):
+    for update, one, used in zip(updates, reports, counted, strict=True):
         if one is None:
             continue
         if used is not None and one.corrected != (update.facility in members.rounds):

@@ -93,8 +93,8 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     write_second_moments(aggregation, outputs.model)
     write_mean_moments(aggregation, outputs.model)
     if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
-        told = settings_of(aggregation.opened, aggregation.request.adapters)
-        write_adapter_config(outputs.model, told, aggregation.source.tensors)
+        agreed = settings_of(aggregation.opened, aggregation.request.adapters)
+        write_adapter_config(outputs.model, agreed, aggregation.source.tensors)
 
 
 def _written(outputs: Outputs, model: TensorWriter, state: Sequence[TensorWriter | None]) -> dict[Path, dict[str, str]]:
@@ -174,9 +174,9 @@ def _factor_errors(aggregation: Aggregation) -> FactorErrors | None:
     """What finds the errors of adapters' means, as the updates are read; None where there are no adapters to see."""
     if not aggregation.with_adapters or aggregation.request.unmasking is not None:
         return None
-    told = aggregation.request.adapters
+    agreed = aggregation.request.adapters
     entries = [update.entries for update in aggregation.opened]
-    return FactorErrors(entries, aggregation.weights, told.parameters if told is not None else ())
+    return FactorErrors(entries, aggregation.weights, agreed.parameters if agreed is not None else ())
 
 
 def _state_writers(

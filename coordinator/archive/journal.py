@@ -72,9 +72,9 @@ class Journal:
         """Write one line. A disk that is full stops no federation."""
         entry = Entry(time=time, kind=kind, facility=facility, round=round, detail=detail)
         known = {"facility": facility} if facility else {}
-        told = {"time": _iso(time), "unix": _milliseconds(time), "kind": kind, **known}
-        told |= ({"round": round} if round is not None else {}) | detail
-        self._kept.append(json.dumps(told, ensure_ascii=False) + "\n")
+        record = {"time": _iso(time), "unix": _milliseconds(time), "kind": kind, **known}
+        record |= ({"round": round} if round is not None else {}) | detail
+        self._kept.append(json.dumps(record, ensure_ascii=False) + "\n")
         if self.path.parent.is_dir():
             lines, self._kept = "".join(self._kept), []
             with suppress(OSError):
@@ -108,9 +108,9 @@ def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False
 
 def waited_by_facility(entries: Iterable[Entry]) -> dict[str, float]:
     """Those node-seconds of each facility whose jobs were submitted ahead and have begun."""
-    told = [one for one in entries if one.kind == "waited"]
-    names = sorted({one.facility for one in told})
-    return {name: waited_node_seconds(one for one in told if one.facility == name) for name in names}
+    waits = [one for one in entries if one.kind == "waited"]
+    names = sorted({one.facility for one in waits})
+    return {name: waited_node_seconds(one for one in waits if one.facility == name) for name in names}
 
 
 def _entry(line: str) -> Entry | None:

@@ -11,21 +11,21 @@ from coordinator.archive.rounds import RoundFile
 def masked_rounds(history: Sequence[RoundFile]) -> dict[str, Any]:
     """How many rounds were masked and of how many updates the smallest sum was; empty where none was masked."""
     found = [entry.aggregation.get("details", {}).get("masking") for entry in history]
-    told = [one for one in found if one]
-    if not told:
+    masked = [one for one in found if one]
+    if not masked:
         return {}
     return {
-        "rounds": len(told),
+        "rounds": len(masked),
         "all_rounds": len(history),
-        "bits": told[-1]["bits"],
-        "threshold": told[-1]["threshold"],
-        "smallest_sum": min(len(one["survivors"]) for one in told),
+        "bits": masked[-1]["bits"],
+        "threshold": masked[-1]["threshold"],
+        "smallest_sum": min(len(one["survivors"]) for one in masked),
     }
 
 
-def masked_sentence(told: Mapping[str, Any]) -> str:
+def masked_sentence(sums: Mapping[str, Any]) -> str:
     """For a person."""
     return (
-        f"secure aggregation in {told['rounds']} of {told['all_rounds']} rounds ({told['bits']} bits): the coordinator "
-        f"learnt sums of {told['smallest_sum']} updates or more, unmasked by at least {told['threshold']} facilities"
+        f"secure aggregation in {sums['rounds']} of {sums['all_rounds']} rounds ({sums['bits']} bits): the coordinator "
+        f"learnt sums of {sums['smallest_sum']} updates or more, unmasked by at least {sums['threshold']} facilities"
     )

@@ -25,15 +25,15 @@ def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any
     return {row["facility"]: row["privacy"] for row in rows if row.get("privacy")}
 
 
-def summary_of(told: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def summary_of(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported."""
-    if not told:
+    if not reports:
         return {}
     return {
-        "epsilon": max(one["spent"] for one in told.values()),
-        "delta": max(one["delta"] for one in told.values()),
-        "stated": max(one["epsilon"] for one in told.values()),
-        "facilities": dict(told),
+        "epsilon": max(one["spent"] for one in reports.values()),
+        "delta": max(one["delta"] for one in reports.values()),
+        "stated": max(one["epsilon"] for one in reports.values()),
+        "facilities": dict(reports),
     }
 
 

@@ -116,9 +116,9 @@ def table(data: dict[str, Any]) -> Table:
         alone, together = to_show(entry["facilities"])
         if together:
             end = "" if alone else words.text(entry["global_perplexity"])
-            told = _middle_accuracies(together) if answers else []
+            accuracy_cells = _middle_accuracies(together) if answers else []
             result.add_row(
-                str(entry["round"]), *_cells_of_many(together, words, late), end, *told, end_section=not alone
+                str(entry["round"]), *_cells_of_many(together, words, late), end, *accuracy_cells, end_section=not alone
             )
         for place, row in enumerate(alone):
             last = place == len(alone) - 1
@@ -139,8 +139,8 @@ def table(data: dict[str, Any]) -> Table:
     alone, together = to_show(data["final_evaluation"])
     if together:
         name, status, _, seconds, _, received, _ = _cells_of_many(together, words)
-        told = _middle_accuracies(together) if answers else []
-        result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "", *told)
+        accuracy_cells = _middle_accuracies(together) if answers else []
+        result.add_row("final", name, status, "", seconds, *_blank(late), received, "", "", *accuracy_cells)
     for row in alone:
         status = _status(row)
         result.add_row(
@@ -171,8 +171,8 @@ def _blank(late: bool) -> list[str]:
 def has_accuracy(data: Mapping[str, Any]) -> bool:
     """True if most facilities that evaluated reported an accuracy: a single facility does not decide it."""
     rows = [row for entry in data["rounds"] for row in entry["facilities"]] + data["final_evaluation"]
-    told = [row.get("accuracy_received") is not None for row in rows if row.get("perplexity_received") is not None]
-    return 2 * sum(told) > len(told)
+    reported = [row.get("accuracy_received") is not None for row in rows if row.get("perplexity_received") is not None]
+    return 2 * sum(reported) > len(reported)
 
 
 def accuracies(row: Mapping[str, Any]) -> list[str]:
@@ -192,16 +192,16 @@ def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[
         return list(rows), []
     odd = [row for row in rows if row["status"] != "ok" or note_of(row) or row.get("staleness")]
     sound = [row for row in rows if row["status"] == "ok" and not note_of(row) and not row.get("staleness")]
-    told, rest = first_groups(grouped(odd, _what_happened))
-    merged = [one_of(group) for group in told]
+    shown_groups, rest = first_groups(grouped(odd, _what_happened))
+    merged = [one_of(group) for group in shown_groups]
     if rest:
         merged.append(one_of(rest) | {"status": "other", "reason": "for other reasons: `crossfed status --json`"})
     return merged, sound
 
 
 def _what_happened(row: Mapping[str, Any]) -> tuple[object, ...]:
-    told = (kind_of(text, row["facility"]) for text in (str(row.get("reason") or ""), note_of(row)))
-    return row["status"], row.get("staleness", 0), *told
+    kinds = (kind_of(text, row["facility"]) for text in (str(row.get("reason") or ""), note_of(row)))
+    return row["status"], row.get("staleness", 0), *kinds
 
 
 def one_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -241,8 +241,8 @@ def _elastic(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["status"] == "ok" and row["steps"]:
             taken.setdefault(row["facility"], []).append(row["steps"])
-    told = (f"{shown(name)} {min(steps):,} to {max(steps):,}" for name, steps in sorted(taken.items()))
-    return f"steps that fitted until the expected end of their round: {', '.join(told)}"
+    ranges = (f"{shown(name)} {min(steps):,} to {max(steps):,}" for name, steps in sorted(taken.items()))
+    return f"steps that fitted until the expected end of their round: {', '.join(ranges)}"
 
 
 def remarks(data: dict[str, Any]) -> list[str]:
@@ -252,32 +252,32 @@ def remarks(data: dict[str, Any]) -> list[str]:
     budgets = _budgets(latest_privacy(rows))
     if data.get("masking"):
         budgets.append(masked_sentence(data["masking"]))
-    told = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
-    told += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
+    lines = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
+    lines += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:
         if row.get("next_steps_reason", "").startswith("moved"):
             steps = _steps(row["next_steps"])
-            told.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
+            lines.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
     if any(row.get("next_end") for row in data["rounds"]):
-        told.append(_elastic(rows))
+        lines.append(_elastic(rows))
     if any(row["reason"] == CARRIED for row in rows):
-        told.append(f"late: {CARRIED}, which the column for staleness tells")
-    told += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
-    told += _waited(data.get("waited_node_seconds", {}))
+        lines.append(f"late: {CARRIED}, which the column for staleness tells")
+    lines += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
+    lines += _waited(data.get("waited_node_seconds", {}))
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"
-        told.append(f"ended in order, at the best model, which is {which}: {shown(data['limited'])}")
-    return [*chosen, *budgets, *told]
+        lines.append(f"ended in order, at the best model, which is {which}: {shown(data['limited'])}")
+    return [*chosen, *budgets, *lines]
 
 
 def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Each facility's privacy budget; of many those that have least of it left."""
-    told = {name: sentence(shown(name), one) for name, one in found.items()}
+    sentences = {name: sentence(shown(name), one) for name, one in found.items()}
     if not many(found):
-        return list(told.values())
+        return list(sentences.values())
     least = sorted(found, key=lambda name: found[name]["epsilon"] - found[name]["spent"])[:NAMED]
-    return [*(told[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
+    return [*(sentences[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
 
 
 def _left_open(waits: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -300,9 +300,9 @@ def _steps(steps: Mapping[str, int]) -> str:
 def _waited(seconds: Mapping[str, float]) -> list[str]:
     """Node-hours lost to waiting, by facility; of many the sum and the most."""
     what = "node-hours in jobs that waited for their model"
-    told = [f"{shown(name)}: {one / 3600:.3g} {what}" for name, one in seconds.items()]
+    lines = [f"{shown(name)}: {one / 3600:.3g} {what}" for name, one in seconds.items()]
     if not many(seconds):
-        return told
+        return lines
     most = sorted(seconds, key=lambda name: -seconds[name])[:NAMED]
     named = ", ".join(f"{shown(name)} {seconds[name] / 3600:.3g}" for name in most)
     return [f"{len(seconds)} facilities: {sum(seconds.values()) / 3600:.3g} {what} (most: {named})"]

@@ -25,11 +25,11 @@ def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
 
 def task_of_rows(rows: Iterable[FacilityRow]) -> str:
     """The same from rows alone; '' if none reports it, or none has a majority."""
-    told = [row.task for row in rows if row.status == "ok"]
-    found = Counter(words_of(task) for task in told if task).most_common(1)
-    if not found or 2 * found[0][1] <= len(told):
+    tasks = [row.task for row in rows if row.status == "ok"]
+    found = Counter(words_of(task) for task in tasks if task).most_common(1)
+    if not found or 2 * found[0][1] <= len(tasks):
         return ""
-    return Counter(task for task in told if task and words_of(task) == found[0][0]).most_common(1)[0][0]
+    return Counter(task for task in tasks if task and words_of(task) == found[0][0]).most_common(1)[0][0]
 
 
 def _of_model(archive: Archive) -> str:

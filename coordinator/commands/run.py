@@ -31,7 +31,7 @@ def check(
     from coordinator.preflight.last_check import remember
 
     console = Console(width=None if sys.stdout.isatty() else 160)
-    rows = look(federation, link=link, submit=submit, told=lambda text: print(text, file=sys.stderr, flush=True))
+    rows = look(federation, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
     with suppress(ConfigurationError):  # then the row on federation.yml fails
         remember(read_federation(federation), federation, rows)
     raise typer.Exit(show(rows, as_json=as_json, console=console))
@@ -59,10 +59,10 @@ def run(
         described = read_federation(federation)
         check_paths(described)
         if failing := failing_here(described):
-            told = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
-            raise InputError(f"{told}. Correct this, or run with --despite-check")
-        if told := still_failing(described, federation):
-            raise InputError(f"{told}. Correct this and check again, or run with --despite-check")
+            problems = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
+            raise InputError(f"{problems}. Correct this, or run with --despite-check")
+        if problems := still_failing(described, federation):
+            raise InputError(f"{problems}. Correct this and check again, or run with --despite-check")
 
     raise typer.Exit(run_federation(federation, live=not quiet and sys.stdout.isatty(), log=log, accepted=accept))
 

@@ -44,9 +44,9 @@ def average(models: Sequence[Path], out: Path, rounds: Sequence[int]) -> None:
         with TensorWriter(temporary, layout, last.metadata) as writer:
             for name, entry in last.tensors.items():
                 _write_mean(writer, name, [one.tensors[name] for one in every], entry)
-        told = read_manifest(last.directory)
-        extra = told.extra | {MEAN_OF: list(rounds)}
-        write_manifest(temporary, dataclasses.replace(told, files={}, extra=extra))
+        manifest = read_manifest(last.directory)
+        extra = manifest.extra | {MEAN_OF: list(rounds)}
+        write_manifest(temporary, dataclasses.replace(manifest, files={}, extra=extra))
 
 
 def _write_mean(writer: TensorWriter, name: str, entries: list[TensorEntry], last: TensorEntry) -> None:

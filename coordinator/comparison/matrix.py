@@ -107,15 +107,15 @@ def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> 
     if whole:
         models = ["the initial model", *models, "every facility's own last update"]
         models.append(f"models trained alone for as many {words.unit}")
-    told = f"{', '.join(models)}, and the global model"
-    text = f"{capital(words.metric)} on each facility's validation data (rows) of {told}{SHADES}. Intervals: {METHOD}."
+    shown = f"{', '.join(models)}, and the global model"
+    text = f"{capital(words.metric)} on each facility's validation data (rows) of {shown}{SHADES}. Intervals: {METHOD}."
     return f"{text} {MASKED}" if masked and whole else text
 
 
 def _held_out_name(settings: Mapping[str, Any]) -> str:
     plan = settings.get("evaluation") or {}
-    told = plan.get("held_out") or {}
-    return str((settings.get("comparison") or {}).get("held_out_name") or told.get("name") or "held-out data")
+    held_out = plan.get("held_out") or {}
+    return str((settings.get("comparison") or {}).get("held_out_name") or held_out.get("name") or "held-out data")
 
 
 def _data(name: str, figure: Row, held_out: str) -> str:
@@ -178,9 +178,9 @@ def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:
     for what in (TRAINED_ALONE, OWN_UPDATE):
         found = [_direction(one[what]) for one in differences if what in one]
         if found:
-            told = ", ".join(f"{words} at {found.count(words)}" for words in ("better", "worse", "not told apart"))
+            counts = ", ".join(f"{words} at {found.count(words)}" for words in ("better", "worse", "not told apart"))
             noun = "facility" if len(found) == 1 else "facilities"
-            lines.append(f"The global model against {what}, on the data of {len(found)} {noun}: {told}.")
+            lines.append(f"The global model against {what}, on the data of {len(found)} {noun}: {counts}.")
     return lines
 
 

@@ -128,8 +128,8 @@ def make_order(archive: Archive, settings: CoordinatorSettings, rounds: Mapping[
             shutil.rmtree(initial)
         manifest = _manifest(archive, settings, ALONE, {ROUNDS: dict(rounds)})
         if whole:
-            told = read_manifest(archive.model_for(0))
-            manifest = dataclasses.replace(manifest, dtypes=told.dtypes, parameters=told.parameters)
+            start = read_manifest(archive.model_for(0))
+            manifest = dataclasses.replace(manifest, dtypes=start.dtypes, parameters=start.parameters)
         write_manifest(temporary, manifest)
     return target
 

@@ -125,9 +125,9 @@ def _take_alone(
 ) -> tuple[Account, str]:
     alone = dict(account.alone)
     for name, update in answers.updates.items():
-        told = alone_of(read_manifest(update))
-        alone[name] = dataclasses.replace(alone[name], rounds=told.rounds, tokens=told.tokens, failed=0, reason="")
-        if told.rounds == alone[name].of and settings.comparison is not None and settings.comparison.updates:
+        answer = alone_of(read_manifest(update))
+        alone[name] = dataclasses.replace(alone[name], rounds=answer.rounds, tokens=answer.tokens, failed=0, reason="")
+        if answer.rounds == alone[name].of and settings.comparison is not None and settings.comparison.updates:
             keep(archive, ALONE_OF, {name: update})
     for name, failure in answers.failures.items():
         before = alone.get(name)
@@ -163,8 +163,8 @@ def _take_figures(
             objection = objection_to(settings, name, scores, round=settings.rounds, where="comparison of models")
         tasks[name] = _renewed(tasks.get(name, []), [] if objection else scores)
         lacking = _lacking(manifest, expected, {one["model"] for one in found})
-        if told := "; ".join(filter(None, (lacking, objection))):
-            gaps[name] = told
+        if gap := "; ".join(filter(None, (lacking, objection))):
+            gaps[name] = gap
     for name, failure in answers.failures.items():
         gaps[name] = f"not evaluated there: {', '.join(folders)}: {failure.reason}"
     tries = account.tries + 1
@@ -190,9 +190,9 @@ def _take_figures(
     return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
 
 
-def _lacking(told: Manifest, expected: Sequence[str], found: Collection[str]) -> str:
+def _lacking(answer: Manifest, expected: Sequence[str], found: Collection[str]) -> str:
     """Which models a facility has no figures of, and why; '' for none."""
-    reasons = missing_of(told, expected)
+    reasons = missing_of(answer, expected)
     lines = [f"{name}: {reasons.get(name) or 'no figures came of it'}" for name in expected if name not in found]
     return f"not evaluated there: {'; '.join(lines)}" if lines else ""
 
@@ -203,16 +203,16 @@ def _renewed(before: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) 
     return [*(one for one in before if one["model"] not in new), *found]
 
 
-def checked(told: Manifest, sent: Manifest, facility: str) -> bool:
-    """Whether the answer `told` to what was `sent` is a model whose training is over. Raises `ManifestError` where it
+def checked(answer: Manifest, sent: Manifest, facility: str) -> bool:
+    """Whether the answer `answer` to what was `sent` is a model whose training is over. Raises `ManifestError` where it
     cannot be an answer."""
     if sent.kind != ALONE:
         expected = expected_of(sent, facility)
-        figures_of(told, expected)
-        tasks_of(told, expected)
-        missing_of(told, expected)
+        figures_of(answer, expected)
+        tasks_of(answer, expected)
+        missing_of(answer, expected)
         return False
-    alone, wanted = alone_of(told), rounds_alone(sent, facility)
+    alone, wanted = alone_of(answer), rounds_alone(sent, facility)
     if alone.of != wanted:
         raise ManifestError(f"it trained alone for {alone.of} rounds, expected {wanted}")
     return alone.rounds == alone.of

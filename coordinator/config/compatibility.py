@@ -96,8 +96,8 @@ def check_moments(training: Mapping[str, TrainingSettings]) -> None:
     for key in ("optimizer_state_form", "optimizer_state_every"):
         by_value = {getattr(one, key): name for name, one in sharing.items()}
         if len(by_value) > 1:
-            told = " and ".join(f"{value!r} for {name!r}" for value, name in by_value.items())
-            raise _error(f"training.{key}", f"{key} is {told}; expected the same at all facilities that share moments")
+            given = " and ".join(f"{value!r} for {name!r}" for value, name in by_value.items())
+            raise _error(f"training.{key}", f"{key} is {given}; expected the same at all facilities that share moments")
 
 
 def check_drift(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings], *, masked: bool) -> None:

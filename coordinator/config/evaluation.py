@@ -57,7 +57,7 @@ class AskedTasks:
     every: AtLeastOne[int] = 1
     """Rounds between two evaluations; the final model is always evaluated."""
 
-    def objection(self, facility: str, told: Sequence[Mapping[str, Any]], *, round: int, rounds: int) -> str:
+    def objection(self, facility: str, scores: Sequence[Mapping[str, Any]], *, round: int, rounds: int) -> str:
         """Why the scores that a facility told of a round are left out; '' where they are what it was asked for.
 
         Names of tasks are not compared: lm-eval tells those of a group under the names of its parts.
@@ -68,7 +68,7 @@ class AskedTasks:
             why = f"round {round} is not due for evaluation (evaluation.every is {self.every})"
         else:
             return ""
-        tasks = sorted({str(one["task"]) for one in told})
+        tasks = sorted({str(one["task"]) for one in scores})
         more = f" and {len(tasks) - MOST_NAMED} more" if len(tasks) > MOST_NAMED else ""
         named = f" ({', '.join(tasks[:MOST_NAMED])}{more})" if tasks else ""
         return f"scores on tasks{named} that {facility} told are left out: {why}"

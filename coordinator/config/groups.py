@@ -37,9 +37,9 @@ def without_groups(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     facilities = len(data["facilities"])
     _check(groups, data, facilities)
     changes = _counterpart(groups, data, facilities)
-    told = "; ".join(f"`{name}: {_shown(value)}`" for name, value in changes.items())
+    replacement = "; ".join(f"`{name}: {_shown(value)}`" for name, value in changes.items())
     kept = {name: value for name, value in data.items() if name != KEY}
-    return kept | changes, f"groups is deprecated and read as {told}: write that in its place"
+    return kept | changes, f"groups is deprecated and read as {replacement}: write that in its place"
 
 
 def _check(groups: GroupSettings, data: Mapping[str, Any], facilities: int) -> None:

@@ -94,7 +94,7 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     if not many(snapshot.facilities):
         return list(snapshot.facilities), {}
     states = {name: one.state for name, one in snapshot.facilities.items()}
-    known = {name: next((state for state in STATES if told.startswith(state)), "") for name, told in states.items()}
+    known = {name: next((state for state in STATES if text.startswith(state)), "") for name, text in states.items()}
     at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] in ("training", "late")]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
     out = [name for name in snapshot.facilities if not known[name]]

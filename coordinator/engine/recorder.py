@@ -140,9 +140,9 @@ class Recorder:
             self._append("ahead", event, name, job=event["job"])
 
     def _on_waited(self, event: Event) -> None:
-        told = {key: event[key] for key in ("job", "seconds", "nodes", "handed")}
+        detail = {key: event[key] for key in ("job", "seconds", "nodes", "handed")}
         until, name = float(event["until"]), self.progress.facility(str(event["facility"]))
-        self.journal.append("waited", time=until, facility=name, round=self.progress.round, **told)
+        self.journal.append("waited", time=until, facility=name, round=self.progress.round, **detail)
 
     def _on_began(self, event: Event) -> None:
         if name := self._whose(event):

@@ -326,6 +326,6 @@ def _picture(progress: Progress, history: History) -> Table:
     )
     if rounds:
         known = [value for entry in rounds if (value := shown_perplexity(entry.global_loss)) is not None]
-        told = ", ".join(map(words.text, known))
-        result.caption = f"global {words.metric} as received, round by round: {told}"
+        values = ", ".join(map(words.text, known))
+        result.caption = f"global {words.metric} as received, round by round: {values}"
     return result

@@ -71,8 +71,8 @@ def emit(kind: str, **fields: Any) -> None:
     path = os.environ.get(VARIABLE)
     if not path:
         return
-    told = {name: _harmless(value) for name, value in fields.items()}
-    line = json.dumps({"time": time.time(), "kind": kind, **told}, ensure_ascii=True) + "\n"
+    harmless = {name: _harmless(value) for name, value in fields.items()}
+    line = json.dumps({"time": time.time(), "kind": kind, **harmless}, ensure_ascii=True) + "\n"
     with suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

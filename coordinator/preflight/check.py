@@ -43,11 +43,11 @@ TOLD_SECONDS = 10.0
 
 
 def check(
-    file: Path, *, link: bool = True, submit: bool = False, told: Callable[[str], None] = lambda text: None
+    file: Path, *, link: bool = True, submit: bool = False, progress: Callable[[str], None] = lambda text: None
 ) -> list[Row]:
     """All rows, the facilities' asked side by side. `link`: measure the links (16 MB each).
 
-    `submit`: a job of one second where the scheduler has no dry run. `told` is given a sentence now and then while
+    `submit`: a job of one second where the scheduler has no dry run. `progress` is given a sentence now and then while
     facilities have not answered.
     """
     try:
@@ -68,7 +68,7 @@ def check(
                 one.name: pool.submit(check_facility, federation, one, model, link, submit)
                 for one in federation.facilities
             },
-            told,
+            progress,
         )
     datasets = {
         facility.name: (answer or {}).get("dataset", {})
@@ -79,11 +79,11 @@ def check(
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
 
 
-def answers(asked: Mapping[str, Future[Answer]], told: Callable[[str], None]) -> list[Answer]:
+def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]) -> list[Answer]:
     """What was asked of each facility, once all have answered."""
     while missing := wait(asked.values(), timeout=TOLD_SECONDS).not_done:
         names = [name for name, one in asked.items() if one in missing]
-        told(f"{len(asked) - len(names)} of {len(asked)} facilities have answered, waiting for {names_of(names)}")
+        progress(f"{len(asked) - len(names)} of {len(asked)} facilities have answered, waiting for {names_of(names)}")
     return [one.result() for one in asked.values()]
 
 
@@ -105,9 +105,9 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     """
     rows = []
     for key, subject in ALIKE:
-        told = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
-        usual = max(told.values(), key=list(told.values()).count, default="")
-        for name, value in told.items():
+        values = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
+        usual = max(values.values(), key=list(values.values()).count, default="")
+        for name, value in values.items():
             if value != usual:
                 rows.append(
                     fail(

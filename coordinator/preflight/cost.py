@@ -84,9 +84,9 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     back = moments + model.travelling(model.written(training), training.encoding, training.sparse_density)
     named = ((walk, "the mean walk"), (moments, "moments"))
     parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
-    told = f"{size(there)} there{f' ({parts})' if parts else ''}"
+    sent = f"{size(there)} there{f' ({parts})' if parts else ''}"
     if not deployment.host:
-        return ok(facility.name, "link", f"{told} and {size(back)} back a round, on this machine")
+        return ok(facility.name, "link", f"{sent} and {size(back)} back a round, on this machine")
     began = time.monotonic()
     if run(deployment, "cat >/dev/null", seconds=60, data=b"").code != 0:
         return skipped(facility.name, "link", "could not be measured")
@@ -104,7 +104,7 @@ def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, 
     return ok(
         facility.name,
         "link",
-        f"{told} and {size(back)} back a round: about {(there + back) / speed:,.0f} s at {size(speed)}/s (one stream)",
+        f"{sent} and {size(back)} back a round: about {(there + back) / speed:,.0f} s at {size(speed)}/s (one stream)",
     )
 
 

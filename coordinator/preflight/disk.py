@@ -34,8 +34,8 @@ class Disk:
         return Disk(parts={name: amount for name, amount in self.parts.items() if name not in names})
 
     def __str__(self) -> str:
-        told = ", ".join(f"{what} {size(amount)}" for what, amount in self.parts.items() if amount)
-        return f"{size(self.bytes)} ({told})"
+        listed = ", ".join(f"{what} {size(amount)}" for what, amount in self.parts.items() if amount)
+        return f"{size(self.bytes)} ({listed})"
 
 
 def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> Disk:

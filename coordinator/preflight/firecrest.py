@@ -118,8 +118,8 @@ def _try_job(facility: Facility, template: str) -> Row:
         job_now = next((one for raw in found or [] if (one := plain_job(raw)) and one["id"] == id), job_now)
         if job_now is not None and job_now["state"] in SCHEDULER.terminal:
             good = job_now["state"] in ("COMPLETED", FINISHED) and not job_now["code"]
-            told = f"job {id} ended: {job_now['state']}, exit code {job_now['code']}"
-            return ok(name, CHECK, told) if good else fail(name, CHECK, told, f"look at {OUTPUT} in the work directory")
+            end = f"job {id} ended: {job_now['state']}, exit code {job_now['code']}"
+            return ok(name, CHECK, end) if good else fail(name, CHECK, end, f"look at {OUTPUT} in the work directory")
         time.sleep(LOOK_SECONDS)
     _ask(facility, lambda client: client.cancel_job(system, id))
     state = job_now["state"].lower() if job_now else "without a record"

@@ -21,14 +21,14 @@ from facility.exchange.task_words import Task
 ME = "coordinator"
 
 
-def check_fitting(federation: Federation, told: Mapping[str, Any] | None = None) -> list[Row]:
+def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = None) -> list[Row]:
     """Rows on tensor names, and on targets and modules of adapters; imports transformers.
 
-    A job builds the class of the task that its dataset was prepared for. `told`: that task, by facility, as each
+    A job builds the class of the task that its dataset was prepared for. `answered`: that task, by facility, as each
     answered. Where it did not and the dataset is elsewhere, or the trainer is its own, the class is config.json's.
     """
     tasks = {
-        one.name: task_in((told or {}).get(one.name)) or task_here(federation, one) for one in federation.facilities
+        one.name: task_in((answered or {}).get(one.name)) or task_here(federation, one) for one in federation.facilities
     }
     path, rows = federation.path(federation.model), []
     for task in dict.fromkeys(tasks.values()):

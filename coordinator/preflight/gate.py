@@ -36,8 +36,8 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
     """Rows on the gate, its policy, the queue behind it and the link."""
     name, deployment = facility.name, facility.deployment
     answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)
-    told = told_of(answer)
-    if told is None:
+    summary = told_of(answer)
+    if summary is None:
         if answer.code == 255:
             line = ssh_command(deployment)
             return [explain(name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error)]
@@ -46,47 +46,47 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
     rows = [ok(name, "gate", f"{deployment.host} lets our key through its gate")]
-    rows += _agreed(federation, facility, told)
+    rows += _agreed(federation, facility, summary)
     if deployment.type != "ssh":
         rows.append(_queue(name, deployment))
-        hours = federation.rounds * float(told["nodes"]) * float(told["hours"])
+        hours = federation.rounds * float(summary["nodes"]) * float(summary["hours"])
         rows.append(ok(name, "node-hours", f"at most {hours:g} ({federation.rounds} rounds, by the site's policy)"))
-        rows += _ahead(federation, facility, told)
+        rows += _ahead(federation, facility, summary)
     return [*rows, _link(name, deployment)] if link else rows
 
 
-def _ahead(federation: Federation, facility: Facility, told: dict[str, Any]) -> list[Row]:
+def _ahead(federation: Federation, facility: Facility, summary: dict[str, Any]) -> list[Row]:
     """What the policy says of jobs that are submitted ahead; a gate of an earlier version lets none wait."""
-    seconds = told.get("ahead_seconds", 0.0)
+    seconds = summary.get("ahead_seconds", 0.0)
     lets = float(seconds) if isinstance(seconds, int | float) else 0.0
-    row = check_ahead(federation, facility, float(told["hours"]), gate_seconds=lets)
+    row = check_ahead(federation, facility, float(summary["hours"]), gate_seconds=lets)
     return [row] if row is not None else []
 
 
 def told_of(answer: Answer) -> dict[str, Any] | None:
     """The answer to `hello`; None for anything else."""
     try:
-        told = json.loads(answer.out.splitlines()[-1])
-        float(told["nodes"]), float(told["hours"])
-        return told if isinstance(told["gate"], int) and isinstance(told["federations"], list) else None
+        summary = json.loads(answer.out.splitlines()[-1])
+        float(summary["nodes"]), float(summary["hours"])
+        return summary if isinstance(summary["gate"], int) and isinstance(summary["federations"], list) else None
     except (ValueError, KeyError, TypeError, IndexError):
         return None
 
 
-def _agreed(federation: Federation, facility: Facility, told: dict[str, Any]) -> list[Row]:
+def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any]) -> list[Row]:
     """The policy's names and places against federation.yml's."""
     name, deployment, rows = facility.name, facility.deployment, []
     wanted = {"facility": name, "scheduler": deployment.type, "workdir": deployment.workdir}
     for key, ours in wanted.items():
-        if (theirs := clean(str(told.get(key)), 200)) != ours:
+        if (theirs := clean(str(summary.get(key)), 200)) != ours:
             rows.append(
                 fail(name, "policy", f"the site's policy has {key} {theirs!r}, federation.yml {ours!r}", "agree on one")
             )
-    if federation.name not in told["federations"]:
+    if federation.name not in summary["federations"]:
         rows.append(
             fail(name, "policy", f"the site's policy does not name {federation.name!r}", "ask the site to add it")
         )
-    rows += _masks_agreed(federation, name, told)
+    rows += _masks_agreed(federation, name, summary)
     if not federation.sending.signing_key:
         rows.append(
             fail(
@@ -99,15 +99,15 @@ def _agreed(federation: Federation, facility: Facility, told: dict[str, Any]) ->
     return rows or [ok(name, "policy", "facility, federation, scheduler and workdir agree; models are signed")]
 
 
-def _masks_agreed(federation: Federation, name: str, told: dict[str, Any]) -> list[Row]:
+def _masks_agreed(federation: Federation, name: str, summary: dict[str, Any]) -> list[Row]:
     """What the policy says of secure aggregation, where federation.yml asks for it."""
     privacy = federation.masks
     if privacy is None:
         return []
-    if told.get("masks") is not True:
+    if summary.get("masks") is not True:
         problem = "the site's policy names no peer_signers, and without them its gate masks nothing"
         return [fail(name, "policy", problem, "ask the site to set peer_signers in policy.yml")]
-    least, ours = told.get("minimum_sum"), privacy.least_sum_of(len(federation.facilities))
+    least, ours = summary.get("minimum_sum"), privacy.least_sum_of(len(federation.facilities))
     if isinstance(least, int) and least > len(federation.facilities):
         problem = (
             f"the site helps to unmask sums of {least} updates or more, of {len(federation.facilities)} facilities"

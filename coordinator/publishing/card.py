@@ -179,10 +179,10 @@ def _seen(masked: Mapping[str, Any]) -> str:
 
 def _budget(data: Mapping[str, Any]) -> str:
     """The budget that was spent, and on what it holds."""
-    told = data["privacy"]
-    units = sorted({one["unit"] for one in told["facilities"].values()})
-    steps = max(one["steps"] for one in told["facilities"].values())
-    absent = len(data["facilities"]) - len(told["facilities"])
+    budget = data["privacy"]
+    units = sorted({one["unit"] for one in budget["facilities"].values()})
+    steps = max(one["steps"] for one in budget["facilities"].values())
+    absent = len(data["facilities"]) - len(budget["facilities"])
     without = (
         f" {absent} of {len(data['facilities'])} facilities told no budget: nothing is promised for theirs."
         if absent
@@ -190,9 +190,9 @@ def _budget(data: Mapping[str, Any]) -> str:
     )
     return (
         f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
-        f"ε = {told['epsilon']:.3g}, δ = {told['delta']:g} for adding or removing one {' or '.join(units)} of the "
+        f"ε = {budget['epsilon']:.3g}, δ = {budget['delta']:g} for adding or removing one {' or '.join(units)} of the "
         f"training data, the largest over the facilities, whose data are taken to be disjoint. The budget stated "
-        f"before training was ε = {told['stated']:g}.{without}"
+        f"before training was ε = {budget['stated']:g}.{without}"
     )
 
 

@@ -36,7 +36,7 @@ def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[
         split: {key: one[key] for key in ("documents", "tokens", "blocks")} for split, one in dataset["splits"].items()
     }
     images = dataset["task"] == "image-classification"
-    told = "; ".join(
+    counted = "; ".join(
         f"{split}: {one['documents']:,} " + ("images" if images else f"documents, {one['tokens']:,} tokens")
         for split, one in counts.items()
     )
@@ -47,7 +47,7 @@ def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[
         "conformsTo": "http://mlcommons.org/croissant/1.0",
         "name": name.replace(" ", "-"),
         "description": f"Training data of {name}, prepared for {dataset['task']} {blocks}. "
-        f"It stays at the facility; this card holds counts and digests only. {told}.",
+        f"It stays at the facility; this card holds counts and digests only. {counted}.",
         "license": public.license or "not stated",
         "inLanguage": list(public.languages),
         "isAccessibleForFree": False,

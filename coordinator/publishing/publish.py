@@ -78,7 +78,7 @@ def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     copied["remarks"] = [_without_paths(line) for line in copied["remarks"]]
     for one in copied["failures"]:
         one["reason"] = "" if one["facility"] in unnamed or not one["facility"] else one["reason"]
-    copied["versions"] = {who: told for who, told in copied["versions"].items() if who not in unnamed}
+    copied["versions"] = {who: packages for who, packages in copied["versions"].items() if who not in unnamed}
     named = {name: name == shown for name, shown in names.items()}
     result = _renamed(copied | {"settings": published(copied["settings"], named)}, names)
     return result | {"model": None, "stopped": data["stopped"] and "see the federation"}
@@ -105,8 +105,8 @@ def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: 
     """A Croissant card of each facility that opts in and has reported its counts."""
     for one in federation.facilities:
         rows = [row for entry in data["rounds"] for row in entry["facilities"] if row["facility"] == one.name]
-        told = [row["dataset"] for row in rows if row.get("dataset")]
-        if one.public.dataset_card and told:
+        datasets = [row["dataset"] for row in rows if row.get("dataset")]
+        if one.public.dataset_card and datasets:
             (crate / "croissant").mkdir(exist_ok=True)
             shown = names[one.name]
-            write_json(crate / "croissant" / f"{slug(shown)}.json", card(shown, told[-1], one.public))
+            write_json(crate / "croissant" / f"{slug(shown)}.json", card(shown, datasets[-1], one.public))

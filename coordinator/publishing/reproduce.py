@@ -65,12 +65,12 @@ def local_federation(federation: Federation, names: Mapping[str, str], data: Map
 
 def _portable(training: Mapping[str, Any]) -> dict[str, Any]:
     """A facility's settings of training without paths of its machines: a base model by its name, no plan."""
-    told = dict(training)
-    if isinstance(lora := told.get("lora"), dict) and lora.get("base"):
-        told["lora"] = lora | {"base": os.path.basename(str(lora["base"]).rstrip("/"))}
-    if isinstance(layout := told.get("layout"), dict):
-        told["layout"] = {key: value for key, value in layout.items() if key != "plan"}
-    return told
+    portable = dict(training)
+    if isinstance(lora := portable.get("lora"), dict) and lora.get("base"):
+        portable["lora"] = lora | {"base": os.path.basename(str(lora["base"]).rstrip("/"))}
+    if isinstance(layout := portable.get("layout"), dict):
+        portable["layout"] = {key: value for key, value in layout.items() if key != "plan"}
+    return portable
 
 
 def _without(value: Any, left_out: Sequence[str]) -> Any:
@@ -183,8 +183,8 @@ def _digests(data: Mapping[str, Any], name: str) -> str:
     for entry in reversed(data["rounds"]):
         for row in entry["facilities"]:
             if row["facility"] == name and row.get("dataset"):
-                told = (f"{split}.npy `{one['sha256']}`" for split, one in row["dataset"]["splits"].items())
-                return f" ({', '.join(told)})"
+                digests = (f"{split}.npy `{one['sha256']}`" for split, one in row["dataset"]["splits"].items())
+                return f" ({', '.join(digests)})"
     return ""
 
 

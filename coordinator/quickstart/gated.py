@@ -49,20 +49,20 @@ class Behind:
 
 def ask_gate(login: Deployment) -> Behind | None:
     """The gate's summary; None if nothing answers, or what answers is no gate."""
-    told = gate.told_of(gate.ask(login, "hello"))
-    if told is None:
+    summary = gate.told_of(gate.ask(login, "hello"))
+    if summary is None:
         return None
-    facility, scheduler, workdir = (str(told.get(key, "")) for key in ("facility", "scheduler", "workdir"))
+    facility, scheduler, workdir = (str(summary.get(key, "")) for key in ("facility", "scheduler", "workdir"))
     if not NAME.fullmatch(facility) or scheduler not in GATED or not WORKDIR.fullmatch(workdir):
         return None
     return Behind(
         facility=facility,
-        federations=_words(told["federations"]),
+        federations=_words(summary["federations"]),
         scheduler=scheduler,
         workdir=workdir,
-        datasets=_words(told.get("datasets")),
-        nodes=float(told["nodes"]),
-        hours=float(told["hours"]),
+        datasets=_words(summary.get("datasets")),
+        nodes=float(summary["nodes"]),
+        hours=float(summary["hours"]),
     )
 
 

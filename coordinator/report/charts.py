@@ -140,9 +140,9 @@ def heat(
     columns: Sequence[str],
     *,
     shade: Callable[[float], float],
-    told: Callable[[float], str],
+    text_of: Callable[[float], str],
 ) -> Markup:
-    """A matrix of cells; `shade` maps a value to -1 ... 1 (two colours through none), `told` to its text."""
+    """A matrix of cells; `shade` maps a value to -1 ... 1 (two colours through none), `text_of` to its text."""
     if not values:
         return Markup("")
     left = min(180, 14 + 7 * max(map(len, rows)))
@@ -174,14 +174,14 @@ def heat(
             if len(values) > MOST_TITLES:
                 drawn[sign, round(abs(level) * 20)] += f"M{x:.1f} {y:.1f}h{side - 1:.1f}v{tall - 1:.1f}h{1 - side:.1f}z"
                 continue
-            said = escape(f"{row} / {column}: {told(value)}")
+            said = escape(f"{row} / {column}: {text_of(value)}")
             parts.append(
                 f'<rect class="cell {sign}" style="fill-opacity:{abs(level):.2f}" x="{x:.1f}" y="{y:.1f}" '
                 f'width="{side - 1:.1f}" height="{tall - 1:.1f}"><title>{said}</title></rect>'
             )
             if side >= 40:
                 style = "cell-text middle" + (" strong" if abs(level) >= STRONG else "")
-                parts.append(_text(x + side / 2, y + tall * 0.68, told(value), style))
+                parts.append(_text(x + side / 2, y + tall * 0.68, text_of(value), style))
     parts += [f'<path class="cell {sign}" style="fill-opacity:{at / 20}" d="{d}"/>' for (sign, at), d in drawn.items()]
     return _svg(parts, height, width=left + side * len(columns) + RIGHT)
 

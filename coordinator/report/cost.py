@@ -13,25 +13,25 @@ JOULES_PER_KWH = 3.6e6
 def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -> dict[str, Any]:
     """`facilities` and `total`; None: no facility reported the figure. `carbon`: g CO2e per kWh, 0: unknown."""
     by_name = {name: _sum([row for row in rows if row["facility"] == name], carbon) for name in names}
-    told = list(by_name.values())
-    total: dict[str, Any] = {key: _added([one[key] for one in told]) for key in ("node_hours", "gpu_hours", "kwh")}
-    total["co2e_kg"] = _added([one["co2e_kg"] for one in told])
+    each = list(by_name.values())
+    total: dict[str, Any] = {key: _added([one[key] for one in each]) for key in ("node_hours", "gpu_hours", "kwh")}
+    total["co2e_kg"] = _added([one["co2e_kg"] for one in each])
     total["energy_over"] = [name for name, one in by_name.items() if one["kwh"] is not None]
     return {"facilities": by_name, "total": total, "carbon_g_per_kwh": carbon}
 
 
 def with_waiting(cost: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
     """The same with `waited_node_hours`, part of `node_hours`: of jobs that waited for their model; None: none did."""
-    told = {name: dict(one) for name, one in cost["facilities"].items()}
-    for name, one in told.items():
+    facilities = {name: dict(one) for name, one in cost["facilities"].items()}
+    for name, one in facilities.items():
         own = [entry for entry in entries if entry.kind == "waited" and entry.facility == name]
         one["waited_node_hours"] = waited_node_seconds(own) / 3600 if own else None
         if unseen := waited_node_seconds(own, without_round=True) / 3600:
             one["node_hours"] = (one["node_hours"] or 0.0) + unseen
     total = dict(cost["total"])
     for key in ("node_hours", "waited_node_hours"):
-        total[key] = _added([one[key] for one in told.values()])
-    return cost | {"facilities": told, "total": total}
+        total[key] = _added([one[key] for one in facilities.values()])
+    return cost | {"facilities": facilities, "total": total}
 
 
 def _sum(rows: Sequence[dict[str, Any]], carbon: float) -> dict[str, Any]:

@@ -164,9 +164,9 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
         first = [row["perplexity_received"] for row in own if row["round"] == 0]
         last = [row["perplexity_returned"] for row in own if row["perplexity_returned"] is not None]
         final = [row["perplexity_received"] for row in rounds["final_evaluation"] if row["facility"] == name]
-        told = {"initial": first[0] if first else None, "own update": last[-1] if last else None}
-        told["final"] = final[0] if final else None
-        cells += [{"data": name, "model": model, "perplexity": value} for model, value in told.items() if value]
+        perplexities = {"initial": first[0] if first else None, "own update": last[-1] if last else None}
+        perplexities["final"] = final[0] if final else None
+        cells += [{"data": name, "model": model, "perplexity": value} for model, value in perplexities.items() if value]
     models = [model for model in ("initial", "own update", "final") if any(one["model"] == model for one in cells)]
     data = [name for name in names if any(one["data"] == name for one in cells)]
     words = words_of(rounds["task"])

@@ -48,8 +48,8 @@ def explain_round(federation: Federation, number: int) -> str:
     own = [entry for entry in entries if entry.round == number]
     if number in archive.rounds():
         record = archive.read_round(number)
-        told = f" after {record.attempts} attempts" if record.attempts > 1 else ""
-        lines = [f"Round {number} is complete{told}, finished {record.finished}: {shown(record.decision)}."]
+        attempts = f" after {record.attempts} attempts" if record.attempts > 1 else ""
+        lines = [f"Round {number} is complete{attempts}, finished {record.finished}: {shown(record.decision)}."]
         sound = [row for row in record.facilities if row.status == "ok"]
         if many(sound):
             lines.append(_all_that_took_part(sound))

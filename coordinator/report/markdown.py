@@ -180,8 +180,8 @@ def matrix(data: Mapping[str, Any]) -> list[str]:
     shown_rows = [[row, *(cell(data, row, model) for model in models)] for row in data["matrix"]["data"]]
     lines = [f"## Data × model ({words_of(data.get('task', '')).metric})", "", *table(["data", *models], shown_rows)]
     lines += [_cell(data["matrix"].get("caption", "").replace(SHADES, "")), ""]
-    told = [*data["matrix"].get("summary", []), *data["matrix"].get("verdicts", [])]
-    lines += [f"- {_cell(line)}" for line in told] + [""]
+    sentences = [*data["matrix"].get("summary", []), *data["matrix"].get("verdicts", [])]
+    lines += [f"- {_cell(line)}" for line in sentences] + [""]
     gaps = data["matrix"].get("gaps", {})
     lines += [f"- **{_cell(name)}:** {_cell(reason)}" for name, reason in gaps.items()] + [""]
     scores = [
@@ -194,8 +194,8 @@ def matrix(data: Mapping[str, Any]) -> list[str]:
 
 def chosen(data: Mapping[str, Any], name: str) -> list[str]:
     """Which facilities a table shows, where it does not show all."""
-    told = data["chosen"][name].removeprefix(": ")
-    return [f"{told[0].upper()}{told[1:]}.", ""] if told else []
+    sentence = data["chosen"][name].removeprefix(": ")
+    return [f"{sentence[0].upper()}{sentence[1:]}.", ""] if sentence else []
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:

@@ -137,17 +137,17 @@ def points_of(words: TaskWords, pairs: Sequence[Sequence[float]]) -> list[tuple[
 
 def _training(data: Mapping[str, Any]) -> Markup:
     """Training loss by step, thinned out to `MOST_POINTS` points of all facilities together."""
-    told, names = data["training_losses"], data["facilities"]
-    every = -(-sum(map(len, told.values())) // MOST_POINTS)
+    losses, names = data["training_losses"], data["facilities"]
+    every = -(-sum(map(len, losses.values())) // MOST_POINTS)
     series = [
         Series(
             name=f"{name}: training loss",
-            points=[tuple(pair) for pair in told[name][:: max(1, every)]],
+            points=[tuple(pair) for pair in losses[name][:: max(1, every)]],
             style=_style(place, len(names)),
             marks=False,
         )
         for place, name in enumerate(names)
-        if name in told
+        if name in losses
     ]
     return line_chart(
         series, x_label="optimizer steps of the facility", y_label=words_of(data.get("task", "")).nats, height=260
@@ -174,7 +174,7 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
         matrix["data"],
         matrix["models"],
         shade=lambda value: by_value[value],
-        told=lambda value: f"{value:.0f}" if 1000 <= value < 10_000 else f"{value:.3g}",
+        text_of=lambda value: f"{value:.0f}" if 1000 <= value < 10_000 else f"{value:.3g}",
     )
 
 
@@ -184,8 +184,8 @@ def cell(data: Mapping[str, Any], row: str, model: str) -> str:
     for one in data["matrix"].get("cells", []):
         if (one["data"], one["model"]) == (row, model):
             interval = one.get("interval")
-            told = f" [{nats_number(words, interval[0])}, {nats_number(words, interval[1])}]" if interval else ""
-            return nats_number(words, one["perplexity"]) + told
+            bounds = f" [{nats_number(words, interval[0])}, {nats_number(words, interval[1])}]" if interval else ""
+            return nats_number(words, one["perplexity"]) + bounds
     return ""
 
 
@@ -281,8 +281,8 @@ def _length(segment: Mapping[str, Any]) -> float:
 
 
 def _last_with_cosines(data: Mapping[str, Any]) -> dict[str, Any]:
-    told = [one for one in data["similarity"] if any(part["cosines"] for part in one["participants"])]
-    return told[-1] if told else {}
+    with_cosines = [one for one in data["similarity"] if any(part["cosines"] for part in one["participants"])]
+    return with_cosines[-1] if with_cosines else {}
 
 
 def _cosines(similar: Mapping[str, Any]) -> Markup:
@@ -297,7 +297,7 @@ def _cosines(similar: Mapping[str, Any]) -> Markup:
     }
     values |= {(one["facility"], "mean"): one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
     columns = [*names, "mean"] if any(column == "mean" for _, column in values) else names
-    return heat(values, names, columns, shade=lambda value: value, told=lambda value: f"{value:.2f}")
+    return heat(values, names, columns, shade=lambda value: value, text_of=lambda value: f"{value:.2f}")
 
 
 def outliers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -328,11 +328,11 @@ def number(value: float | None) -> str:
     return plain_number(value) if value < 100 else f"{value:,.1f}" if value < 1e4 else f"{value:,.0f}"
 
 
-def nats_number(words: TaskWords, told: float | None) -> str:
-    """What is shown in place of the perplexity `told`: the loss with four decimals."""
-    if words.exponential or told is None:
-        return number(told)
-    return words.text(told)
+def nats_number(words: TaskWords, perplexity: float | None) -> str:
+    """What is shown in place of the perplexity `perplexity`: the loss with four decimals."""
+    if words.exponential or perplexity is None:
+        return number(perplexity)
+    return words.text(perplexity)
 
 
 def speed(words: TaskWords, row: Mapping[str, Any]) -> str:

@@ -44,17 +44,17 @@ def redacted(value: Any) -> Any:
 
 def published(settings: Mapping[str, Any], named: Mapping[str, bool]) -> dict[str, Any]:
     """Redacted settings without accounts, templates, datasets and machines. `named`: facilities that agree to be."""
-    told = {key: value for key, value in settings.items() if key not in ("facilities", "evaluation", "submit_ahead")}
+    kept = {key: value for key, value in settings.items() if key not in ("facilities", "evaluation", "submit_ahead")}
     evaluation = dict(settings.get("evaluation") or {})
     for key in ("directory", "facility", "held_out"):
         evaluation.pop(key, None)
-    return told | {
+    return kept | {
         "evaluation": evaluation,
         "facilities": [_facility(one, named.get(one["name"], False)) for one in settings.get("facilities", [])],
     }
 
 
 def _facility(settings: Mapping[str, Any], named: bool) -> dict[str, Any]:
-    told = {key: settings[key] for key in OF_A_FACILITY if key in settings}
+    kept = {key: settings[key] for key in OF_A_FACILITY if key in settings}
     kind = (settings.get("deployment") or {}).get("type")
-    return told | ({"deployment": {"type": kind}} if named and kind else {})
+    return kept | ({"deployment": {"type": kind}} if named and kind else {})

@@ -157,28 +157,28 @@ class _Lane:
             self.queued = None
 
     def _end_job(self, now: float) -> None:
-        told, self.late, self.killed = self._told(), False, None
+        phases, self.late, self.killed = self._told(), False, None
         begin = self.started
         if begin is None:  # never seen running: it was so short that the scheduler was not asked meanwhile
             queued = now if self.queued is None else self.queued
-            begin = max(queued, now - sum(told.values())) if told else now
+            begin = max(queued, now - sum(phases.values())) if phases else now
             self._leave_queue(begin)
-        self.found += self._parts(begin, now, told)
+        self.found += self._parts(begin, now, phases)
         self.started = None
 
     def _told(self) -> Mapping[str, float]:
         """What the job reports of itself, in the round that has its update."""
         return self.phases.get((-1 if self.round is None else self.round, self.facility), {})
 
-    def _parts(self, begin: float, end: float, told: Mapping[str, float]) -> list[Segment]:
+    def _parts(self, begin: float, end: float, phases: Mapping[str, float]) -> list[Segment]:
         """A job's time by stage: as observed, else as it reported itself."""
         cuts = [(begin, "load"), *self.marks]
-        if not self.marks and (known := sum(told.values())) > 0:
+        if not self.marks and (known := sum(phases.values())) > 0:
             scale = min(1.0, (end - begin) / known)
             moment = end - known * scale
             for name in ORDER:
                 cuts.append((moment, name))
-                moment += told.get(name, 0.0) * scale
+                moment += phases.get(name, 0.0) * scale
         elif not self.marks:
             cuts = [(begin, "train")]
         ends = [moment for moment, _ in cuts[1:]] + [end]

@@ -30,7 +30,7 @@ OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 def curves(entry: RoundFile) -> dict[str, dict[str, float]]:
     """Figures of one round by run: `global`, and each facility that took part."""
     words = words_of(task_of_rows(entry.facilities))
-    told: dict[str, dict[str, float | None]] = {
+    series: dict[str, dict[str, float | None]] = {
         "global": {
             "loss_received": entry.global_loss,
             words.unit: float(sum(words.count(dataclasses.asdict(row)) for row in entry.facilities)),
@@ -39,10 +39,10 @@ def curves(entry: RoundFile) -> dict[str, dict[str, float]]:
             "step_norm": entry.aggregation.get("step_norm"),
         }
     }
-    told |= {row.facility: _of_facility(row, words) for row in entry.facilities if row.status == "ok"}
+    series |= {row.facility: _of_facility(row, words) for row in entry.facilities if row.status == "ok"}
     return {
         name: {key: value for key, value in figures.items() if value is not None and math.isfinite(value)}
-        for name, figures in told.items()
+        for name, figures in series.items()
     }
 
 

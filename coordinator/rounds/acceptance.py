@@ -36,9 +36,9 @@ def accept(archive: Archive, described: Mapping[str, Any]) -> None:
 
 
 def refusal(changes: Sequence[Change]) -> InputError:
-    told = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
+    listed = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
     return InputError(
-        f"federation.yml has changed since the archive's latest round, and later models will differ: {told}. Go on "
+        f"federation.yml has changed since the archive's latest round, and later models will differ: {listed}. Go on "
         "with `crossfed run --accept`, or undo the change"
     )
 

@@ -197,14 +197,14 @@ def _placed(change: Change) -> Change:
 
 def _common(own: Mapping[str, Sequence[Change]]) -> Iterator[Change]:
     """One change where all facilities share it, else one for each of them."""
-    told: set[Any] = set()
+    listed: set[Any] = set()
     for name, changes in own.items():
         for change in changes:
             sharing = [other for other, theirs in own.items() if change in theirs]
             if len(sharing) < len(own) or (len(own) == 1 and not change.key.startswith("training.")):
                 yield _renamed(change, f"facilities[{name}].{change.key}")
-            elif change.key not in told:
-                told.add(change.key)
+            elif change.key not in listed:
+                listed.add(change.key)
                 yield change
 
 

@@ -113,8 +113,8 @@ def forget_all(workdir: Path) -> None:
 
 def discount(workdir: Path, number: int, names: Collection[str]) -> None:
     """Note that what these facilities deliver in round `number` makes no quorum: it was refused."""
-    told = sorted({*names, *discounted(workdir, number)})
-    write_json(_folder(workdir) / DISCOUNTED, {"round": number, "facilities": told})
+    facilities = sorted({*names, *discounted(workdir, number)})
+    write_json(_folder(workdir) / DISCOUNTED, {"round": number, "facilities": facilities})
 
 
 def discounted(workdir: Path, number: int) -> set[str]:
@@ -134,7 +134,7 @@ def read_times(workdir: Path) -> dict[int, dict[str, float]]:
     """Those of earlier runs; {} where nothing can be read."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
         raw = json.loads((Path(workdir) / FOLDER / TIMES).read_text())
-        return {int(number): {str(name): float(one) for name, one in told.items()} for number, told in raw.items()}
+        return {int(number): {str(name): float(one) for name, one in times.items()} for number, times in raw.items()}
     return {}
 
 

@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 def objection_to(
-    settings: CoordinatorSettings, facility: str, told: Sequence[Mapping[str, Any]], *, round: int, where: str
+    settings: CoordinatorSettings, facility: str, scores: Sequence[Mapping[str, Any]], *, round: int, where: str
 ) -> str:
     """Why the scores that a facility reported in a round are left out; '' if they are not.
 
     The log and the run say it as well, after the words of `where`.
     """
     asked = settings.asked_tasks
-    objection = "" if asked is None else asked.objection(facility, told, round=round, rounds=settings.rounds)
+    objection = "" if asked is None else asked.objection(facility, scores, round=round, rounds=settings.rounds)
     if objection:
         log.warning("%s: %s", where, objection)
         emit("problem", text=f"{where}: {objection}")

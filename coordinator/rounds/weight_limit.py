@@ -64,7 +64,7 @@ class Capped:
 
     weights: dict[str, float]
     """What counts, by facility; empty: nothing was cut and the reports stand."""
-    told: dict[str, str]
+    reasons: dict[str, str]
     """What was claimed, by the facilities whose claims were cut."""
 
 
@@ -72,12 +72,12 @@ def cap(settings: CoordinatorSettings, reports: Mapping[str, Report], model: Pat
     """Cut excessive claims where `claims.action` asks for it."""
     kind = settings.aggregation.weights
     if settings.claims.action != "cap" or kind not in ("tokens", "samples"):
-        return Capped(weights={}, told={})
-    weights, told = {}, {}
+        return Capped(weights={}, reasons={})
+    weights, reasons = {}, {}
     for name, report in reports.items():
         weight_limit = weight_limit_of(settings, name, model)
         weights[name] = float(getattr(report, kind))
         if weight_limit and (excess := weight_limit.excess(report)):
             weights[name] = float(min(weights[name], getattr(weight_limit, kind)))
-            told[name] = f"{excess}; {weights[name]:,.0f} count"
-    return Capped(weights=weights if told else {}, told=told)
+            reasons[name] = f"{excess}; {weights[name]:,.0f} count"
+    return Capped(weights=weights if reasons else {}, reasons=reasons)

@@ -123,8 +123,8 @@ class PBS(BatchScheduler):
     def read_begin(self, text: str) -> str:
         """`estimated.start_time` of the job's own record, where the server estimates at all."""
         estimated = next(iter(_jobs(text).values()), {}).get("estimated")
-        told = str(estimated.get("start_time", "")) if isinstance(estimated, dict) else ""
-        return told if re.fullmatch(r"[\w :+-]{1,40}", told) else ""
+        start = str(estimated.get("start_time", "")) if isinstance(estimated, dict) else ""
+        return start if re.fullmatch(r"[\w :+-]{1,40}", start) else ""
 
     def query_ending(self, id: str) -> str:
         return f"qstat -xf -Fjson {id}"

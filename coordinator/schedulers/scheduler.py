@@ -88,9 +88,9 @@ class Ending:
         )
 
 
-def exit_code(told: object) -> int | None:
+def exit_code(code: object) -> int | None:
     """A scheduler's word for an exit code; None: it is no whole number of at most ten digits."""
-    return int(str(told)) if re.fullmatch(r"-?[0-9]{1,10}", str(told)) else None
+    return int(str(code)) if re.fullmatch(r"-?[0-9]{1,10}", str(code)) else None
 
 
 def read_answer(text: str) -> Any:

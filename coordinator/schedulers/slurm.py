@@ -120,17 +120,17 @@ class Slurm(BatchScheduler):
             return self._ending(fields["JobState"], fields.get("ExitCode", "0:0"), fields.get("StdOut", ""))
         accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|([0-9]{1,10}:[0-9]{1,10})$", text, re.MULTILINE)
         if accounted:
-            state, told = accounted[-1]
-            return self._ending(state, told, "")
+            state, code_and_signal = accounted[-1]
+            return self._ending(state, code_and_signal, "")
         if UNKNOWN in text.lower():
             return Ending(state=FORGOTTEN, code=None, detail="Slurm does not know it any more")
         return None
 
-    def _ending(self, state: str, told: str, output: str) -> Ending | None:
-        """`told` is Slurm's `code:signal`: a cancelled job has code 0 too."""
+    def _ending(self, state: str, code_and_signal: str, output: str) -> Ending | None:
+        """`code_and_signal` is Slurm's `code:signal`: a cancelled job has code 0 too."""
         if state not in self.terminal:
             return None
-        code, _, number = told.partition(":")
+        code, _, number = code_and_signal.partition(":")
         how = f"{state}, exit code {code}" + (f", signal {number}" if number not in ("", "0") else "")
         by_itself = state == "COMPLETED" or state == "FAILED" and number in ("", "0")
         return Ending(state=state, code=exit_code(code) if by_itself else None, detail=how, output=output)

@@ -93,14 +93,14 @@ class _Sites:
         self.tree = self._tree() if federation.fan_in else None
 
     def _tree(self) -> Tree:
-        told = self.federation
+        settings = self.federation
         return Tree(
-            fan_in=told.fan_in,
+            fan_in=settings.fan_in,
             capacity=self.capacity,
             model=self.model,
-            partial=1e6 * told.partial_megabytes if told.partial_megabytes >= 0 else 4 * self.update,
-            seconds=told.aggregate_seconds,
-            seconds_per_update=told.aggregate_seconds_per_update,
+            partial=1e6 * settings.partial_megabytes if settings.partial_megabytes >= 0 else 4 * self.update,
+            seconds=settings.aggregate_seconds,
+            seconds_per_update=settings.aggregate_seconds_per_update,
         )
 
     def _sent(self, now: Array, who: NDArray[np.intp]) -> Array:
@@ -126,8 +126,8 @@ class _Sites:
         """When the next model is there, for a round that closes at `close`."""
         if self.tree is not None:
             return self.tree.finished(end)
-        told = self.federation
-        return close + told.aggregate_seconds + told.aggregate_seconds_per_update * updates
+        settings = self.federation
+        return close + settings.aggregate_seconds + settings.aggregate_seconds_per_update * updates
 
     def turn(self, who: NDArray[np.intp], now: Array) -> _Turns:
         """Facilities `who` begin a turn at `now`; their transfers share the coordinator's link."""

@@ -58,8 +58,8 @@ def close_round(
             blamed = to_blame(error, archive, settings, model, arrived, number)
             if not blamed:
                 raise
-            told = clean(str(error) or repr(error))
-            log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), told)
+            reason_text = clean(str(error) or repr(error))
+            log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), reason_text)
             for name, reason in blamed.items():
                 arrived = drop(arrived, name, number, reason)
                 emit("refused", facility=name, round=number, reason=arrived.failures[name].reason)

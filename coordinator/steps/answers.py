@@ -48,14 +48,14 @@ def check_masked(
     verify_manifest(update)
     check_identity(manifest, sent.manifest, facility, round)
     check_report(report.read_report(update), sent, facility)
-    opened, told = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
-    if holds_adapters(manifest) != (told is not None):
+    opened, agreed = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
+    if holds_adapters(manifest) != (agreed is not None):
         raise UpdateRefused(
-            facility, f"it holds {'adapters' if told is None else 'a whole model'}, which was not agreed"
+            facility, f"it holds {'adapters' if agreed is None else 'a whole model'}, which was not agreed"
         )
-    if told is not None:
+    if agreed is not None:
         check_adapters(sent.checkpoint, opened, facility)
-        check_told(sent.checkpoint, opened, told, facility)
+        check_told(sent.checkpoint, opened, agreed, facility)
         if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
             raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
     else:
@@ -76,8 +76,8 @@ def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> Non
 
 def check_no_weights(update: Path, facility: str) -> None:
     """Refuse weights of a single facility where secure aggregation hides them."""
-    told = read_manifest(update)
-    if told.parameters or any(name.endswith(".safetensors") for name in told.files):
+    manifest = read_manifest(update)
+    if manifest.parameters or any(name.endswith(".safetensors") for name in manifest.files):
         raise UpdateRefused(
             facility, "it holds weights: with privacy.secure_aggregation only figures of a facility's own models leave"
         )

@@ -75,7 +75,7 @@ class Commit:
     """What takes the masks off; None: the updates are not masked."""
 
     # open
-    capped: Capped = field(default_factory=lambda: Capped(weights={}, told={}))
+    capped: Capped = field(default_factory=lambda: Capped(weights={}, reasons={}))
     """Weights that the facilities report, limited."""
     watched: Guard = field(default_factory=Guard)
     decay: float = 1.0
@@ -197,22 +197,22 @@ def describe_round(round: Commit, directory: Path) -> None:
     message = make_message(directory, round.model, settings.sending)
     rows = rows_of(archive, settings, number, round.arrived, round.weights, round.left_out)
     history = archive.history()
-    told = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
-    losses = round.losses = global_losses(told)
+    reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
+    losses = round.losses = global_losses(reported)
     if carries(settings.closing):
-        others = without_each(told, latest=True)
+        others = without_each(reported, latest=True)
         decision = round.decision = decide(settings, until_known(losses), others, done=number + 1)
     else:
-        decision = round.decision = decide(settings, losses, without_each(told))
-    limited, now = round.capped.told, time.time()
+        decision = round.decision = decide(settings, losses, without_each(reported))
+    limited, now = round.capped.reasons, time.time()
     round.round_file = RoundFile(
         round=number,
         facilities=[dataclasses.replace(row, reason=row.reason or limited.get(row.facility, "")) for row in rows],
         message=message,
         model_sha256=read_manifest(directory / "model").content_sha256,
         global_loss=losses[-1],
-        global_loss_over=sorted(told[-1]),
-        later_losses=later_than(history, losses, told),
+        global_loss_over=sorted(reported[-1]),
+        later_losses=later_than(history, losses, reported),
         decision=decision.reason,
         ended=not decision.proceed and number + 1 < settings.rounds,
         broken=decision.broken,

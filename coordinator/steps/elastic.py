@@ -56,8 +56,8 @@ class Ends:
     """After its model was made."""
     facilities: Mapping[str, Elastic]
 
-    def told(self, now: float) -> dict[str, dict[str, Any]]:
-        """By facility, what its job is told, for a model that is made at `now`, seconds since 1970."""
+    def by_facility(self, now: float) -> dict[str, dict[str, Any]]:
+        """By facility, what its job receives, for a model that is made at `now`, seconds since 1970."""
         return {
             name: asdict(
                 End(

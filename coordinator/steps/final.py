@@ -28,8 +28,8 @@ def close_final(
         close_evaluation(archive, settings, arrived, rows)
     else:
         size = bytes_of(read_manifest(model))
-        told = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
-        take(archive, settings, model, Answers(updates=arrived.updates, failures=arrived.failures, rows=told))
+        described = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
+        take(archive, settings, model, Answers(updates=arrived.updates, failures=arrived.failures, rows=described))
         sweep_round(Path.cwd(), settings.federation, settings.rounds, but=model)
     return compare_next(archive, settings, model)
 
@@ -44,13 +44,13 @@ def close_evaluation(
     archive: Archive, settings: CoordinatorSettings, arrived: Arrived, rows: list[FacilityRow]
 ) -> None:
     """Note what the facilities found of the final model."""
-    told = plausible(losses_by_model([*(entry.facilities for entry in archive.history()), rows]))
+    reported = plausible(losses_by_model([*(entry.facilities for entry in archive.history()), rows]))
     archive.write_note(
         "evaluation",
         {
             "after_round": len(archive.rounds()) - 1,
-            "global_loss": global_losses(told)[-1],
-            "global_loss_over": sorted(told[-1]),
+            "global_loss": global_losses(reported)[-1],
+            "global_loss_over": sorted(reported[-1]),
             "facilities": [dataclasses.asdict(row) for row in rows],
             "scores": arrived.scores,
         },

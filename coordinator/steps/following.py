@@ -29,7 +29,7 @@ def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: Roun
         if (directory / name).is_dir():
             with_extra(directory / name, STEPS, ahead.steps)
             if ends is not None:
-                with_extra(directory / name, ENDS, ends.told(time.time()))
+                with_extra(directory / name, ENDS, ends.by_facility(time.time()))
     seconds = 0.0 if ends is None else round(ends.seconds, 3)
     return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason, next_end=seconds)
 
@@ -47,7 +47,7 @@ def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
     directory = archive.round_directory(history[-1].round)
     for path in (directory / "model", directory / "message"):
         if path.is_dir() and (ends is not None or ENDS in read_manifest(path).extra):
-            with_extra(path, ENDS, {} if ends is None else ends.told(time.time()))
+            with_extra(path, ENDS, {} if ends is None else ends.by_facility(time.time()))
 
 
 def within(

@@ -23,7 +23,7 @@ Told = Mapping[str, float]
 """Loss of the received model by facility, in one round."""
 
 
-def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
+def plausible(reported: Sequence[Told]) -> list[dict[str, float]]:
     """The same rounds without the losses that are implausible given the other facilities'.
 
     A change is measured against the facility's own last loss or its last plausible one, whichever is nearer. Of two
@@ -31,7 +31,7 @@ def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
     """
     kept: list[dict[str, float]] = []
     last: dict[str, tuple[float, float]] = {}
-    for current in told:
+    for current in reported:
         changes = {
             name: min((loss - before for before in last[name]), key=abs)
             for name, loss in current.items()
@@ -46,26 +46,26 @@ def plausible(told: Sequence[Told]) -> list[dict[str, float]]:
     return kept
 
 
-def global_losses(told: Sequence[Told]) -> list[float | None]:
-    """The global loss of each round, None where no facility reported one. `told` is what `plausible` returned."""
+def global_losses(reported: Sequence[Told]) -> list[float | None]:
+    """The global loss of each round, None where no facility reported one. `reported` is what `plausible` returned."""
     losses: list[float | None] = []
-    for number, current in enumerate(told):
+    for number, current in enumerate(reported):
         if not current:
             losses.append(None)
-        elif all(set(earlier) == set(current) for earlier in told[:number]):
+        elif all(set(earlier) == set(current) for earlier in reported[:number]):
             losses.append(_mean(list(current.values())))
         else:
-            losses.append(_chained(told[:number], losses, current))
+            losses.append(_chained(reported[:number], losses, current))
     return losses
 
 
-def without_each(told: Sequence[Told], *, latest: bool = False) -> list[list[float | None]]:
+def without_each(reported: Sequence[Told], *, latest: bool = False) -> list[list[float | None]]:
     """The global losses as they were without one facility, for each whose absence leaves another in the last round.
 
     `latest`: each up to its newest figure instead, as where most figures come late.
     """
-    names = sorted({name for one in told for name in one})
-    series = [global_losses([{name: one[name] for name in one if name != out} for one in told]) for out in names]
+    names = sorted({name for one in reported for name in one})
+    series = [global_losses([{name: one[name] for name in one if name != out} for one in reported]) for out in names]
     series = [until_known(losses) for losses in series] if latest else series
     return [losses for losses in series if losses[-1] is not None]
 
@@ -79,23 +79,23 @@ def until_known(losses: Sequence[float | None]) -> list[float | None]:
 def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, float]]:
     """What was reported of the model that each round received; a late update's figure is of an earlier round's."""
     rows = [list(one) for one in rounds]
-    told = [losses_of_rows(one) for one in rows]
+    reported = [losses_of_rows(one) for one in rows]
     for number, one in enumerate(rows):
         for row in one:
             if row.status == "ok" and row.late_loss is not None and 0 < row.staleness <= number:
-                told[number - row.staleness].setdefault(row.facility, row.late_loss)
-    return told
+                reported[number - row.staleness].setdefault(row.facility, row.late_loss)
+    return reported
 
 
 def later_than(
-    history: Sequence[RoundFile], losses: Sequence[float | None], told: Sequence[Told]
+    history: Sequence[RoundFile], losses: Sequence[float | None], reported: Sequence[Told]
 ) -> dict[str, LaterLoss]:
     """Losses of the rounds in `history` that are now known otherwise than their files say."""
     before = {entry.round: entry.global_loss for entry in history}
     for entry in history:
         before |= {int(number): one.loss for number, one in entry.later_losses.items()}
     return {
-        str(number): LaterLoss(loss=loss, over=sorted(told[number]))
+        str(number): LaterLoss(loss=loss, over=sorted(reported[number]))
         for number, was in before.items()
         if (loss := losses[number]) is not None and loss != was
     }
@@ -108,22 +108,22 @@ def losses_of(entry: RoundFile) -> dict[str, float]:
 
 def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
     """The same of rows; those of older archives hold perplexities only."""
-    told = {}
+    losses = {}
     for row in rows:
         if row.status == "ok" and row.loss_received is not None:
-            told[row.facility] = row.loss_received
+            losses[row.facility] = row.loss_received
         elif row.status == "ok" and row.perplexity_received is not None and row.perplexity_received >= 1.0:
-            told[row.facility] = math.log(row.perplexity_received)
-    return told
+            losses[row.facility] = math.log(row.perplexity_received)
+    return losses
 
 
-def _chained(told: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
+def _chained(reported: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
     """The loss of the latest earlier round with a facility in common, and the mean change since of those in common."""
-    for number in reversed(range(len(told))):
-        common = [name for name in current if name in told[number]]
+    for number in reversed(range(len(reported))):
+        common = [name for name in current if name in reported[number]]
         before = losses[number]
         if common and before is not None:
-            return before + _mean([current[name] - told[number][name] for name in common])
+            return before + _mean([current[name] - reported[number][name] for name in common])
     return _mean(list(current.values()))
 
 

@@ -114,9 +114,9 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None) -> float:
 
 
 def _of_row(row: FacilityRow, seen: float) -> float:
-    told = float(row.usage.get("node_seconds") or row.seconds)
-    nodes = max(1, round(told / row.seconds)) if row.seconds > 0 else 1
-    return max(told, seen * nodes)
+    reported = float(row.usage.get("node_seconds") or row.seconds)
+    nodes = max(1, round(reported / row.seconds)) if row.seconds > 0 else 1
+    return max(reported, seen * nodes)
 
 
 def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:

@@ -163,9 +163,11 @@ def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
     try:
         verify(update, facility, resolve(allowed_signers))
     except InputError as error:
-        if (told := report.read_failure(update)) is None:
+        if (stated := report.read_failure(update)) is None:
             raise
-        raise UpdateRefused(facility, f"{error}; its failure.json, which nobody signed, says: {told.reason}") from None
+        raise UpdateRefused(
+            facility, f"{error}; its failure.json, which nobody signed, says: {stated.reason}"
+        ) from None
 
 
 def _failure(update: Path, stated: report.Failure, expected: Expected) -> report.Failure:
@@ -189,7 +191,7 @@ def log_received(
     update: Path | None, facility: str, round: int, settings: AggregationSettings, failure: report.Failure | None
 ) -> None:
     """What came, with its digests and whose signature it bears, and what was decided, in the coordinator's log."""
-    told = manifest_if_any(update) if update is not None else None
+    manifest = manifest_if_any(update) if update is not None else None
     signature = "none asked for"
     if settings.allowed_signers and update is not None:
         try:
@@ -197,9 +199,9 @@ def log_received(
         except (CrossFedError, OSError) as error:
             signature = f"refused: {clean(str(error), 300)}"
     digests: dict[str, str] = {}
-    if update is not None and told is not None:
-        theirs = clean(str(told.extra.get(HEAD, "")), 64)
-        digests = {"manifest": sha256_of(update / NAME), "content": told.content_sha256, "facility_head": theirs}
+    if update is not None and manifest is not None:
+        theirs = clean(str(manifest.extra.get(HEAD, "")), 64)
+        digests = {"manifest": sha256_of(update / NAME), "content": manifest.content_sha256, "facility_head": theirs}
     verdict = {"verdict": "accepted"} if failure is None else {"verdict": failure.kind, "reason": failure.reason}
     log_entry("received", facility=facility, round=round, signature=signature, **digests, **verdict)
 

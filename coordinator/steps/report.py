@@ -41,13 +41,13 @@ def main() -> int:
     data = summary(archive) | {"federation": settings.federation, "aggregation": settings.chosen}
     write_json(arguments.out, data)
     try:
-        told = gather(
+        gathered = gather(
             archive,
             federation=settings.federation,
             settings=redacted(dataclasses.asdict(dataclasses.replace(settings, described={}))),
             carbon=settings.carbon_g_per_kwh,
         )
-        write_report(told, archive.path / "report.html")
+        write_report(gathered, archive.path / "report.html")
     except OSError as error:  # the federation is finished all the same
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", error)
         emit("problem", text=f"the report page cannot be written ({error}): fix that, then run `crossfed report`")

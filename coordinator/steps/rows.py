@@ -51,8 +51,8 @@ def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
     """The row without scores that nobody asked for, whose place a sentence takes, which is told as well."""
     if not row.scores:
         return row
-    told, where = row.scores.get("results", []), f"round {row.round}"
-    objection = objection_to(settings, row.facility, told, round=row.round - row.staleness, where=where)
+    scores, where = row.scores.get("results", []), f"round {row.round}"
+    objection = objection_to(settings, row.facility, scores, round=row.round - row.staleness, where=where)
     return dataclasses.replace(row, scores={}, unasked=objection) if objection else row
 
 
@@ -129,9 +129,9 @@ def _with_manifest(row: FacilityRow, manifest: Manifest) -> FacilityRow:
 
 def _travelled(manifest: Manifest) -> int:
     """Bytes that came: of the message, where one was decoded here; whatever else a facility says there is not read."""
-    told = manifest.extra.get("message_bytes")
-    return told if type(told) is int and 0 < told <= MOST_COUNT else bytes_of(manifest)
+    claimed = manifest.extra.get("message_bytes")
+    return claimed if type(claimed) is int and 0 < claimed <= MOST_COUNT else bytes_of(manifest)
 
 
-def _digest(told: object) -> str:
-    return told if isinstance(told, str) and HEX.fullmatch(told) else ""
+def _digest(value: object) -> str:
+    return value if isinstance(value, str) and HEX.fullmatch(value) else ""

@@ -214,14 +214,14 @@ class Closing:
         del self._away[errand.facility]
 
     async def _reach(self, errand: Errand) -> None:
-        told = False
+        reported = False
         while True:
             try:
                 return await errand.reach()
             except Exception as error:
-                if not told:
+                if not reported:
                     tell(f"{errand.facility} cannot be reached ({error}): the others go on, it is tried again")
-                told = True
+                reported = True
                 await asyncio.sleep(self.pause_seconds)
 
     async def _ends_first(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:

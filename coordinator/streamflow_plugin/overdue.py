@@ -85,8 +85,8 @@ class Overdue:
         await self.cancel(job, location)
         return Ending(state=OVERDUE, code=None, detail=f"{self.queue.scheduler.title} says that it {why}")
 
-    async def make_way(self, jobs: Iterable[Job], location: ExecutionLocation, told: set[str]) -> None:
-        """Cancel those of the listed jobs that are overdue, once for each `told`, which are added to.
+    async def make_way(self, jobs: Iterable[Job], location: ExecutionLocation, reported: set[str]) -> None:
+        """Cancel those of the listed jobs that are overdue, once for each `reported`, which are added to.
 
         Raises `WorkflowExecutionException` where one was cancelled long ago and is still there.
         """
@@ -94,8 +94,8 @@ class Overdue:
             if not (why := self._why(job.id, location)):
                 continue
             says = f"{self.queue.scheduler.title} of {self.queue.deployment_name} says that job {job.id} {why}"
-            if job.id not in told:
-                told.add(job.id)
+            if job.id not in reported:
+                reported.add(job.id)
                 logger.warning(f"{says}: it is cancelled")
                 emit("problem", text=f"{says}: it is cancelled")
                 await self.cancel(job.id, location)

@@ -106,12 +106,12 @@ class PatientQueue(QueueManagerConnector):
     async def _ask(self, location: ExecutionLocation, command: str, read: Callable[[str, int], T | None]) -> T:
         """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
         deadline = self._now() + PATIENCE_SECONDS
-        told = False
+        reported = False
         who = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
             text, code = await self._shell(location, command)
             if (found := read(text, code)) is not None:
-                if told:
+                if reported:
                     tell(f"{who} answers again", logging.INFO)
                 return found
             said = f"code {code}: {text.strip()[-200:]}"
@@ -119,9 +119,9 @@ class PatientQueue(QueueManagerConnector):
                 raise WorkflowExecutionException(
                     f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
-            if not told:
+            if not reported:
                 tell(f"{who} does not answer ({said}); waiting")
-                told = True
+                reported = True
             await asyncio.sleep(self.pollingInterval)
 
     async def _states(self, ids: list[str], location: ExecutionLocation) -> dict[str, str]:
@@ -239,10 +239,10 @@ class PatientQueue(QueueManagerConnector):
         if ending.problem:
             said = self._errors.pop(job_id, "")
             whose = "the job" if job_id.startswith(REFUSED) else f"job {job_id}"
-            told = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
-            tell(told, logging.ERROR)
+            sentence = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
+            tell(sentence, logging.ERROR)
             if ending.state == OVERDUE:
-                note_lost(told)
+                note_lost(sentence)
         return ending.step_code
 
     async def _run_batch_command(
@@ -353,7 +353,7 @@ class PatientQueue(QueueManagerConnector):
         A job that runs to its end leaves a finished update at the facility, which the next job then returns at once.
         `spare`: a job that is left alone. Raises where a job that was taken for lost stays in the queue.
         """
-        told: set[str] = set()
+        reported: set[str] = set()
         lost: set[str] = set()
         asked = self._overdue.now()
         while jobs := [one for one in await self._jobs_named(name, location) if one.id != spare]:
@@ -363,9 +363,9 @@ class PatientQueue(QueueManagerConnector):
                 if not job.began:
                     logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")
                     await self._shell(location, self.scheduler.cancel_ids([job.id]))
-                elif job.id not in told:
+                elif job.id not in reported:
                     logger.info(f"job {job.id} ({name}) of an earlier run is {job.state.lower()}: waiting for its end")
-                    told.add(job.id)
+                    reported.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))
             asked = self._overdue.now()
 

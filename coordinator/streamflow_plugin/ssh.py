@@ -176,8 +176,8 @@ class ParallelSSHConnector(SSHConnector):
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         emit("ended", step=step, job="", code=step_code(code), problem="")
         if step_code(code) != code:
-            told = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}"
-            tell(f"{told} {error_in(said)}".rstrip(), logging.ERROR)
+            sentence = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}"
+            tell(f"{sentence} {error_in(said)}".rstrip(), logging.ERROR)
         return (said, step_code(code)) if capture_output else None
 
     async def _command(

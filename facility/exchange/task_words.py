@@ -38,15 +38,15 @@ class TaskWords:
     hub_task: str = "text-generation"
     """Hugging Face's name of the task."""
 
-    def figure(self, told: float | None) -> float | None:
-        """What is shown for the reported perplexity `told`; None: unknown, or not a possible perplexity."""
-        if told is None or self.exponential:
-            return told
-        return math.log(told) if told > 0 else None
+    def figure(self, perplexity: float | None) -> float | None:
+        """What is shown for the reported perplexity `perplexity`; None: unknown, or not a possible perplexity."""
+        if perplexity is None or self.exponential:
+            return perplexity
+        return math.log(perplexity) if perplexity > 0 else None
 
-    def text(self, told: float | None) -> str:
+    def text(self, perplexity: float | None) -> str:
         """The same in digits; '-' where nothing is known."""
-        value = self.figure(told)
+        value = self.figure(perplexity)
         if value is None:
             return "-"
         if not self.exponential:

@@ -222,6 +222,6 @@ def test_job(session: Session, request: Request) -> int:
         sys.stdout.write(text)
         return code
     text = template(session).replace(COMMAND, "true")
-    code, told = queue.call(queue.words(commands.dry, queue.values_of(policy)), text=text)
-    sys.stdout.write(told)
+    code, output = queue.call(queue.words(commands.dry, queue.values_of(policy)), text=text)
+    sys.stdout.write(output)
     return code

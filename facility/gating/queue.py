@@ -348,12 +348,12 @@ def on_this_host(session: Session, script: str, name: str, directory: Path, *, s
     limit.daemon = True
     limit.start()
     threading.Thread(target=tether, daemon=True).start()
-    told = b""
+    tail = b""
     while block := process.stdout.read1(1 << 16):  # type: ignore[attr-defined]
-        told = (told + block)[-OUTPUT_BYTES:]
+        tail = (tail + block)[-OUTPUT_BYTES:]
     code = process.wait()
     ended.set()
     limit.cancel()
-    sys.stdout.buffer.write(told if session.policy.job_output else b"")
+    sys.stdout.buffer.write(tail if session.policy.job_output else b"")
     sys.stdout.flush()
     return code if code >= 0 else 128 - code

@@ -44,8 +44,8 @@ class Notes:
             names = [e.name.removesuffix(".json") for e in os.scandir(self.directory) if e.name.startswith("failed-")]
         except OSError:
             return []
-        told = [note for name in names if isinstance(note := self.read(name), dict)]
-        return sorted(told, key=lambda note: note.get("time", 0.0))
+        notes = [note for name in names if isinstance(note := self.read(name), dict)]
+        return sorted(notes, key=lambda note: note.get("time", 0.0))
 
     def wait_for(self, name: str, seconds: float, whose: str) -> Any:
         """Wait until a note is there. Raises `TryAgain` after `seconds`."""

@@ -162,8 +162,8 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
             node = _node_number(task, tasks, nodes, hosts)
         if local_tasks is None:
             local_tasks = counts[node] if len(counts) == nodes else -(-tasks // nodes)
-        told = _number(environ, table.local_task, table)
-        local_task = told if told is not None else 0 if tasks == nodes else task % local_tasks
+        given = _number(environ, table.local_task, table)
+        local_task = given if given is not None else 0 if tasks == nodes else task % local_tasks
     return Tasks(
         scheduler=table.name,
         task=task,

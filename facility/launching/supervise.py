@@ -170,8 +170,8 @@ class _Run:
         limits = self.limits
         if self.elsewhere and now - self.looked > 0.5:
             self.looked = now
-            if self.cause is None and (told := self.elsewhere()):
-                self._end_all(1, told, now)
+            if self.cause is None and (reason := self.elsewhere()):
+                self._end_all(1, reason, now)
         if self.cause is None and limits.total and now - self.began > limits.total:
             self._end_all(124, f"ran longer than the limit of {limits.total:.0f} s", now)
         if self.cause is None and limits.silence and now - self.spoken > limits.silence:
@@ -313,7 +313,7 @@ def _sentence(rank: _Rank, ranks: int) -> str:
     if code == -signal.SIGKILL:
         return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    told = next(
+    error_line = next(
         (
             line
             for line in reversed(rank.tail)
@@ -321,7 +321,7 @@ def _sentence(rank: _Rank, ranks: int) -> str:
         ),
         "",
     )
-    return f"{who} {how}" + (f": {told.removeprefix('error: ')}" if told else "")
+    return f"{who} {how}" + (f": {error_line.removeprefix('error: ')}" if error_line else "")
 
 
 def _signal(rank: _Rank, number: int, *, group: bool = False) -> None:

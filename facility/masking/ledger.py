@@ -111,7 +111,7 @@ def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSetti
     weights = roster.weights(settings.weights, settings.maximum_share)
     largest = max(weights[name] for name in survivors)
     agreement = roster.agreement
-    told = {
+    decisive = {
         "weights": {name: f"{weights[name] / largest:.9e}" for name in survivors},
         "steps": {name: roster.keys[name].steps for name in survivors},
         "samples": {name: roster.keys[name].samples for name in survivors},
@@ -121,4 +121,4 @@ def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSetti
         "clips": agreement.clips,
         "default_clip": agreement.default_clip,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()

@@ -198,8 +198,9 @@ def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: l
 
 def _stalls(pretended: Pretended) -> dict[str, float]:
     """What is pretended; real stalls are too rare for a measurement of minutes."""
-    told = pretended.emulation
-    return {"probability": told.probability, "seconds": told.seconds} if told.probability and told.seconds else {}
+    emulation = pretended.emulation
+    stalls = emulation.probability and emulation.seconds
+    return {"probability": emulation.probability, "seconds": emulation.seconds} if stalls else {}
 
 
 def _device(one: dict[str, Any], label: str) -> MeasuredDevice:

@@ -119,8 +119,8 @@ def _round_trips(wire: Wire, a: int, b: int, settings: LinkSettings) -> Trips:
             wire.receive(ball, a)
             wire.send(ball, a)
         trips.append(time.perf_counter() - begin)
-    told = [statistics.median(trips[2:]), min(trips[2:])]
-    box = torch.tensor(told, dtype=torch.float64, device=wire.device)
+    seconds = [statistics.median(trips[2:]), min(trips[2:])]
+    box = torch.tensor(seconds, dtype=torch.float64, device=wire.device)
     if wire.rank == a:
         wire.send(box, b)
     else:

@@ -93,7 +93,7 @@ class OwnModel:
 
     def _appear(self, source: Path, rounds: int, *, tokens: int, run: str = "") -> None:
         """Keep `source` under a manifest that says how it came to be."""
-        told = read_manifest(source)
+        manifest = read_manifest(source)
         target, parts = self.model(rounds), self.place / "parts"
         for path in (target, parts):
             shutil.rmtree(path, ignore_errors=True)
@@ -102,8 +102,10 @@ class OwnModel:
             for path in parts.iterdir():
                 if path.name not in (NAME, SIGNATURE):
                     path.rename(temporary / path.name)
-            extra = {"run": run or run_of(told), TOKENS: tokens}
-            kept = dataclasses.replace(told, kind="model", round=rounds, facility=None, encoding="full", extra=extra)
+            extra = {"run": run or run_of(manifest), TOKENS: tokens}
+            kept = dataclasses.replace(
+                manifest, kind="model", round=rounds, facility=None, encoding="full", extra=extra
+            )
             write_manifest(temporary, kept)
         shutil.rmtree(parts, ignore_errors=True)
 
@@ -173,9 +175,9 @@ def settings_alone(job: Job, *, last: bool) -> dict[str, Any]:
 def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
     """Leave a report where the job's update is expected, with the weights after the last round unless masks keep them
     here."""
-    told = read_manifest(model)
+    manifest = read_manifest(model)
     leaves = alone.rounds == alone.of and job.settings.masking is None
-    alone = dataclasses.replace(alone, tokens=int(told.extra.get(TOKENS, 0)))
+    alone = dataclasses.replace(alone, tokens=int(manifest.extra.get(TOKENS, 0)))
     number = job.settings.rounds
     shutil.rmtree(job.out, ignore_errors=True)
     with new_directory(job.out) as temporary:
@@ -193,8 +195,8 @@ def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
                 round=number,
                 base_sha256=received.content_sha256,
                 encoding="lora" if leaves and is_adapter(model) else "full",
-                dtypes=told.dtypes if leaves else {},
-                parameters=told.parameters if leaves else 0,
+                dtypes=manifest.dtypes if leaves else {},
+                parameters=manifest.parameters if leaves else 0,
             ),
         )
         with_alone(temporary, alone)
@@ -215,5 +217,5 @@ def add_adapters(model: Path, adapters: Path, out: Path) -> None:
     names |= dict.fromkeys(open_checkpoint(adapters).tensors, ADAPTER)
     (out / INDEX).unlink(missing_ok=True)
     write_json(out / INDEX, {"metadata": {}, "weight_map": dict(sorted(names.items()))})
-    told = read_manifest(adapters)
-    write_manifest(out, dataclasses.replace(told, kind="model", facility=None, encoding="full"))
+    manifest = read_manifest(adapters)
+    write_manifest(out, dataclasses.replace(manifest, kind="model", facility=None, encoding="full"))

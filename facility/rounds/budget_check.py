@@ -15,8 +15,8 @@ def check_budget(update: Path, settings: FacilitySettings, round: int, *, module
     asked = settings.differential
     if asked is None or round >= settings.rounds:
         return
-    told = privacy_of(read_report(update).details)
-    if told is None or told.unit != asked.unit or not told.spent <= told.epsilon <= asked.epsilon:
+    reported = privacy_of(read_report(update).details)
+    if reported is None or reported.unit != asked.unit or not reported.spent <= reported.epsilon <= asked.epsilon:
         raise InputError(
             f"the settings ask for differential privacy with epsilon {asked.epsilon:g}, but {module} does not report "
             "that it kept it, so nothing leaves: train with facility.train"

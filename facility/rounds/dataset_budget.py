@@ -110,11 +110,11 @@ def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, 
 
 def account_path(dataset: Path) -> Path:
     """The account of a dataset: named by its content, wherever it lies below the same directory of states."""
-    told = str(Path(dataset).resolve())
+    identity = str(Path(dataset).resolve())
     if (Path(dataset) / NAME).is_file():
         splits = open_dataset(dataset).manifest.splits
-        told = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))
-    return shared_directory(dataset) / FOLDER / f"{hashlib.sha256(told.encode()).hexdigest()[:32]}.json"
+        identity = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))
+    return shared_directory(dataset) / FOLDER / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
 
 
 def read_account(path: Path) -> dict[str, Reserved]:

@@ -12,11 +12,11 @@ SPLITS = ("train", "validation")
 
 def counts_of(dataset: Path) -> DatasetCounts:
     """From `dataset.json`; no text, no file name and no template is among them."""
-    told = json.loads((dataset / "dataset.json").read_text())
+    manifest = json.loads((dataset / "dataset.json").read_text())
     splits = {}
     for name in SPLITS:
-        if (one := told["splits"].get(name)) is not None:
+        if (one := manifest["splits"].get(name)) is not None:
             splits[name] = SplitCounts(
                 blocks=one["blocks"], documents=one["documents"], tokens=one["tokens"], sha256=one["sha256"]
             )
-    return DatasetCounts(task=told["task"], block_tokens=told["block_tokens"], splits=splits)
+    return DatasetCounts(task=manifest["task"], block_tokens=manifest["block_tokens"], splits=splits)

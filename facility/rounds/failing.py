@@ -24,8 +24,8 @@ def earliest(job: Job, ending: Ending) -> Ending:
     if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
         return ending
     time.sleep(1.0)  # another node may be about to report
-    told = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
-    others = [note for note in told if note.get("task") != job.tasks.task and "another node" not in note["reason"]]
+    earlier = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
+    others = [note for note in earlier if note.get("task") != job.tasks.task and "another node" not in note["reason"]]
     if not others:
         return ending
     note = others[0]

@@ -108,8 +108,8 @@ class OneRound:
         job = self.job
         self.finished.drop_before(job.round)
         clear(job.out)
-        for told in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
-            log.warning(told)
+        for warning in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
+            log.warning(warning)
         if (job.dataset / DATASET).is_file():
             check_dataset(job.dataset, job.state)
         if job.keeps_models:

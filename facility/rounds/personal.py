@@ -92,8 +92,8 @@ class Personal:
     def name_received(self, evaluated: Path, received: Path) -> None:
         """Let an evaluation of the model with this facility's own tensors say which model was received."""
         if self.any:
-            told = dataclasses.replace(read_manifest(evaluated), base_sha256=read_manifest(received).content_sha256)
-            write_json(evaluated / NAME, dataclasses.asdict(told))
+            manifest = dataclasses.replace(read_manifest(evaluated), base_sha256=read_manifest(received).content_sha256)
+            write_json(evaluated / NAME, dataclasses.asdict(manifest))
 
 
 def _overlay(model: Checkpoint, own: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:

@@ -80,7 +80,7 @@ def flaw(directory: Path) -> str:
 def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]:
     """Verify what a facility keeps. Moves damaged directories that `round` can do without to `damaged/`, and returns a
     sentence for each. Raises `InputError` for one that it needs; `evaluates`: no step is taken in it."""
-    told = []
+    sentences = []
     for found in sorted(state.rglob(SEAL)):
         directory = found.parent
         inner = directory.relative_to(state)
@@ -94,8 +94,8 @@ def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]
         aside = state / ASIDE / f"{'-'.join(inner.parts)}-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.parent.mkdir(exist_ok=True)
         directory.rename(aside)
-        told.append(f"{reason}: put aside in {aside}; this round does without it")
-    return told
+        sentences.append(f"{reason}: put aside in {aside}; this round does without it")
+    return sentences
 
 
 def _needed(directory: Path, state: Path, round: int, evaluates: bool) -> bool:

@@ -48,9 +48,9 @@ def decide_steps(state: Path, settings: FacilitySettings, received: Manifest, ro
 
 def remember_beside(state: Path, seconds: float) -> None:
     """Keep how long a job took from its decision to its update beside training, for the decisions to come."""
-    told = _read(state)
-    if told:
-        write_json(state / NAME, told | {"beside": [*_beside(state), max(0.0, seconds)][-LATEST:]})
+    kept = _read(state)
+    if kept:
+        write_json(state / NAME, kept | {"beside": [*_beside(state), max(0.0, seconds)][-LATEST:]})
 
 
 def steps_of(state: Path, settings: FacilitySettings, received: Manifest, round: int) -> int | None:
@@ -61,9 +61,9 @@ def steps_of(state: Path, settings: FacilitySettings, received: Manifest, round:
 
 
 def _decided(state: Path, received: Manifest, round: int) -> int | None:
-    told = _read(state)
-    same = (told.get("round"), told.get("model")) == (round, received.content_sha256)
-    return int(told["steps"]) if same else None
+    kept = _read(state)
+    same = (kept.get("round"), kept.get("model")) == (round, received.content_sha256)
+    return int(kept["steps"]) if same else None
 
 
 def _beside(state: Path) -> list[float]:
@@ -72,7 +72,7 @@ def _beside(state: Path) -> list[float]:
 
 def _read(state: Path) -> dict[str, Any]:
     try:
-        told = json.loads((state / NAME).read_text())
+        content = json.loads((state / NAME).read_text())
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return content if isinstance(content, dict) else {}

@@ -49,10 +49,10 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
     """Evaluate every model of the received directory; figures, and accuracies if any, on the first rank."""
     request = round.request
     assert request.bundle is not None
-    told, sets = read_manifest(request.bundle), data_sets(round)
+    manifest, sets = read_manifest(request.bundle), data_sets(round)
     kept = KeptLosses(request.state / "comparison", read_manifest(request.bundle / GLOBAL).content_sha256)
     figures, scores = [], []
-    for folder, model in models_of(request, told).items():
+    for folder, model in models_of(request, manifest).items():
         checkpoint = open_checkpoint(model)
         with together(round.ranks):
             load_weights(round.engine.assembly, round.inputs, checkpoint, request.settings.seed)
@@ -71,11 +71,11 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
     return figures, scores
 
 
-def models_of(request: RoundRequest, told: Manifest) -> dict[str, Path]:
+def models_of(request: RoundRequest, manifest: Manifest) -> dict[str, Path]:
     """Every model to evaluate, by name: those received, then the facility's own, which stay there."""
     assert request.bundle is not None
     own = sorted(request.own_models.iterdir()) if request.own_models is not None else []
-    return {name: request.bundle / name for name in folders_of(told)} | {path.name: path for path in own}
+    return {name: request.bundle / name for name in folders_of(manifest)} | {path.name: path for path in own}
 
 
 def accuracy_score(folder: str, data: Data, accuracy: float, predictions: int) -> dict[str, Any]:
@@ -137,19 +137,19 @@ class KeptLosses:
             if other != self.directory:
                 shutil.rmtree(other)
         self.directory.mkdir(parents=True, exist_ok=True)
-        told = {"losses": one.losses.tolist(), "predictions": one.predictions.tolist()}
-        write_json(self.directory / f"{folder}-{digest}.json", told)
+        content = {"losses": one.losses.tolist(), "predictions": one.predictions.tolist()}
+        write_json(self.directory / f"{folder}-{digest}.json", content)
 
     def others(self, digest: str, folder: str) -> dict[str, BlockLosses]:
         """Of the models that `folder` is compared with, as far as they were evaluated on the same data."""
         found = {}
         for name in (GLOBAL, INITIAL):
             try:
-                told = json.loads((self.directory / f"{name}-{digest}.json").read_text())
+                content = json.loads((self.directory / f"{name}-{digest}.json").read_text())
             except (OSError, ValueError):
                 continue
             if name != folder:
-                losses, predictions = np.array(told["losses"]), np.array(told["predictions"], dtype=np.int64)
+                losses, predictions = np.array(content["losses"]), np.array(content["predictions"], dtype=np.int64)
                 found[name] = BlockLosses(losses=losses, predictions=predictions)
         return found
 

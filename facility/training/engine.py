@@ -206,8 +206,8 @@ class Engine:
         with self.clock.stopped():
             loss = self.compute.evaluate(batch)[0].double()
         drop_gathered(self.compute.modules)
-        told = self.compute.tells_loss
-        total, count = self._sum(loss if told else torch.zeros_like(loss), float(told), everywhere=True)
+        knows_loss = self.compute.tells_loss
+        total, count = self._sum(loss if knows_loss else torch.zeros_like(loss), float(knows_loss), everywhere=True)
         return total / count / batch.predictions
 
     @torch.no_grad()

@@ -52,16 +52,16 @@ def choose_head(
         return HeadChoice(rows=0, reason="all logits at once, as training.chunked_loss says")
     vocabulary = getattr(config, "vocab_size", 0) or 1
     size = 4 * sequences * tokens * vocabulary
-    told = f"the logits of a forward pass ({sequences} x {tokens} positions x {vocabulary}) are {size / 2**20:.0f} MiB"
+    sizes = f"the logits of a forward pass ({sequences} x {tokens} positions x {vocabulary}) are {size / 2**20:.0f} MiB"
     rows = wanted_rows(settings, sequences * tokens, vocabulary, device)
     if not rows:
-        return HeadChoice(rows=0, reason=f"all logits at once: {told}")
+        return HeadChoice(rows=0, reason=f"all logits at once: {sizes}")
     obstacle = refuses(config, factory, attention)
     if obstacle and settings.chunked_loss == "always":
         raise ConfigurationError(f"training.chunked_loss is 'always', but {obstacle}; use 'auto' or 'never'")
     if obstacle:
-        return HeadChoice(rows=0, reason=f"all logits at once, although {told}: {obstacle}")
-    return HeadChoice(rows=rows, reason=f"loss in chunks of {rows} positions: {told}")
+        return HeadChoice(rows=0, reason=f"all logits at once, although {sizes}: {obstacle}")
+    return HeadChoice(rows=rows, reason=f"loss in chunks of {rows} positions: {sizes}")
 
 
 def refuses(config: Any, factory: Any, attention: str) -> str:

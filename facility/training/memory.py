@@ -145,10 +145,10 @@ def out_of_memory(name: str, total: int, free: int, reserved: int) -> CrossFedEr
     `TryAgain` where other processes hold more than their contexts need: they may end.
     """
     others = total - free - reserved - CONTEXT_BYTES
-    told = f"out of memory on {name}: of {total / 1e9:.3g} GB this rank held {reserved / 1e9:.3g}"
+    text = f"out of memory on {name}: of {total / 1e9:.3g} GB this rank held {reserved / 1e9:.3g}"
     if others > CONTEXT_BYTES:
         return TryAgain(
-            f"{told} and other processes {others / 1e9:.3g}: expected a GPU for this rank alone; ask the scheduler for "
+            f"{text} and other processes {others / 1e9:.3g}: expected a GPU for this rank alone; ask the scheduler for "
             f"GPUs of one's own, or {NEEDS_LESS}"
         )
-    return InputError(f"{told}: {NEEDS_LESS}")
+    return InputError(f"{text}: {NEEDS_LESS}")

@@ -78,8 +78,8 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     settings = read_facility_settings(arguments.settings)
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve(planned) if planned else None)
-    told = manifest_if_any(arguments.model)
-    bundle = arguments.model if told is not None and told.kind == MODELS else None
+    manifest = manifest_if_any(arguments.model)
+    bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None
     return RoundRequest(
         settings=settings,
         round=arguments.round,

@@ -194,8 +194,8 @@ class Round:
             if self._speaks():
                 shown.step(progress.done, result)
             self.step_ends.append(time.perf_counter())
-            told = {} if self.private else {"loss": result.loss}
-            tracker.log(overall, **told, gradient_norm=result.gradient_norm, learning_rate=result.rate)
+            loss_figures = {} if self.private else {"loss": result.loss}
+            tracker.log(overall, **loss_figures, gradient_norm=result.gradient_norm, learning_rate=result.rate)
             trace.step()
             if training.limits.save_every and progress.done % training.limits.save_every == 0 and engine.together:
                 self._checkpoint()
@@ -348,5 +348,5 @@ class Round:
 
 def figures_of(words: TaskWords, loss: float, accuracy: float | None) -> str:
     """What an evaluation found, for the log."""
-    told = words.of_loss(loss)
-    return told if accuracy is None else f"{told}, accuracy {accuracy:.4f}"
+    text = words.of_loss(loss)
+    return text if accuracy is None else f"{text}, accuracy {accuracy:.4f}"

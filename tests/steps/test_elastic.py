@@ -100,7 +100,7 @@ def test_times_of_the_past_say_when_the_next_round_ends():
             entries += [Entry(time=began, kind="queued", facility=name, round=number), came]
     ends = ends_ahead(ELASTIC, nominal, history, entries)
     assert ends is not None and ends.seconds == pytest.approx(40 + 10 + 100 + 2)
-    told = ends.told(5000.0)
+    told = ends.by_facility(5000.0)
     assert told["a"] == {"time": 5150.0, "seconds_per_step": 1.0, "beside": 10.0, "least": 25, "most": 400}
     assert End(**told["a"]).steps_from(5000.0) == 140 and End(**told["a"]).steps_from(5080.0) == 60
     assert End(**told["a"]).steps_from(5000.0, beside=50.0) == 100, "the job knows better"

@@ -43,10 +43,10 @@ def policy_of(problem: Problem, plan: Plan) -> tuple[Plan, str]:
         for name in problem.policies
     }
     best = max(gains, key=lambda name: gains[name])
-    told = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    listed = ", ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
     if gains[best] < 1 + LEAST_GAIN:
-        return plan, f"replicas wait for each other: updates a second over all-reduce would be {told}"
+        return plan, f"replicas wait for each other: updates a second over all-reduce would be {listed}"
     return (
         replace(plan, sync=Sync(name=best)),
-        f"replicas go on without waiting for all: updates a second over all-reduce under the stalls told are {told}",
+        f"replicas go on without waiting for all: updates a second over all-reduce under the stalls told are {listed}",
     )

@@ -90,7 +90,7 @@ def encode(
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
     codec = load_codec(encoding)
-    manifest, told = read_manifest(full), {"reference_sha256": read_manifest(reference).content_sha256}
+    manifest, reference_digest = read_manifest(full), {"reference_sha256": read_manifest(reference).content_sha256}
     old = open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
@@ -114,7 +114,7 @@ def encode(
             steps.write(directory)
         write_manifest(
             directory,
-            dataclasses.replace(manifest, encoding=encoding, files={}, extra=manifest.extra | told),
+            dataclasses.replace(manifest, encoding=encoding, files={}, extra=manifest.extra | reference_digest),
             made,
         )
         size = (directory / FILE).stat().st_size

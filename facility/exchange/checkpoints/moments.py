@@ -193,9 +193,9 @@ class StoredMoments:
         for one in moment.planned():
             entry = self.checkpoint.tensors.get(one.name)
             if entry is None or (entry.dtype, tuple(entry.shape)) != (one.dtype, one.shape):
-                told = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
+                found = "nothing" if entry is None else f"{entry.dtype} {list(entry.shape)}"
                 raise CheckpointError(
-                    f"{self.checkpoint.directory}: {one.name!r:.80} is {told}, expected {one.dtype} {list(one.shape)}"
+                    f"{self.checkpoint.directory}: {one.name!r:.80} is {found}, expected {one.dtype} {list(one.shape)}"
                 )
 
     def has(self, moment: Moment) -> bool:

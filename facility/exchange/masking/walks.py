@@ -73,13 +73,13 @@ def walk_settings(training: TrainingSettings) -> dict[str, Any]:
 
 def walk_of(settings: FacilitySettings) -> str:
     """The digest of what decides how far a facility's weights can move in a step, and which: 64 hexadecimal digits."""
-    told = walk_settings(settings.training) | {
+    decisive = walk_settings(settings.training) | {
         "rounds": settings.rounds,
         "include": settings.include,
         "exclude": settings.exclude,
         "differential": None if settings.differential is None else dataclasses.asdict(settings.differential),
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
 def sequences_of(training: TrainingSettings) -> int:

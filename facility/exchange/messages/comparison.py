@@ -153,9 +153,9 @@ def expected_of(manifest: Manifest, facility: str) -> list[str]:
 def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
     """Why a facility has no figures of models of its own. Raises `ManifestError`."""
     found = Fields(raw=_told(manifest), where=KEY)
-    told = Fields(raw=found.mapping("missing", 2), where=f"{KEY}: missing")
-    told.only(list(expected))
-    return {name: told.words(name, "", longest=500) for name in told.raw}
+    missing = Fields(raw=found.mapping("missing", 2), where=f"{KEY}: missing")
+    missing.only(list(expected))
+    return {name: missing.words(name, "", longest=500) for name in missing.raw}
 
 
 def rounds_alone(manifest: Manifest, facility: str) -> int:
@@ -209,14 +209,14 @@ def alone_of(manifest: Manifest) -> Alone:
     """How far a facility says that it is. Raises `ManifestError`."""
     found = Fields(raw=_told(manifest), where=KEY).only(["alone"]).inside("alone")
     found.only([field.name for field in dataclasses.fields(Alone)])
-    told = Alone(
+    alone = Alone(
         rounds=found.whole("rounds", most=10**9),
         of=found.whole("of", most=10**9),
         tokens=found.whole("tokens", most=MOST_COUNT),
     )
-    if told.rounds > told.of:
-        raise ManifestError(f"{found.where} is {told.rounds} rounds of {told.of}")
-    return told
+    if alone.rounds > alone.of:
+        raise ManifestError(f"{found.where} is {alone.rounds} rounds of {alone.of}")
+    return alone
 
 
 def _told(manifest: Manifest) -> dict[str, Any]:

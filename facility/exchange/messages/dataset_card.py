@@ -54,9 +54,9 @@ def dataset_of(manifest: Manifest) -> dict[str, Any]:
         for name, one in found.mapping("splits", 2).items():
             if name not in ("train", "validation") or not isinstance(one, dict):
                 return {}
-            told = Fields(raw=one, where=f"{DATASET}: {name}")
-            counts = {key: told.whole(key, most=MOST_COUNT) for key in ("blocks", "documents", "tokens")}
-            splits[name] = counts | {"sha256": told.digest("sha256")}
+            fields = Fields(raw=one, where=f"{DATASET}: {name}")
+            counts = {key: fields.whole(key, most=MOST_COUNT) for key in ("blocks", "documents", "tokens")}
+            splits[name] = counts | {"sha256": fields.digest("sha256")}
         return {
             "task": found.one_of("task", "", KNOWN),
             "block_tokens": found.whole("block_tokens", most=10**9),

@@ -32,11 +32,11 @@ class DriftReport:
 
 def drift_of(report: Report | None) -> DriftReport | None:
     """What a facility's report says; None where it says nothing that can be used."""
-    told = report.details.get(KEY) if report is not None else None
-    if not isinstance(told, dict):
+    detail = report.details.get(KEY) if report is not None else None
+    if not isinstance(detail, dict):
         return None
-    corrected, reason = told.get("corrected"), told.get("reason")
-    rates, share = _number(told.get("rates")), _number(told.get("share"))
+    corrected, reason = detail.get("corrected"), detail.get("reason")
+    rates, share = _number(detail.get("rates")), _number(detail.get("share"))
     if not (0 < rates <= MOST_RATES and isinstance(corrected, bool)):
         return None
     words = "".join(c for c in reason if c.isprintable())[:LONGEST_REASON] if isinstance(reason, str) else ""

@@ -85,11 +85,11 @@ class Score:
 def with_scores(update: Path, scores: Sequence[Score], problem: str = "") -> None:
     """Say in an update's manifest how the received model did; `problem`: why there are no scores."""
     manifest = read_manifest(update)
-    told: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in scores]} | (
+    entry: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in scores]} | (
         {"problem": problem} if problem else {}
     )
     write_json(
-        Path(update) / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {SCORES: told}))
+        Path(update) / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {SCORES: entry}))
     )
 
 

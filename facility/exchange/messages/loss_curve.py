@@ -26,13 +26,13 @@ def loss_curve(losses: Sequence[float]) -> Curve:
 
 def loss_curve_of(report: Report) -> Curve:
     """The loss curve in a facility's report; [] if there is none, or an impossible one."""
-    told = report.details.get(KEY)
-    if not isinstance(told, list) or len(told) > MOST_POINTS:
+    pairs = report.details.get(KEY)
+    if not isinstance(pairs, list) or len(pairs) > MOST_POINTS:
         return []
-    if not all(isinstance(pair, list) and len(pair) == 2 and _possible(*pair) for pair in told):
+    if not all(isinstance(pair, list) and len(pair) == 2 and _possible(*pair) for pair in pairs):
         return []
-    steps = [pair[0] for pair in told]
-    return [(step, float(loss)) for step, loss in told] if steps == sorted(set(steps)) else []
+    steps = [pair[0] for pair in pairs]
+    return [(step, float(loss)) for step, loss in pairs] if steps == sorted(set(steps)) else []
 
 
 def _possible(step: object, loss: object) -> bool:

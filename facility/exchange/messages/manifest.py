@@ -95,8 +95,8 @@ def with_run(directory: Path, run: str) -> None:
 def with_extra(directory: Path, key: str, value: Any) -> None:
     """Write one entry of `extra` into the manifest of `directory`."""
     manifest = read_manifest(directory)
-    told = dataclasses.replace(manifest, extra=manifest.extra | {key: value})
-    write_json(Path(directory) / NAME, dataclasses.asdict(told))
+    extended = dataclasses.replace(manifest, extra=manifest.extra | {key: value})
+    write_json(Path(directory) / NAME, dataclasses.asdict(extended))
 
 
 def with_head(directory: Path, log: str) -> None:

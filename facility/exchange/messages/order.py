@@ -60,8 +60,8 @@ def verify_order(
         )
     if manifest.round != round and not manifest.round <= round == rounds:
         raise ManifestError(f"the order is for round {manifest.round}, this job is of round {round}")
-    told = manifest.extra.get(SETTINGS)
-    wanted = told.get(facility) if isinstance(told, dict) else None
+    digests = manifest.extra.get(SETTINGS)
+    wanted = digests.get(facility) if isinstance(digests, dict) else None
     if wanted != sha256_of(settings):
         raise ManifestError(
             f"the settings {settings.name} are not those that the coordinator signed for {facility!r}: altered on the "

@@ -137,14 +137,14 @@ def read_report(directory: Path) -> Report:
 
 def predicted_memory_of(report: Report) -> int:
     """The memory that the facility's largest rank was expected to need; 0: it says nothing that can be used."""
-    told = report.details.get(PREDICTED_MEMORY)
-    return told if type(told) is int and 0 < told <= MOST_COUNT else 0
+    value = report.details.get(PREDICTED_MEMORY)
+    return value if type(value) is int and 0 < value <= MOST_COUNT else 0
 
 
 def task_told(report: Report) -> str:
     """What the losses are of; '': it says nothing that is known."""
-    told = report.details.get(TASK)
-    return told if isinstance(told, str) and told in KNOWN else ""
+    task = report.details.get(TASK)
+    return task if isinstance(task, str) and task in KNOWN else ""
 
 
 def accuracies(*, received: float | None, returned: float | None = None) -> dict[str, float]:
@@ -159,11 +159,11 @@ def accuracies_of(report: Report) -> tuple[float | None, float | None]:
     return received, returned
 
 
-def _share(told: object) -> float | None:
+def _share(value: object) -> float | None:
     """A number between 0 and 1; None: it is none."""
-    if isinstance(told, bool) or not isinstance(told, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(told) if 0 <= told <= 1 else None
+    return float(value) if 0 <= value <= 1 else None
 
 
 def read_failure(directory: Path) -> Failure | None:

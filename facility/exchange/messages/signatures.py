@@ -101,6 +101,6 @@ def _run(arguments: list[str], text: bytes, what: str) -> str:
     except subprocess.TimeoutExpired:
         raise ConfigurationError(f"{what}: ssh-keygen did not answer within {SECONDS} s") from None
     if done.returncode:
-        told = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
-        raise ConfigurationError(f"{what}: {told[-1] if told else 'no reason given'}".removeprefix(": "))
+        lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
+        raise ConfigurationError(f"{what}: {lines[-1] if lines else 'no reason given'}".removeprefix(": "))
     return done.stdout.decode(errors="replace")

@@ -45,22 +45,22 @@ def steps_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> int |
 def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | None:
     """When this facility's training is to end; None where nothing, or nothing sensible or agreed to, is said of it."""
     asked = manifest.extra.get(ENDS)
-    told = asked.get(facility) if isinstance(asked, dict) else None
-    if not isinstance(told, dict) or set(told) != {"time", "seconds_per_step", "beside", "least", "most"}:
+    fields = asked.get(facility) if isinstance(asked, dict) else None
+    if not isinstance(fields, dict) or set(fields) != {"time", "seconds_per_step", "beside", "least", "most"}:
         return None
-    numbers = [told["time"], told["seconds_per_step"], told["beside"]]
+    numbers = [fields["time"], fields["seconds_per_step"], fields["beside"]]
     if not all(isinstance(n, int | float) and not isinstance(n, bool) and 0 <= n < 1e12 for n in numbers):
         return None
-    if told["seconds_per_step"] <= 0:
+    if fields["seconds_per_step"] <= 0:
         return None
-    if not _possible(told["least"], most) or not _possible(told["most"], most) or told["least"] > told["most"]:
+    if not _possible(fields["least"], most) or not _possible(fields["most"], most) or fields["least"] > fields["most"]:
         return None
     return End(
-        time=float(told["time"]),
-        seconds_per_step=float(told["seconds_per_step"]),
-        beside=float(told["beside"]),
-        least=told["least"],
-        most=told["most"],
+        time=float(fields["time"]),
+        seconds_per_step=float(fields["seconds_per_step"]),
+        beside=float(fields["beside"]),
+        least=fields["least"],
+        most=fields["most"],
     )
 
 

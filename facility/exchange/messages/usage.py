@@ -44,13 +44,13 @@ def usage_of(manifest: Manifest) -> dict[str, Any]:
         return {}
     try:
         found = Fields(raw=raw, where=USAGE).only([field.name for field in dataclasses.fields(Usage)])
-        told = {
+        usage = {
             "node_seconds": found.number("node_seconds", most=MOST_SECONDS),
             "gpu_seconds": found.number("gpu_seconds", 0.0, most=MOST_SECONDS),
         }
         if raw.get("energy_joules") is None:
-            return told
+            return usage
         source = found.one_of("energy_source", "", SOURCES)
-        return told | {"energy_joules": found.number("energy_joules", most=MOST_JOULES), "energy_source": source}
+        return usage | {"energy_joules": found.number("energy_joules", most=MOST_JOULES), "energy_source": source}
     except ManifestError:
         return {}

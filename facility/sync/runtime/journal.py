@@ -105,15 +105,15 @@ class Journal:
     def event(self, kind: str, replica: int, at: float, reason: str) -> None:
         """Membership: a replica left or came back; recorded with its steps and how many of them are in the average."""
         log.warning("replica %d %s: %s", replica, kind, reason)
-        told = {
+        entry = {
             "replica": replica,
             "seconds": round(at, 3),
             "steps": max(self.reached[replica], self.updates[replica], self.included[replica]),
             "steps_included": self.included[replica],
             "reason": reason,
         }
-        self.events.append({"event": kind} | told)
-        self.lines.append(json.dumps({"kind": kind} | told))
+        self.events.append({"event": kind} | entry)
+        self.lines.append(json.dumps({"kind": kind} | entry))
         self._mark({"name": kind, "ph": "i", "s": "g", "pid": 0, "tid": replica, "ts": round(at * 1e6)})
 
     def _close(self, entry: Entry, at: float) -> None:

@@ -191,7 +191,7 @@ class Stage(nn.Module):
         blocks = model.get_submodule(structure.blocks)
         assert isinstance(blocks, nn.ModuleList)
         length = structure.tuple_length
-        told = [words_of(block) for block in blocks]
+        by_block = [words_of(block) for block in blocks]
         for number in range(structure.count):
             if not first <= number + 1 < end:
                 blocks[number] = PassThrough(tuple_length=length)
@@ -209,7 +209,7 @@ class Stage(nn.Module):
         elif first == 1:
             self._received: torch.Tensor | None = None
             self._enter(blocks[0])
-        for number, words in enumerate(told):
+        for number, words in enumerate(by_block):
             if not first <= number + 1 < end:
                 vars(blocks[number]).update(words)
         if structure.entry and first > 0:

@@ -47,26 +47,26 @@ def units_of(dataset: PreparedDataset, split: str, unit: Unit, *, most: int) -> 
 
 def check_unit(dataset: PreparedDataset, unit: Unit) -> None:
     """Raise `InputError` where this dataset has no such units."""
-    told, where = dataset.manifest, dataset.directory
-    if told.task == "preference":
+    manifest, where = dataset.manifest, dataset.directory
+    if manifest.task == "preference":
         raise InputError(
             f"{where} holds preferences, whose loss rests on reference figures of all pairs: differential privacy is "
             "offered for causal-lm, chat, masked-lm and classification"
         )
-    joined = told.documents == "joined" and told.task != "classification"
+    joined = manifest.documents == "joined" and manifest.task != "classification"
     if unit == "document" and joined:
         raise InputError(
             f"{where} joins documents, so that a block holds parts of several and a document's gradient cannot be "
             "told from its neighbours': prepare it with --documents separate"
-            + (", or padded" if told.task == "chat" else "")
+            + (", or padded" if manifest.task == "chat" else "")
             + ", or set privacy.differential.unit to block, which protects one block and not a whole document"
         )
-    if unit == "block" and told.documents == "separate":
+    if unit == "block" and manifest.documents == "separate":
         raise InputError(
             f"{where} keeps documents apart, so that unit document costs the same noise and protects more: set "
             "privacy.differential.unit to document"
         )
-    if shared := told.splits["validation"].overlapping_documents:
+    if shared := manifest.splits["validation"].overlapping_documents:
         raise InputError(
             f"{where} has {shared} documents in training and in validation: their loss would count twice; prepare it "
             "again without them"
