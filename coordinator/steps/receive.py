@@ -16,7 +16,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_files, check_identity, check_update
 from coordinator.archive.audit import log_entry
 from coordinator.archive.rounds import CARRIED, Archive
-from coordinator.config.settings import read_coordinator_settings
+from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit
 from coordinator.rounds.late import read_late
 from coordinator.rounds.lost import read_lost
@@ -206,6 +206,25 @@ def log_received(
     log_entry("received", facility=facility, round=round, signature=signature, **digests, **verdict)
 
 
+def expected_of(settings: CoordinatorSettings, facility: str, round: int, model: Path, archive: str | None) -> Expected:
+    """What the federation's settings say of a facility's update. `archive`: where late updates find their models."""
+    earlier = Earlier(archive=Archive(resolve(archive)), facility=facility, seed=settings.seed) if archive else None
+    refuses = settings.claims.action == "refuse"
+    return Expected(
+        facility=facility,
+        round=round,
+        model=model,
+        evaluation=round >= settings.rounds,
+        settings=settings.aggregation,
+        weight_limit=weight_limit_of(settings, facility, model) if refuses else None,
+        masks=settings.masks,
+        adapters=settings.lora,
+        earlier=earlier,
+        content=not verified_as_averaged(settings),
+        encoded=averaged_as_encoded(settings),
+    )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m coordinator.steps.receive", description=__doc__)
     parser.add_argument(
@@ -224,26 +243,9 @@ def main() -> int:
     settings = read_coordinator_settings(arguments.federation)
     decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")
     shutil.rmtree(decoded, ignore_errors=True)
-    refuses = settings.claims.action == "refuse"
-    earlier = None
-    if arguments.archive:
-        earlier = Earlier(archive=Archive(resolve(arguments.archive)), facility=arguments.facility, seed=settings.seed)
-    expected = Expected(
-        facility=arguments.facility,
-        round=arguments.round,
-        model=arguments.model,
-        evaluation=arguments.round >= settings.rounds,
-        settings=settings.aggregation,
-        weight_limit=weight_limit_of(settings, arguments.facility, arguments.model) if refuses else None,
-        masks=settings.masks,
-        adapters=settings.lora,
-        earlier=earlier,
-        content=not verified_as_averaged(settings),
-        encoded=averaged_as_encoded(settings),
-    )
     failure = receive(
         arguments.update,
-        expected,
+        expected_of(settings, arguments.facility, arguments.round, arguments.model, arguments.archive),
         decoded=decoded,
         late=read_late(Path.cwd(), arguments.round, arguments.facility) if settings.closing else "",
         lost=read_lost(Path.cwd(), arguments.round, arguments.facility),

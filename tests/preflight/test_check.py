@@ -475,8 +475,8 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     rows = check(site.file, link=False)
     asked: list[tuple[Path, bool, bool]] = []
 
-    def answer_late(file: Path, *, link: bool, submit: bool, told: Callable[[str], None]) -> list[Row]:
-        told("waiting for leonardo")
+    def answer_late(file: Path, *, link: bool, submit: bool, progress: Callable[[str], None]) -> list[Row]:
+        progress("waiting for leonardo")
         asked.append((file, link, submit))
         return rows
 

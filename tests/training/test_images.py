@@ -245,7 +245,11 @@ def test_what_a_model_cannot_do_is_refused_in_one_sentence(tmp_path: Path, data,
     cases: dict[str, tuple[Path, dict[str, Any], str]] = {
         "size": (other_size, {}, "has images of 3 x 16 x 16, the model takes 3 x 32 x 32"),
         "names": (other_names, {}, "class 0 is 'left'"),
-        "head": (other_head, {}, "has 3 classes, the model's head has 4"),
+        "head": (
+            other_head,
+            {},
+            "has 3 classes (left, middle, right), the model's head has 4: make the initial model with these classes",
+        ),
         "scale": (other_scale, {}, "was made by another image processor"),
         "adapters": (models["resnet"], {"lora": {"rank": 2, "targets": ["convolution"]}}, "train the whole model"),
         "recompute": (models["resnet"], {"layout": {"activation_checkpointing": "full"}}, "count every batch twice"),
