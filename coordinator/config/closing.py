@@ -13,6 +13,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
+LONGEST_QUEUE_HOURS = 168.0
+
 Part = Annotated[float, Gt(0), Lt(1)]
 
 
@@ -104,6 +106,9 @@ class Rounds(ClosingSettings, LimitSettings, EvenSettings):
 
     count: AtLeastOne[int]
     """Rounds of the federation."""
+    longest_queue_hours: NonNegative[float] = LONGEST_QUEUE_HOURS
+    """A job that its queue reports as waiting for longer is cancelled, and its facility is absent from the round; the
+    next round submits a new one. 168 is a week; 0: no limit."""
 
 
 def count_of(value: Any) -> Any:

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.ahead import AheadSettings, OfFacility, OfFederation, ahead_of
-from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds
+from coordinator.config.closing import LONGEST_QUEUE_HOURS, ClosingSettings, EvenSettings, LimitSettings, Rounds
 from coordinator.config.compatibility import (
     check_adapters,
     check_comparison,
@@ -163,6 +163,8 @@ class Federation(FederationFile):
     """Its deadline and node-hours; None: neither."""
     even: EvenSettings | None = None
     """How steps are evened out; None: they are fixed."""
+    longest_queue_hours: NonNegative[float] = LONGEST_QUEUE_HOURS
+    """How long a job may wait in a queue; 0: no limit."""
 
     @property
     def ahead(self) -> Mapping[str, AheadSettings]:
@@ -224,6 +226,7 @@ def _build(lined: Lined) -> Federation:
         closing=_closing(closing, declared),
         limits=_limits(closing, declared),
         even=_even(closing, declared),
+        longest_queue_hours=LONGEST_QUEUE_HOURS if closing is None else closing.longest_queue_hours,
         **keys,
     )
     federation = _chosen(federation, data.get("aggregation") or {}, [entry["training"] for entry in data["facilities"]])

@@ -10,7 +10,14 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.ahead import AheadSettings
-from coordinator.config.closing import ClosingSettings, EvenSettings, LimitSettings, Rounds, count_of
+from coordinator.config.closing import (
+    LONGEST_QUEUE_HOURS,
+    ClosingSettings,
+    EvenSettings,
+    LimitSettings,
+    Rounds,
+    count_of,
+)
 from coordinator.config.evaluation import AskedTasks, ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
@@ -119,6 +126,8 @@ class CoordinatorSettings(RoundSettings):
     """By facility, how its jobs are submitted ahead of their models; facilities whose jobs are not are absent."""
     even: EvenSettings | None = None
     """How steps are evened out between facilities, where `rounds` says so."""
+    longest_queue_hours: NonNegative[float] = LONGEST_QUEUE_HOURS
+    """How long a job may wait in a queue; 0: no limit."""
     steps: dict[str, int] = field(default_factory=dict)
     """By facility, the steps that its settings ask for in a round; with `even` alone."""
     described: dict[str, Any] = field(default_factory=dict)

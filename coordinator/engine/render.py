@@ -153,6 +153,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         closing=federation.closing,
         limits=federation.limits,
         even=federation.even,
+        longest_queue_hours=federation.longest_queue_hours,
         ahead=dict(federation.ahead),
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described=described(federation),

@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 ENDINGS: Sequence[tuple[str, str]] = (
     (
+        r"taken for lost.* still waits ",
+        "the queue let the job wait for longer than `rounds.longest_queue_hours` allows: see why with `crossfed status "
+        "--queues`, and raise it where queues are that long; the next round submits a new job",
+    ),
+    (
         r"taken for lost",
         "the queue reports a job as running long after its time limit: give the site's staff the job's number, and "
         "see with the scheduler's own command whether it is gone; the next round submits a new one",

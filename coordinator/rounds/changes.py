@@ -43,7 +43,7 @@ class Rule:
 
 
 SAME_RESULTS = "results do not change"
-IN_ROUNDS = re.compile(r"(closing|limits|even)\.")
+IN_ROUNDS = re.compile(r"^(closing\.|limits\.|even\.|(?=longest_queue_hours$))")
 """Keys that stand under `rounds` in federation.yml."""
 CLOSING = "closing."
 LATER = "rounds close without facilities that are late, whose updates are averaged in a later round"
@@ -138,6 +138,11 @@ RULES = (
     ),
     Rule(pattern=r"aggregation\.allowed_signers|signing_key", affects=False, follows=FROM_NOW),
     Rule(pattern=r"aggregation\..*", affects=True, follows=f"{FROM_NOW}; models made so far stay as they are"),
+    Rule(
+        pattern=r"longest_queue_hours",
+        affects=False,
+        follows="decides after which wait in its queue a job is cancelled",
+    ),
     Rule(pattern=r"stop\..*|limits\..*|final_evaluation", affects=False, follows="decides when the federation ends"),
     Rule(
         pattern=r"minimum_facilities|retries|come_backs|keep_rounds|carbon_g_per_kwh|trackers|progress_seconds|license"

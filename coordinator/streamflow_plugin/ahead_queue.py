@@ -16,6 +16,7 @@ from streamflow.core import utils
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import QueueManagerConnector
+from streamflow.deployment.wrapper import get_inner_location
 
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.ahead import remembered_placeholder
@@ -152,9 +153,9 @@ class AheadQueue(PatientQueue):
         service = self.services.get(location.service) if location.service else None
         return nodes_asked(vars(service) if service else {}, self.template_map.get_command("", location.service))
 
-    def limit_of(self, location: ExecutionLocation) -> float:
+    async def limit_of(self, location: ExecutionLocation) -> float:
         if isinstance(self._gate, GatedSSHConnector):  # its template is the site's own
-            return 0.0
+            return 3600 * await self._gate.hours_of_a_job(get_inner_location(location))
         service = self.services.get(location.service) if location.service else None
         template = self.template_map.get_command("", location.service)
         return 3600 * hours_asked(vars(service) if service else {}, template)

@@ -13,16 +13,22 @@ from collections.abc import MutableMapping, MutableSequence
 
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
+from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.dialect import GATE, GateDialect
 from coordinator.streamflow_plugin.patient import ConnectionBroke
 from coordinator.streamflow_plugin.ssh import ATTEMPTS, COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.strict_json import Fields, parse_json
 
 REFUSED = 77
 """Exit code by which a gate says no (`facility.gating.refusal`)."""
 PYTHON, OUT = ["python3", "-m"], ["--out", "update"]
 LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
 """Verb of each command that needs no queue."""
+MOST_HOURS = 168.0
+"""What a site's policy counts for at most as the time limit of its jobs, and what stands for it where none is told."""
+HELLO_SECONDS = 60
 STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
 
@@ -84,6 +90,7 @@ class GatedSSHConnector(ParallelSSHConnector):
 
     dialect = GateDialect()
     refused = GateRefused
+    _hours: float | None = None
 
     async def run(
         self,
@@ -121,6 +128,24 @@ class GatedSSHConnector(ParallelSSHConnector):
             if code is not None:
                 return said, code
         raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{request:.100}`")
+
+    async def hours_of_a_job(self, location: ExecutionLocation) -> float:
+        """The time limit of the site's policy, the wait of a job that is submitted ahead included; asked once.
+
+        A gate that states none, or nonsense, has `MOST_HOURS`; so has one that does not answer, which is asked again.
+        """
+        if self._hours is None:
+            try:
+                said, _ = await self.ask(location, f"{GATE} hello", HELLO_SECONDS, attempts=1)
+                where = f"the gate of {self.deployment_name}"
+                summary = Fields(raw=parse_json(said.rpartition("\n")[2], where=where), where=where)
+                self._hours = min(summary.number("hours"), MOST_HOURS) or MOST_HOURS
+            except ManifestError as error:
+                logger.warning(f"{error}: its jobs are taken to be of {MOST_HOURS:g} hours")
+                self._hours = MOST_HOURS
+            except WorkflowExecutionException as error:
+                logger.warning(f"no time limit of its jobs is known now: {error}")
+        return self._hours or MOST_HOURS
 
     async def submit_job(self, location: ExecutionLocation, command: str, **_: str) -> str:
         """Have the gate submit its own template for a training command; returns what it printed, the job's id.

@@ -2,8 +2,8 @@
 
 - A job has ended only when its scheduler says so (`coordinator.schedulers.scheduler`); anything else is asked again.
 - A job is submitted once: one of the same name that runs is waited for, one that waits is cancelled.
-- A job that runs far beyond its time limit, as its scheduler says, is cancelled and taken for lost
-  (`coordinator.streamflow_plugin.overdue`).
+- A job that runs far beyond its time limit, or waits without end, as its scheduler says, is cancelled and taken for
+  lost (`coordinator.streamflow_plugin.overdue`).
 - A job that was not taken, was cancelled, ran out of time or failed ends as `skipped`, with the scheduler's words in
   the log and as an event: its facility is absent from the round, and no other is held up.
 """
@@ -31,7 +31,7 @@ from coordinator.schedulers.scheduler import FORGOTTEN, NOT_TAKEN, OVERDUE, Batc
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
-from coordinator.streamflow_plugin.overdue import Overdue, forget_lost, note_lost
+from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_lost
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
@@ -176,8 +176,8 @@ class PatientQueue(QueueManagerConnector):
     async def shell_line(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         return await self._shell(location, line)
 
-    def limit_of(self, location: ExecutionLocation) -> float:
-        """Seconds that a job may run, as it asks for; 0 where nothing here says."""
+    async def limit_of(self, location: ExecutionLocation) -> float:
+        """Seconds that a job may run, as it asks for; 0 where nothing says."""
         return 0.0
 
     def _watch(self, job_id: str, directory: str | None, location: ExecutionLocation) -> None:
@@ -351,19 +351,23 @@ class PatientQueue(QueueManagerConnector):
         """Deal with jobs that an earlier run left: cancel those that wait, wait for those that run.
 
         A job that runs to its end leaves a finished update at the facility, which the next job then returns at once.
-        `spare`: a job that is left alone. Raises where a job that was taken for lost stays in the queue.
+        `spare`: a job that is left alone. Raises where a job that was cancelled stays in the queue.
         """
         reported: set[str] = set()
-        lost: set[str] = set()
+        looked: dict[str, float] = {}
         asked = self._overdue.now()
-        while jobs := [one for one in await self._jobs_named(name, location) if one.id != spare]:
+        there: set[str] = set()
+        while jobs := [
+            one
+            for one in await self._jobs_named(name, location)
+            if one.id != spare and one.state not in self.scheduler.terminal
+        ]:
+            if len(there := there.union(job.id for job in jobs)) > MOST_JOBS:
+                give_up(f"{self.scheduler.title} of {self.deployment_name} lists ever new jobs of the name {name}")
             self._overdue.see({job.id: job.state for job in jobs}, asked)
-            await self._overdue.make_way(jobs, location, lost)
+            await self._overdue.make_way(jobs, location, looked)
             for job in jobs:
-                if not job.began:
-                    logger.info(f"cancelling job {job.id} ({name}), which an earlier run left waiting")
-                    await self._shell(location, self.scheduler.cancel_ids([job.id]))
-                elif job.id not in reported:
+                if job.began and job.id not in reported:
                     logger.info(f"job {job.id} ({name}) of an earlier run is {job.state.lower()}: waiting for its end")
                     reported.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))

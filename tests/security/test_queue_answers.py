@@ -119,8 +119,9 @@ if any(word.endswith("/streamflow") for word in sys.orig_argv):
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("state", "says"), [("RUNNING", "still runs"), ("PENDING", "still waits")])
+def test_a_queue_that_says_for_ever_that_a_job_runs_or_waits_is_its_facilitys_absence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, says: str
 ):
     """Under StreamFlow, with seconds in place of half an hour: the round waited for as long as the queue said so."""
     programs, patch = tmp_path / "engine" / "bin", tmp_path / "patch"
@@ -131,7 +132,7 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
     cancelled = tmp_path / "cancelled"
     endless = {
         "sbatch": "cat > /dev/null; echo 7",
-        "squeue": 'case "$*" in *"-n "*) ;; *) echo 7 RUNNING;; esac',
+        "squeue": f'case "$*" in *"-n "*) ;; *) echo 7 {state};; esac',
         "scancel": f'echo "$*" >> {cancelled}',
     }
     for name, text in endless.items():
@@ -140,12 +141,15 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_is_its_facilitys_absence(
     template = tmp_path / "job.sh"
     template.write_text("#!/bin/bash\n#SBATCH --time=00:00:02\n{{ streamflow_command }}\n")
     deployment = {"type": "slurm", "template": str(template), "workdir": str(tmp_path / "site")}
-    path = attacked_federation(tmp_path / "fed", {"endless": {}}, deployment=deployment, minimum_facilities=1)
+    rounds = {"count": 1, "longest_queue_hours": 6 / 3600}
+    path = attacked_federation(
+        tmp_path / "fed", {"endless": {}}, deployment=deployment, minimum_facilities=1, rounds=rounds
+    )
     result = streamflow(path, tmp_path / "engine", timeout=100)
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok" and rows["endless"].status == "absent", rows
-    assert "was taken for lost: Slurm says that it still runs 0:00:" in rows["endless"].reason, rows
+    assert f"was taken for lost: Slurm says that it {says} 0:00:" in rows["endless"].reason, rows
     assert rows["endless"].reason in " ".join(result.stdout.split())
     assert cancelled.read_text().startswith("7")
 
