@@ -2,11 +2,13 @@
 
 Bytes are counted as they come, before anything is kept of them, and compressed answers are refused: a few kilobytes of
 one can become gigabytes. A client's own timeouts are for single reads, so that a byte a minute holds it for ever; here
-a whole answer has a time. JSON is read by `strict_json`.
+a whole answer has a time, and so has a call that makes many requests, as while it waits for a job of the server's. JSON
+is read by `strict_json`.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,6 +23,8 @@ from facility.exchange.messages.strict_json import parse_json
 
 ANSWER_SECONDS = 60.0
 """Until a whole answer is here, from the end of its request."""
+CALL_SECONDS = 25 * 3600.0
+"""Until a call with all its requests is over, what its files take at `SLOWEST` aside."""
 ANSWER_BYTES = 2 << 20
 """Of one answer that is JSON."""
 FILE_BYTES = 16 << 20
@@ -35,14 +39,31 @@ class OutOfBounds(Exception):
 
 
 class Patience(threading.local):
-    """Seconds that an answer to a request of this thread may take."""
+    """How long this thread waits."""
 
     seconds = ANSWER_SECONDS
+    """For an answer to a request."""
+    until = math.inf
+    """When the call under way must be over, on the monotonic clock."""
+
+    @contextmanager
+    def for_call(self) -> Iterator[None]:
+        self.until = time.monotonic() + CALL_SECONDS
+        try:
+            yield
+        finally:
+            self.until = math.inf
+
+    def check(self) -> None:
+        """Raise `OutOfBounds` where the call under way should be over."""
+        if time.monotonic() > self.until:
+            raise OutOfBounds("one call takes too long, with all that it waits for")
 
     @contextmanager
     def for_bytes(self, count: int) -> Iterator[None]:
-        """For an answer of so many bytes."""
+        """For requests and answers that move so many bytes."""
         self.seconds = ANSWER_SECONDS + count / SLOWEST
+        self.until += count / SLOWEST
         try:
             yield
         finally:
@@ -59,11 +80,13 @@ class Line(httpcore.NetworkStream):
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
         self._writing, self._written = 0.0, 0
+        self._patience.check()
         if (left := self._until - time.monotonic()) <= 0:
             raise httpcore.ReadTimeout(f"no whole answer within {self._patience.seconds:.0f} s")
         return self._inner.read(max_bytes, left if timeout is None else min(timeout, left))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        self._patience.check()
         start = time.monotonic()
         for place in range(0, len(buffer), BLOCK):
             self._inner.write(buffer[place : place + BLOCK], timeout)

@@ -105,7 +105,8 @@ class Api:
         try:
             with self._turn:
                 client = self._client = self._client or self._connect()
-            return act(client)
+            with self.patience.for_call():
+                return act(client)
         except (OutOfBounds, ManifestError) as error:
             raise Rejected(f"FirecREST gives an answer that is not taken: {clean(str(error), 300)}") from None
         except ClientsCredentialsException as error:
@@ -142,7 +143,7 @@ class Api:
 
     def _bound(self, response: httpx.Response) -> None:
         url = response.request.url
-        if not str(url).startswith(f"{self.url}/"):
+        if response.request.method == "GET" and not str(url).startswith(f"{self.url}/"):
             return  # a staged file, which its reader bounds
         bounded(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
 

@@ -57,7 +57,11 @@ def push(api: Api, call: Call, source: Path, target: str) -> int:
         folder, name = posixpath.split(path)
 
         def send(client: Any, file: Path = file, folder: str = folder, name: str = name) -> None:
-            client.upload(system, str(file), folder, name, account=api.account, blocking=True)
+            with api.patience.for_bytes(file.stat().st_size):
+                staged = client.upload(system, str(file), folder, name, account=api.account, blocking=False)
+                if staged is not None:  # in parts over the staging area, whichever way the answer asks for
+                    staged.upload_file_to_stage()
+                    staged.wait_for_transfer_job(timeout=TRANSFER_SECONDS)
 
         call(send)
         arrived = size_of(api, call, path)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
+import itertools
 import json
 import os
+import socket
 import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +21,11 @@ pytest.importorskip("firecrest")
 
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.streamflow_plugin import bounded_http
+from coordinator.streamflow_plugin import bounded_http, firecrest_files
 from coordinator.streamflow_plugin.firecrest_client import Rejected
 from tests.engine.engines import streamflow
 from tests.security.attacked import HONEST, attacked_federation, rows_of
-from tests.streamflow_plugin.firecrest_server import SECRET, FirecrestServer, Site
+from tests.streamflow_plugin.firecrest_server import SECRET, SYSTEM, FirecrestServer, Job, Site
 from tests.streamflow_plugin.test_firecrest import PLACE, access, act, command, server  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.timeout(90)
@@ -170,6 +174,86 @@ def test_a_download_takes_no_more_and_no_longer_than_was_listed(
     )
     assert "FAILED copy" in str(error) or "does not answer" in str(error)
     assert not (tmp_path / "back" / "weights").exists() and not list(tmp_path.glob("back/*.part"))
+
+
+def pushed(server: Site, tmp_path: Path) -> Path:  # noqa: F811
+    """Where a model that goes over the staging area lies there, if it has arrived."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(os.urandom(1_500_000))
+    (tmp_path / "site").mkdir()
+    there = tmp_path / "site" / "model"
+    tracemalloc.start()
+    start = time.monotonic()
+    try:
+        with suppress(WorkflowExecutionException):
+            act(server, tmp_path, lambda one: one.copy_local_to_remote(str(tmp_path / "model"), str(there), [PLACE]))
+        assert time.monotonic() - start < 20
+        assert tracemalloc.get_traced_memory()[1] < MOST
+    finally:
+        tracemalloc.stop()
+    assert server.sent < 32 << 20, "no more is taken than may be"
+    return there / "weights"
+
+
+@pytest.mark.parametrize("name", ["endless", "compressed", "dripping", "too large"])
+def test_what_a_staging_area_answers_to_an_upload_is_bounded(
+    server: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+):
+    monkeypatch.setattr(bounded_http, "ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(bounded_http, "SLOWEST", 20_000_000)
+    server.attacks["/staging/"] = (ATTACKS | SLOW)[name]
+    assert not pushed(server, tmp_path).exists()
+
+
+def running(server: Site) -> dict[str, Any]:  # noqa: F811
+    """A job of FirecREST's that moves a file for ever."""
+    job = Job(1000, "Transfer", "/", "/log", None, 0.0, state="RUNNING")
+    server.lies["jobs/1000"] = {"jobs": [job.shown()]}
+    return {"jobId": 1000, "system": SYSTEM, "logs": {"outputLog": "/log", "errorLog": "/log"}}
+
+
+def test_a_transfer_job_that_runs_for_ever_holds_no_upload(
+    server: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(firecrest_files, "TRANSFER_SECONDS", 2.0)
+    running(server)
+    pushed(server, tmp_path)
+    assert sum("jobs/1000" in one for one in server.requests) > 1
+
+
+def test_an_upload_goes_no_other_way_than_it_asked_for(server: Site, tmp_path: Path):  # noqa: F811
+    """The answer named hosts and ports, of any network, for a protocol of its own that nothing bounds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(0.5)
+        port = listener.getsockname()[1]
+        named = json.dumps({"secret": "s", "ports": [port, port], "ips": ["127.0.0.1"]}).encode()
+        way = {"transferMethod": "streamer", "coordinates": base64.urlsafe_b64encode(named).decode()}
+        server.lies["transfer/upload"] = {"transferJob": running(server), "transferDirectives": way}
+        assert not pushed(server, tmp_path).exists()
+        with pytest.raises(TimeoutError):
+            listener.accept()
+
+
+def test_a_call_that_never_ends_is_given_up(
+    server: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Each answer comes in time, and asks for one more."""
+    monkeypatch.setattr(bounded_http, "CALL_SECONDS", 1.0)
+
+    def waits(client: Any) -> None:
+        for _ in itertools.count():
+            client.stat(SYSTEM, str(tmp_path))
+
+    error = attacked(server, tmp_path, lambda one: one.ask(waits))
+    assert isinstance(error, Rejected) and "one call takes too long" in str(error)
+    assert act(server, tmp_path, command(f"test -d {tmp_path}")) == [("", 0)]
 
 
 @pytest.mark.slow
