@@ -194,6 +194,8 @@ class RoundFile:
 
 CARRIED = "not done when the round closed: its job goes on, and its update is averaged in a later round"
 """Reason in the row of a late facility whose work is not lost."""
+DISCARDED = "not done when the round closed: its job goes on, and its update is discarded"
+"""Reason in the row of one whose work is."""
 
 
 @dataclass(frozen=True)

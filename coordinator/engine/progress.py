@@ -7,12 +7,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coordinator.archive.rounds import DISCARDED
 from coordinator.engine.live import FacilityState, sentence, span
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 
 LATE = "late"
 """State of a facility whose round has closed while its job goes on."""
+DROPPED = f"{LATE}, its update is discarded"
+"""The same where nothing of what its job trains counts."""
 WAITS_FOR_LOGIN = "waiting for login"
 """State of a facility that refuses the login."""
 LINE_SECONDS = 60.0
@@ -145,7 +148,7 @@ class Progress:
         return f"{self.title}: {event['facility']} done"
 
     def _on_refused(self, event: Event) -> str:
-        self._set(event["facility"], f"out: {event['reason']}")
+        self._set(event["facility"], DROPPED if event["reason"] == DISCARDED else f"out: {event['reason']}")
         return f"{self.title}: goes on without {event['facility']}: {event['reason']}"
 
     def _on_quorum(self, event: Event) -> str:

@@ -96,6 +96,10 @@ class Federation:
     policy: Literal["synchronous", "quorum", "deadline", "asynchronous"] = "synchronous"
     quorum: int = 0
     """Updates that close a round under `quorum`."""
+    late: Literal["carry", "drop"] = "carry"
+    """Under `quorum`, an update that is not there when the round closes counts in the round in which it arrives, or is
+    discarded: its facility then begins from the newest model when its job has ended, and the last round waits for all,
+    as `rounds: {late: drop}` does."""
     deadline_seconds: float = 0.0
     seed: int = 0
     format: int = FORMAT
@@ -105,6 +109,8 @@ class Federation:
             raise ConfigurationError("rounds must be 1 or more, and facilities must name at least one")
         if self.policy == "quorum" and not 1 <= self.quorum <= self.size:
             raise ConfigurationError(f"quorum is {self.quorum}, expected 1 to {self.size} (the facilities)")
+        if self.late == "drop" and self.policy != "quorum":
+            raise ConfigurationError(f"late is 'drop' with policy {self.policy!r}, expected 'quorum'")
         if self.policy == "deadline" and not self.deadline_seconds > 0:
             raise ConfigurationError(f"deadline_seconds is {self.deadline_seconds}, expected more than 0")
         if self.fan_in and (self.fan_in < 2 or self.policy != "synchronous"):

@@ -4,7 +4,8 @@ A facility's round: it receives the model, its job waits in a queue, trains, may
 update is returned. All transfers of one direction share the coordinator's link. Policies for when a round closes:
 
 - `synchronous`: when all updates have arrived (or their facilities have given up);
-- `quorum`: when `quorum` updates have arrived; the others continue and count in the round in which they arrive;
+- `quorum`: when `quorum` updates have arrived; the others continue and count in the round in which they arrive, or
+  never (`late: drop`);
 - `deadline`: after `deadline_seconds`, with the updates received by then (at least one);
 - `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as
   there are facilities.
@@ -70,6 +71,18 @@ class _Turns:
     """Jobs that failed."""
     parts: tuple[Array, Array, Array, Array]
     """Moments: model there, job started (the last attempt), trained, update there."""
+
+    def where(self, chosen: NDArray[np.bool_]) -> _Turns:
+        """Those of some of the facilities."""
+        return _Turns(
+            end=self.end[chosen],
+            gave_up=self.gave_up[chosen],
+            training=self.training[chosen],
+            queueing=self.queueing[chosen],
+            transferring=self.transferring[chosen],
+            failed=self.failed[chosen],
+            parts=tuple(part[chosen] for part in self.parts),  # type: ignore[arg-type]
+        )
 
 
 class _Sites:
@@ -199,6 +212,8 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
     sites = _Sites(federation)
     if federation.policy == "asynchronous":
         return _asynchronous(federation, sites)
+    if federation.late == "drop":
+        return _dropping(federation, sites, timeline_rounds)
     count = federation.size
     account = _Account()
     took_part = np.zeros(count)
@@ -223,6 +238,37 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         waited += float((following - end[arrived]).sum())
         now = following
         idle, begins = arrived, np.full(len(arrived), following)
+    return _result(federation, sites, closes, took_part, account, waited)
+
+
+def _dropping(federation: Federation, sites: _Sites, timeline_rounds: int) -> FederationResult:
+    """A facility whose update is discarded begins from the newest model once its job has ended, in a round's midst too.
+
+    The last round waits for all, as the coordinator's does.
+    """
+    everyone, account, closes = np.arange(federation.size), _Account(), []
+    took_part, free = np.zeros(federation.size), np.zeros(federation.size)  # free: since when each has no job
+    now = waited = 0.0
+    for number in range(federation.rounds):
+        begins = np.maximum(free, now)
+        turns = sites.turn(everyone, begins)
+        last = number == federation.rounds - 1
+        close = float(turns.end.max()) if last else _close(federation, turns.end, turns.gave_up, now)
+        begun, arrived = begins <= close, turns.end <= close  # one that has not begun by then still has its job before
+        good = arrived & ~turns.gave_up
+        trained = turns.parts[2]
+        own = turns.where(begun)
+        account.add(own)
+        account.transferring -= float((turns.end - trained)[begun & ~arrived].sum())
+        account.sat_out += int(own.gave_up.sum())
+        if number < timeline_rounds:
+            account.draw(sites, everyone[begun], own, begins[begun], number)
+        waited += float((begins - free)[begun].sum())
+        free = np.where(arrived, turns.end, np.where(begun, trained, free))
+        took_part += good
+        now = sites.following(close, turns.end, int(good.sum()))
+        closes.append(now)
+    waited += float((now - free).sum())
     return _result(federation, sites, closes, took_part, account, waited)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from streamflow.core.workflow import Status
 from streamflow.log_handler import logger
 
-from coordinator.archive.rounds import CARRIED, Wait
+from coordinator.archive.rounds import CARRIED, DISCARDED, Wait
 from coordinator.config.closing import ClosingSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import (
@@ -51,7 +51,6 @@ INPUT = "round"
 """Port of cwl/tools/train.cwl that holds the round's number."""
 PAUSE_SECONDS = 60.0
 """Between two tries to reach one."""
-DISCARDED = "not done when the round closed: its job goes on, and its update is discarded"
 KEPT_TIMES = 16
 """Rounds whose times are kept."""
 

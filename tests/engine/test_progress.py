@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from coordinator.archive.rounds import CARRIED
+from coordinator.archive.rounds import CARRIED, DISCARDED
 from coordinator.engine.progress import Progress
 from coordinator.events.event import KINDS, Event
 
@@ -12,6 +12,20 @@ from coordinator.events.event import KINDS, Event
 def event(kind: str, **fields) -> Event:
     assert set(fields) == set(KINDS[kind])
     return Event(kind=kind, fields=fields)
+
+
+def training() -> Event:
+    """What a job says of its first step."""
+    return event(
+        "progress",
+        step="/rounds/train_a",
+        stage="training",
+        done=1,
+        steps=4,
+        loss=2.0,
+        tokens_per_second=5.0,
+        seconds_left=9.0,
+    )
 
 
 def test_a_round_as_it_happens():
@@ -39,20 +53,27 @@ def test_a_late_facility_is_told_once_a_round_and_shown_with_what_its_job_says()
     assert progress.feed(event("executing", step="/rounds/receive_a")) is None, "nothing to receive"
     assert progress.feed(event("executing", step="/rounds/send_a")) is None, "its job goes on with an older model"
     progress.feed(event("complete", round=0, decision="go on"))
-    said = event(
-        "progress",
-        step="/rounds/train_a",
-        stage="training",
-        done=1,
-        steps=4,
-        loss=2.0,
-        tokens_per_second=5.0,
-        seconds_left=9.0,
-    )
     assert (
-        progress.feed(said) == "round 1: a: late for 0 s, step 1 of 4, loss 2.0000, 5 tokens/s, 9 s left, heard 0 s ago"
+        progress.feed(training())
+        == "round 1: a: late for 0 s, step 1 of 4, loss 2.0000, 5 tokens/s, 9 s left, heard 0 s ago"
     )
     assert progress.feed(event("executing", step="/rounds/receive_a")) == "round 1: a receiving"
+
+
+def test_a_facility_whose_late_update_is_discarded_is_late_and_not_out():
+    progress = Progress(["a"], rounds=3, clock=lambda: 0.0, wall=lambda: 100.0)
+    progress.feed(event("starting", round=0, model="/archive/initial/model"))
+    for step in ("train_a", "receive_a"):
+        progress.feed(event("executing", step=f"/rounds/{step}"))
+    refused = event("refused", facility="a", round=0, reason=DISCARDED)
+    assert progress.feed(refused) == f"round 0: goes on without a: {DISCARDED}"
+    line = progress.feed(training())
+    assert line == (
+        "round 0: a: late, its update is discarded, for 0 s, step 1 of 4, loss 2.0000, 5 tokens/s, 9 s left, heard 0 s "
+        "ago"
+    )
+    progress.feed(event("complete", round=0, decision="go on"))
+    assert progress.feed(event("executing", step="/rounds/train_a")) == "round 1: a training", "from the newest model"
 
 
 def test_how_long_a_round_stays_open_after_its_quorum_is_told():

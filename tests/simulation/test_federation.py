@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from coordinator.config.closing import ClosingSettings
 from coordinator.simulate import main
 from coordinator.simulation.described import Federation, Queue, Site, read_federation
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.transfers import finish_times, level
 from facility.exchange.errors import ConfigurationError
+from tests.streamflow_plugin.course import course_of
 
 DELAYED = Queue(kind="chance", seconds=3600, probability=0.15, draws=2)
 
@@ -81,6 +84,41 @@ def test_policies_trade_waiting_for_completeness():
     assert rate("asynchronous") / everybody == pytest.approx(1.69, rel=0.05)
 
 
+def test_what_is_late_is_dropped_and_its_facility_begins_when_its_job_has_ended():
+    """By hand: two take 10 s, `slow` 25, a new model 1 s, and rounds close with two of three: at 10, 21 and 32.
+
+    `slow` begins at 0, at 25 from round 2's model, and at 50 from that of the last round, which waits for it till 75.
+    """
+    sites = [Site(name="quick", count=2, train_seconds=10), Site(name="slow", train_seconds=25)]
+    run = federation(rounds=4, facilities=sites, model_megabytes=0, policy="quorum", quorum=2, aggregate_seconds=1)
+    dropped = simulate_federation(dataclasses.replace(run, late="drop"))
+    assert dropped.rounds_seconds == pytest.approx((11, 11, 11, 75 - 33 + 1))
+    assert dropped.participation == {"quick": 1.0, "slow": 0.25}
+    assert dropped.training_share == pytest.approx((2 * 4 * 10 + 3 * 25) / (3 * 76))
+    in_time = simulate_federation(dataclasses.replace(run, late="drop", quorum=3))
+    assert in_time == simulate_federation(dataclasses.replace(run, policy="synchronous", quorum=0))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_where_late_updates_are_dropped_rounds_close_as_the_coordinators_do(seed: int):
+    """The same jobs through the coordinator's own closing: the same moments and the same facilities."""
+    names = ["a", "b", "c", "d"]
+    sites = [Site(name=name, train_seconds=10 + 7 * number, train_spread=0.5) for number, name in enumerate(names)]
+    run = Federation(rounds=12, facilities=sites, policy="quorum", quorum=2, late="drop", aggregate_seconds=3, seed=seed)
+    spans: dict[tuple[str, int], float] = {}
+    result = simulate_federation(run, timeline_rounds=12)
+    for span in result.timeline:
+        if span.name.startswith("F"):
+            spans[names[span.replica], span.chunk] = span.end - span.start
+    course = course_of(
+        ClosingSettings(quorum=2, grace=0.0, late="drop"), names, lambda *job: spans[job], 12, between=3
+    )
+    assert course.closed[-1] + 3 == pytest.approx(result.seconds)
+    assert np.diff([-3.0, *course.closed]) == pytest.approx(result.rounds_seconds)
+    for name in names:
+        assert sum(name in by for by in course.delivered) == pytest.approx(12 * result.participation[name])
+
+
 def test_without_waiting_the_rate_is_that_of_a_facility_alone():
     sites = [Site(count=5, train_seconds=50, queue=Queue(kind="exponential", seconds=50))]
     result = simulate_federation(federation(rounds=500, facilities=sites, model_megabytes=0, policy="asynchronous"))
@@ -134,6 +172,7 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"rounds": 1, "facilities": [{"train_seconds": 1, "speed": 2}]}, "speed"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1}], "policy": "quorum", "quorum": 2}, "quorum is 2"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1}], "policy": "deadline"}, "deadline_seconds"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1}], "late": "drop"}, "expected 'quorum'"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1, "queue": {"kind": "lottery"}}]}, "lottery"),
     ],
 )

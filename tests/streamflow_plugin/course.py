@@ -60,8 +60,10 @@ class Course:
         return sum((1 + number - one) ** -exponent for number, by in enumerate(self.delivered) for one in by.values())
 
 
-def course_of(settings: ClosingSettings | None, names: list[str], seconds: Seconds, rounds: int) -> Course:
-    """The real closing of rounds; None: every round waits for all."""
+def course_of(
+    settings: ClosingSettings | None, names: list[str], seconds: Seconds, rounds: int, *, between: float = 0.0
+) -> Course:
+    """The real closing of rounds; None: every round waits for all. `between`: seconds from a closing to its model."""
     loop, course = JumpingLoop(), Course()
     asked = settings or ClosingSettings(late="wait")
     closing = Closing(asked, rounds=rounds, facilities=len(names), most_late=MOST_LATE)
@@ -92,6 +94,8 @@ def course_of(settings: ClosingSettings | None, names: list[str], seconds: Secon
 
     async def everything() -> None:
         for number in range(rounds):
+            if number:
+                await asyncio.sleep(between)
             course.delivered.append({})
             await asyncio.gather(*(step(name, number) for name in names))
             course.closed.append(loop.now)
