@@ -241,6 +241,9 @@ def _elastic(rows: Sequence[Mapping[str, Any]]) -> str:
     for row in rows:
         if row["status"] == "ok" and row["steps"]:
             taken.setdefault(row["facility"], []).append(row["steps"])
+    if many(taken):
+        every = [one for steps in taken.values() for one in steps]
+        taken = {f"{len(taken)} facilities": every}
     ranges = (f"{shown(name)} {min(steps):,} to {max(steps):,}" for name, steps in sorted(taken.items()))
     return f"steps that fitted until the expected end of their round: {', '.join(ranges)}"
 
@@ -255,7 +258,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
     lines = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     lines += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:
-        if row.get("next_steps_reason", "").startswith("moved"):
+        if row.get("next_steps_reason", "").startswith("moved") and not row.get("next_end"):
             steps = _steps(row["next_steps"])
             lines.append(f"steps from round {row['round'] + 1} on: {steps} ({shown(row['next_steps_reason'])})")
     if any(row.get("next_end") for row in data["rounds"]):

@@ -150,7 +150,8 @@ def _end(snapshot: Snapshot, now: float) -> str:
 def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
     """One facility in a line of text."""
     state, span, step, loss, speed, left, heard = _cells(one, now)
-    parts = [f"{state}{',' if ', ' in state else ''} for {span}", f"step {step}" if step else "", f"loss {loss}" if loss else ""]
+    since = f"{state}{',' if ', ' in state else ''} for {span}"
+    parts = [since, f"step {step}" if step else "", f"loss {loss}" if loss else ""]
     parts += [
         f"{speed} {unit}/s" if speed else "",
         f"{left} left" if left else "",

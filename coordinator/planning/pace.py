@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
 from coordinator.archive.journal import Entry
-from coordinator.archive.rounds import FacilityRow
+from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.planning.budget import FacilityPace
 
 ROUNDS = 5
@@ -75,6 +75,21 @@ def times_beside_training(entries: Sequence[Entry], rows: Iterable[FacilityRow])
                 beside = entry.time - float(entry.detail.get("seconds", 0.0)) - began - seconds
                 found.setdefault(entry.facility, []).append(max(0.0, beside))
     return found
+
+
+def rounds_beside_training(history: Iterable[RoundFile], name: str) -> list[float]:
+    """The seconds of each round in which a facility, which was in time, did not train, oldest first.
+
+    At least what its job took beside training: what is known where no journal says when that was submitted and ended
+    (without a queue, or without `crossfed run`).
+    """
+    return [
+        max(0.0, entry.seconds - row.tokens / row.tokens_per_second)
+        for entry in history
+        for row in entry.facilities
+        if entry.seconds > 0 and row.facility == name and row.status == "ok" and not row.staleness
+        if row.tokens_per_second > 0
+    ]
 
 
 def moving_times(entries: Sequence[Entry]) -> dict[str, float]:

@@ -165,7 +165,7 @@ def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping
             found.append(f"in round {entry['round']} replicas were lost, at {', '.join(lost)}")
         if entry.get("changes"):
             found.append(f"federation.yml was changed before round {entry['round']} (`history.json` says how)")
-        if entry.get("next_steps_reason", "").startswith("moved"):
+        if entry.get("next_steps_reason", "").startswith("moved") and not entry.get("next_end"):
             found.append(f"from round {entry['round'] + 1} on facilities took numbers of steps that follow their speed")
         if entry.get("next_end"):
             found.append(f"in round {entry['round'] + 1} jobs took the steps that their queues left time for")

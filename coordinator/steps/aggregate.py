@@ -25,6 +25,7 @@ from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.blame import to_blame
 from coordinator.steps.commit import commit
 from coordinator.steps.final import close_final
+from coordinator.steps.following import ends_anew
 from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few, wait_for_late
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
@@ -97,6 +98,8 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         if arguments.scores is not None:
             arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text()))
         outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
+        if outputs[1:] == (arguments.round, True):  # the same round again, whose end may have passed
+            ends_anew(archive, settings)
     except Exception as error:  # a step that fails inside the loop hangs the engine
         if not isinstance(error, CrossFedError | OSError):
             traceback.print_exc()

@@ -19,7 +19,13 @@ from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.closing import EvenSettings
 from coordinator.planning.budget import FacilityPace
-from coordinator.planning.pace import pace_of, sound_rows, times_beside_training, times_there_and_back
+from coordinator.planning.pace import (
+    pace_of,
+    rounds_beside_training,
+    sound_rows,
+    times_beside_training,
+    times_there_and_back,
+)
 from facility.exchange.messages.steps import End
 
 WINDOW = 8
@@ -110,7 +116,7 @@ def ends_ahead(
         pace = pace_of(name, found)
         facilities[name] = Elastic(
             pace=replace(pace, fixed_seconds=moving),
-            waits=waits.get(name, [pace.fixed_seconds])[-WINDOW:],
+            waits=(waits.get(name) or _waits_of_rounds(history, name, moving) or [pace.fixed_seconds])[-WINDOW:],
             least=least,
             most=most,
             back_seconds=back.get(name, 0.0),
@@ -118,3 +124,7 @@ def ends_ahead(
         )
     wanted = sum(nominal[name] * one.pace.samples_per_step for name, one in facilities.items())
     return Ends(seconds=common_end(list(facilities.values()), wanted), facilities=facilities)
+
+
+def _waits_of_rounds(history: Sequence[RoundFile], name: str, moving: float) -> list[float]:
+    return [max(0.0, seconds - moving) for seconds in rounds_beside_training(history, name)]

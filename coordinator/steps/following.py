@@ -35,9 +35,10 @@ def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: Roun
 
 
 def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
-    """Say in the newest model until when its round trains, as a run begins: what it says is of an earlier run's clock.
+    """Say in the newest model until when its round trains: as a run begins, or as the round is asked for again.
 
-    Where steps are no longer elastic it says nothing.
+    What it says counts from when the model was made, and jobs would find little of that time left. Where steps are no
+    longer elastic it says nothing.
     """
     history = archive.history()
     if not history:

@@ -90,6 +90,10 @@ def test_remarks_of_many_are_sums_and_those_that_need_attention():
     assert len(text.splitlines()) == 6 and "privacy of site255: epsilon 3.98 of 8" in text and "253 more" in text
     assert "256 facilities 10 (site0) to 265 (site255)" in text
     assert f"256 facilities: {sum(waited.values()) / 3600:.3g} node-hours" in text and "most: site255 2.55" in text
+    data["rounds"][0] |= {"next_end": 60.0, "facilities": [one | {"steps": 7 + n} for n, one in enumerate(rows)]}
+    text = "\n".join(remarks(data))
+    assert "expected end of their round: 256 facilities 7 to 262" in text
+    assert "(moved by" not in text, "each job takes what fits: a plan that was made for equal ends is no fact"
 
 
 def test_a_run_of_many_that_are_out_shows_each_reason_once():

@@ -4,9 +4,9 @@
 
 Of each archive: what every job took from its submission to its update, and every round from its last update to the
 next model. `simulated`: `coordinator.simulation` with the medians of these for each facility, as a user would describe
-the federation. `closing`: the coordinator's own closing of rounds on a simulated clock (`tests/streamflow_plugin/course.py`),
-each job as long as it was. Beside both the seconds from the first model on its way to the last model made. Archives of
-runs that were stopped say nothing and are refused.
+the federation. `closing`: the coordinator's own closing of rounds on a simulated clock
+(`tests/streamflow_plugin/course.py`), each job as long as it was. Beside both the seconds from the first model on its
+way to the last model made. Archives of runs that were stopped say nothing and are refused.
 """
 
 from __future__ import annotations

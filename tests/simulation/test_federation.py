@@ -104,15 +104,15 @@ def test_where_late_updates_are_dropped_rounds_close_as_the_coordinators_do(seed
     """The same jobs through the coordinator's own closing: the same moments and the same facilities."""
     names = ["a", "b", "c", "d"]
     sites = [Site(name=name, train_seconds=10 + 7 * number, train_spread=0.5) for number, name in enumerate(names)]
-    run = Federation(rounds=12, facilities=sites, policy="quorum", quorum=2, late="drop", aggregate_seconds=3, seed=seed)
+    run = Federation(
+        rounds=12, facilities=sites, policy="quorum", quorum=2, late="drop", aggregate_seconds=3, seed=seed
+    )
     spans: dict[tuple[str, int], float] = {}
     result = simulate_federation(run, timeline_rounds=12)
     for span in result.timeline:
         if span.name.startswith("F"):
             spans[names[span.replica], span.chunk] = span.end - span.start
-    course = course_of(
-        ClosingSettings(quorum=2, grace=0.0, late="drop"), names, lambda *job: spans[job], 12, between=3
-    )
+    course = course_of(ClosingSettings(quorum=2, grace=0.0, late="drop"), names, lambda *job: spans[job], 12, between=3)
     assert course.closed[-1] + 3 == pytest.approx(result.seconds)
     assert np.diff([-3.0, *course.closed]) == pytest.approx(result.rounds_seconds)
     for name in names:

@@ -36,9 +36,9 @@ def begun(tmp_path: Path) -> tuple[Archive, Path]:
     return archive, model
 
 
-def failure(directory: Path, facility: str, **changes: object) -> Path:
+def failure(directory: Path, facility: str, *, number: int = 0, **changes: object) -> Path:
     directory.mkdir()
-    report.write(directory, Failure(facility=facility, round=0, reason="the node burnt down", **changes))  # type: ignore[arg-type]
+    report.write(directory, Failure(facility=facility, round=number, reason="the node burnt down", **changes))  # type: ignore[arg-type]
     return directory
 
 

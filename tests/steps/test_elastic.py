@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from coordinator.config.closing import EvenSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.planning.budget import FacilityPace
+from coordinator.steps.aggregate import arguments_of, close_round, run_step
 from coordinator.steps.elastic import Elastic, common_end, ends_ahead
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError
@@ -27,7 +29,7 @@ from facility.rounds.steps import NAME, decide_steps, remember_beside, steps_of
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
 from tests.pico import save_pico
-from tests.steps.test_aggregate_step import close
+from tests.steps.test_aggregate_step import close, failure
 from tests.steps.test_even import Speed, entry
 
 ELASTIC = EvenSettings(steps="elastic")
@@ -107,6 +109,24 @@ def test_times_of_the_past_say_when_the_next_round_ends():
     assert ends_ahead(EvenSettings(steps="auto"), nominal, history, entries) is None
     assert ends_ahead(ELASTIC, nominal | {"new": 70}, history, entries).facilities.keys() == {"a", "b"}  # type: ignore[union-attr]
     assert ends_ahead(ELASTIC, {"a": 100}, history, entries) is None
+
+
+def test_without_a_journal_of_jobs_the_rounds_say_what_goes_beside_training():
+    """Rounds of 150 and 190 s, in which all train 100 s: 50 and 90 s go beside it, of which 2 s are the update's way.
+
+    Of a round that was interrupted, and of an update that came late, the round's time says nothing.
+    """
+    speeds, nominal = {"a": Speed(1.0), "b": Speed(1.0)}, {"a": 100, "b": 100}
+    rounds = [
+        dataclasses.replace(entry(n, speeds, nominal), seconds=s) for n, s in enumerate((150.0, 0.0, 190.0, 500.0))
+    ]
+    rounds[3] = dataclasses.replace(
+        rounds[3], facilities=[dataclasses.replace(row, staleness=1) for row in rounds[3].facilities]
+    )
+    moved = [Entry(time=5.0, kind="transferred", facility=name, round=0, detail={"seconds": 2.0}) for name in "ab"]
+    for entries in ([], moved):
+        ends = ends_ahead(ELASTIC, nominal, rounds, entries)
+        assert ends is not None and ends.seconds == pytest.approx(70 + 100)
 
 
 GOOD = {"time": 5000.0, "seconds_per_step": 2.0, "beside": 0.0, "least": 1, "most": 8}
@@ -200,6 +220,29 @@ def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path, monkeypatch
     assert moved.time == pytest.approx(end.time + 86400 + found.next_end), "a run that goes on counts from its start"
     start(archive, tmp_path / "model", dataclasses.replace(settings, even=None, steps={}))
     assert end_asked(read_manifest(again), "a") is None, "no longer elastic"
+
+
+def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    archive = Archive(tmp_path / "archive")
+    settings = CoordinatorSettings(
+        federation="f", rounds=3, facilities=["a", "b"], even=ELASTIC, steps={"a": 4, "b": 4}, retries=1
+    )
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    following, _, _ = close(archive, model, [timed_update(tmp_path / name, model, name) for name in "ab"], settings)
+    first = end_asked(read_manifest(following), "a")
+    assert first is not None
+    described = tmp_path / "coordinator.json"
+    described.write_text(json.dumps(dataclasses.asdict(settings)))
+    (tmp_path / "step").mkdir()
+    monkeypatch.chdir(tmp_path / "step")
+    monkeypatch.setattr("coordinator.steps.following.time.time", lambda: first.time + 600)
+    given = ["--federation", described, "--archive", archive.path, "--model", following, "--round", 1]
+    failed = failure(tmp_path / "failed", "b", number=1)
+    arguments = arguments_of("aggregate", "").parse_args([*map(str, given), "--updates", str(failed)])
+    assert run_step(arguments, close_round) == 0
+    assert archive.read_note("attempts")["count"] == 1, "it is asked for again"
+    again = end_asked(read_manifest(archive.model_for(1)), "a")
+    assert again is not None and again.time == pytest.approx(first.time + 600 + archive.read_round(0).next_end)
 
 
 def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
