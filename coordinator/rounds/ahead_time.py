@@ -6,13 +6,16 @@ lets them; otherwise q - (d + q - b) of it is. b and q are random: every pair of
 delays that cost no more node-seconds than allowed the one that hides most is chosen. This is the decision of a
 newsvendor (Arrow, Harris and Marschak 1951, "Optimal Inventory Policy", Econometrica 19(3), section 2) with the
 empirical distribution, too early and too late priced by a limit in place of a cost.
+
+A few observations of a queue with a long tail promise less waiting than comes, the more so as the delay is chosen by
+them. So what jobs did wait counts against what they may: of the share of all that they have worked, only what is left.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 WINDOW = 8
@@ -31,15 +34,22 @@ class Seen:
     """From when a job began to work until the next one had its model."""
     runs: Sequence[float] = ()
     """At work, of each job."""
+    worked: float = 0.0
+    """Of all jobs together."""
+    lost: float = 0.0
+    """In which all jobs together waited for their models."""
 
     def with_wait(self, seconds: float) -> Seen:
-        return Seen(waits=_latest(self.waits, seconds), spans=self.spans, runs=self.runs)
+        return replace(self, waits=_latest(self.waits, seconds))
 
     def with_span(self, seconds: float) -> Seen:
-        return Seen(waits=self.waits, spans=_latest(self.spans, seconds), runs=self.runs)
+        return replace(self, spans=_latest(self.spans, seconds))
 
     def with_run(self, seconds: float) -> Seen:
-        return Seen(waits=self.waits, spans=self.spans, runs=_latest(self.runs, seconds))
+        return replace(self, runs=_latest(self.runs, seconds), worked=self.worked + max(0.0, seconds))
+
+    def with_lost(self, seconds: float) -> Seen:
+        return replace(self, lost=self.lost + max(0.0, seconds))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +70,8 @@ def when_to_submit(seen: Seen, *, wait: float, idle: float) -> Choice:
     waits, spans, runs = (list(one)[-WINDOW:] for one in (seen.waits, seen.spans, seen.runs))
     if not waits or not spans or not runs:
         return Choice(after=math.inf, reason="when this one has ended: how long rounds take is not known yet")
-    allowed = idle * fmean(runs)
+    usual = fmean(runs)
+    allowed = min(idle * usual, max(0.0, idle * (seen.worked + usual) - seen.lost))
     best, hides = max(spans), 0.0
     for after in sorted({0.0, *(max(0.0, span - one) for span in spans for one in waits)}):
         hidden, lost = expected(after, waits, spans, wait=wait)

@@ -291,7 +291,7 @@ class Ahead:
             waited = replace(waited, nodes=nodes)
         if until - waited.seconds < handed:
             until = handed  # it was at work before it had its round
-        self._learn(self.seen.with_wait(until - waited.seconds - found.placed))
+        self._learn(self.seen.with_wait(until - waited.seconds - found.placed).with_lost(waited.seconds))
         emit(
             "waited",
             facility=self.facility,

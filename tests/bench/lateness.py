@@ -232,6 +232,7 @@ class Queued:
                 return begins - now
             waited = min(now - begins, self.ahead.wait)
             self.idle += waited
+            self.seen[name] = self.seen[name].with_lost(waited)
             if waited < self.ahead.wait:
                 return 0.0
             placed = begins + waited

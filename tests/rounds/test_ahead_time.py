@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -68,6 +69,30 @@ def test_a_job_hides_at_most_its_own_wait_and_idles_at_most_as_long_as_it_may(af
     hidden, lost = expected(after, [waited], [span], wait=wait)
     assert 0 <= hidden <= min(waited, max(0.0, span)) + 1e-6 and 0 <= lost <= wait
     assert hidden == pytest.approx(waited) or lost == 0 or lost == wait, "no node waits while the queue is not hidden"
+
+
+@given(waits=Times, spans=Times, runs=Times, wait=Seconds, worked=st.floats(0, 1e5), lost=st.floats(0, 1e4))
+def test_what_jobs_have_waited_counts_against_what_they_may(waits, spans, runs, wait, worked, lost):
+    seen, idle = Seen(waits=waits, spans=spans, runs=runs, worked=worked, lost=lost), 0.05
+    found = when_to_submit(seen, wait=wait, idle=idle)
+    if found.after is not None:
+        left = max(0.0, idle * (worked + sum(runs) / len(runs)) - lost)
+        assert expected(found.after, waits, spans, wait=wait)[1] <= left + 1e-6
+    assert chosen(waits, spans, runs, wait, idle).after == found.after or lost > idle * worked, "as if nothing was lost"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_queues_and_rounds_that_vary_jobs_wait_as_little_as_was_allowed(seed: int):
+    """Log-normal queues (sigma 1) of a median of one training, jobs of half to double the length, 400 rounds."""
+    drawn, seen, idle = random.Random(seed), Seen(), 0.05
+    for _ in range(400):
+        after = when_to_submit(seen, wait=0.5, idle=idle).after
+        queued, run = drawn.lognormvariate(0.0, 1.0), drawn.uniform(0.5, 2.0)
+        span = run + drawn.lognormvariate(0.0, 1.0)
+        if after is not None:
+            seen = seen.with_lost(expected(min(after, span), [queued], [span], wait=0.5)[1])
+        seen = seen.with_wait(queued).with_span(span).with_run(run)
+    assert 0 < seen.lost <= 1.05 * idle * seen.worked
 
 
 @given(values=st.lists(Seconds, max_size=3 * WINDOW))
