@@ -70,9 +70,9 @@ def read_seen(workdir: Path, facility: str) -> Seen:
     """Of earlier runs; nothing where it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         raw = json.loads((Path(workdir) / FOLDER / f"{SEEN}/{facility}.json").read_text())
-        lists = {name: [float(one) for one in raw[name]] for name in ("waits", "spans", "runs")}
-        totals = {name: float(raw.get(name, 0.0)) for name in ("worked", "lost")}  # earlier versions kept none
-        return Seen(**lists, **totals)
+        waits, spans, runs = ([float(one) for one in raw[name]] for name in ("waits", "spans", "runs"))
+        worked, lost = (float(raw.get(name, 0.0)) for name in ("worked", "lost"))  # earlier versions kept none
+        return Seen(waits=waits, spans=spans, runs=runs, worked=worked, lost=lost)
     return Seen()
 
 
