@@ -71,11 +71,16 @@ def write_masked_words(directory: Path, *, train: int = 40) -> Path:
     return directory
 
 
+# Of AdamW, in comparisons: with 1e-8, rounding of a gradient near zero (as a key's bias has) visibly changes a step.
+EPSILON = 1e-6
+
+
 def write_settings(path: Path, *, rounds: int = 3, seed: int = 7, facility: str = "north", **training: Any) -> Path:
     defaults = {
         "steps": 3,
         "batch_sequences": 4,
         "learning_rate": 2e-3,
+        "epsilon": EPSILON,
         "export_dtype": "float32",
         "device": "cpu",
         "threads": 1,

@@ -29,7 +29,7 @@ from facility.training.schedule import learning_rate
 from tests.bench.federated_drift import Drift
 from tests.bench.federated_learner import Local
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, write_dataset
+from tests.training.federation import EPSILON, largest_difference, write_dataset
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
 
 WEIGHTS = {"north": 0.25, "south": 0.75}
@@ -114,7 +114,9 @@ def plain_loop(federated: Federated, rounds: int) -> list[dict[str, torch.Tensor
         learners[who] = SimpleNamespace(
             parameters=list(models[who].parameters()), shift=[], rates=0.0, device=torch.device("cpu")
         )
-        optimizers[who] = torch.optim.AdamW(models[who].parameters(), lr=0.0, betas=(0.9, 0.95), weight_decay=0.0)
+        optimizers[who] = torch.optim.AdamW(
+            models[who].parameters(), lr=0.0, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0
+        )
         data[who] = open_dataset(federated.datasets[who]).split("train")
         orders[who] = SampleOrder(sequences=len(data[who]), seed=7, facility=who)
     names = [name for name, _ in models["north"].named_parameters()]

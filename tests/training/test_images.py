@@ -23,13 +23,12 @@ from facility.exchange.seeds import derive
 from facility.training.data.images import augmented
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
-from tests.training.federation import largest_difference, weights
+from tests.training.federation import EPSILON, largest_difference, weights
 from tests.training.images import CLASSES, PROCESSOR, SIDE, save_image_model, write_images
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
 
 PIPELINE = {"layout": {"stages": 2, "units": [[0, 2], [2, 6]]}}
-STEPS, BATCH, EPSILON = 3, 4, 1e-6
-"""AdamW's default epsilon makes steps of the rounding errors of a gradient that is zero, as that of a key's bias."""
+STEPS, BATCH = 3, 4
 CROPPED = {"images": {"crop_padding": 3, "flip": True}}
 
 
@@ -42,10 +41,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     return {family: save_image_model(folder / family, family) for family in ("vit", "resnet")}
-
-
-def asked(directory: Path, model: Path, data: Path, **training: Any) -> list[str]:
-    return arguments(directory, model, data, **{"epsilon": EPSILON} | training)
 
 
 def scaled(values: np.ndarray) -> torch.Tensor:
@@ -120,7 +115,7 @@ def differs(update: Path, expected: dict[str, torch.Tensor]) -> float:
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 @pytest.mark.parametrize("more", [{}, CROPPED], ids=["plain", "augmented"])
 def test_weights_and_running_statistics_are_those_of_a_plain_loop(tmp_path: Path, data, models, family, more):
-    rounds_in([("one", asked(tmp_path, models[family], data, **more))])
+    rounds_in([("one", arguments(tmp_path, models[family], data, **more))])
     (expected,) = loop(models[family], data, ImageSettings(**more.get("images", {})))
     assert differs(tmp_path / "out", expected) < 1e-5
     assert largest_difference(models[family], tmp_path / "out") > 1e-3
@@ -145,7 +140,7 @@ def plain_figures(model: Path, data: Path) -> tuple[float, float]:
 
 @pytest.mark.parametrize("family", ["vit", "resnet"])
 def test_loss_and_accuracy_of_the_report_are_those_of_the_model_in_transformers(tmp_path: Path, data, models, family):
-    said = rounds_in([("one", asked(tmp_path, models[family], data, export_dtype="bfloat16", **CROPPED))])
+    said = rounds_in([("one", arguments(tmp_path, models[family], data, export_dtype="bfloat16", **CROPPED))])
     report = read_report(tmp_path / "out")
     for model, loss, accuracy in (
         (models[family], report.loss_received, report.details["accuracy_received"]),
@@ -160,8 +155,10 @@ def test_loss_and_accuracy_of_the_report_are_those_of_the_model_in_transformers(
 
 def vit_alike(tmp_path: Path, data: Path, model: Path, layouts: dict[str, dict[str, Any]], ranks: int) -> None:
     more = CROPPED | {"batch_sequences": 8}
-    rounds_in([("one", asked(tmp_path / "one", model, data, **more))])
-    rounds_in([(n, asked(tmp_path / n, model, data, **more, **layout)) for n, layout in layouts.items()], ranks=ranks)
+    rounds_in([("one", arguments(tmp_path / "one", model, data, **more))])
+    rounds_in(
+        [(n, arguments(tmp_path / n, model, data, **more, **layout)) for n, layout in layouts.items()], ranks=ranks
+    )
     one = read_report(tmp_path / "one/out")
     for name in layouts:
         assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5, name
@@ -189,7 +186,7 @@ def test_a_vision_transformer_trains_under_every_synchronisation_policy(tmp_path
     """What the replicas agree on is one model, whose figures are those that transformers finds of it."""
     policies = sorted(POLICIES.built_in)
     more = {"layout": {"replicas": 2}, "batch_sequences": 8, "steps": 6}
-    cases = [(p, asked(tmp_path / p, models["vit"], data, **more, sync={"policy": p})) for p in policies]
+    cases = [(p, arguments(tmp_path / p, models["vit"], data, **more, sync={"policy": p})) for p in policies]
     rounds_in(cases, ranks=2)
     for policy in policies:
         report = read_report(tmp_path / policy / "out")
@@ -202,7 +199,7 @@ def test_a_vision_transformer_trains_under_every_synchronisation_policy(tmp_path
 def test_two_ranks_of_a_resnet_normalise_each_by_its_images_and_average_their_statistics(
     tmp_path: Path, data, models, sharding
 ):
-    rounds_in([("two", asked(tmp_path, models["resnet"], data, layout={"sharding": sharding}))], ranks=2)
+    rounds_in([("two", arguments(tmp_path, models["resnet"], data, layout={"sharding": sharding}))], ranks=2)
     one, other = loop(models["resnet"], data, ImageSettings(), shares=2)
     mean = {name: (one[name].double() + other[name].double()) / 2 for name in one}
     assert differs(tmp_path / "out", mean) < 1e-5
@@ -215,7 +212,7 @@ def test_replicas_of_a_resnet_under_other_policies_train_and_average_their_stati
     tmp_path: Path, data, models, policy
 ):
     sync = {"layout": {"replicas": 2}, "sync": {"policy": policy}}
-    rounds_in([("two", asked(tmp_path, models["resnet"], data, **sync))], ranks=2)
+    rounds_in([("two", arguments(tmp_path, models["resnet"], data, **sync))], ranks=2)
     found, before = weights(tmp_path / "out"), weights(models["resnet"])
     moved = [n for n in found if "running" in n and not found[n].equal(before[n])]
     assert len(moved) == sum("running" in n for n in found)
@@ -227,10 +224,10 @@ def test_replicas_of_a_resnet_under_other_policies_train_and_average_their_stati
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resnet_paused_in_a_round_ends_as_if_it_had_not_been(tmp_path: Path, data, models, ranks):
-    rounds_in([("whole", asked(tmp_path / "whole", models["resnet"], data))], ranks=ranks)
-    again = asked(tmp_path / "again", models["resnet"], data, limits={"stop_after": 2})
+    rounds_in([("whole", arguments(tmp_path / "whole", models["resnet"], data))], ranks=ranks)
+    again = arguments(tmp_path / "again", models["resnet"], data, limits={"stop_after": 2})
     rounds_in([("stopped", again)], ranks=ranks, expect=85)
-    rounds_in([("resumed", asked(tmp_path / "again", models["resnet"], data))], ranks=ranks)
+    rounds_in([("resumed", arguments(tmp_path / "again", models["resnet"], data))], ranks=ranks)
     assert largest_difference(tmp_path / "whole/out", tmp_path / "again/out") < 1e-6
     reports = [read_report(tmp_path / name / "out") for name in ("whole", "again")]
     assert reports[0].details["accuracy_received"] == reports[1].details["accuracy_received"]
@@ -254,17 +251,19 @@ def test_what_a_model_cannot_do_is_refused_in_one_sentence(tmp_path: Path, data,
         "adapters": (models["resnet"], {"lora": {"rank": 2, "targets": ["convolution"]}}, "train the whole model"),
         "recompute": (models["resnet"], {"layout": {"activation_checkpointing": "full"}}, "count every batch twice"),
     }
-    said = rounds_in([(n, asked(tmp_path / n / "r", m, data, **more)) for n, (m, more, _) in cases.items()], expect=2)
+    said = rounds_in(
+        [(n, arguments(tmp_path / n / "r", m, data, **more)) for n, (m, more, _) in cases.items()], expect=2
+    )
     for name, (_, _, sentence) in cases.items():
         assert sentence in said[name][0] and "Traceback" not in said[name][0], name
     staged = {"layout": {"stages": 2}}
-    said = rounds_in([("staged", asked(tmp_path / "staged", models["resnet"], data, **staged))], ranks=2, expect=2)
+    said = rounds_in([("staged", arguments(tmp_path / "staged", models["resnet"], data, **staged))], ranks=2, expect=2)
     assert all("it normalises over the batch" in text for text in said["staged"])
 
 
 def test_adapters_of_a_vision_transformer_travel_with_its_head(tmp_path: Path, data, models):
     lora = {"lora": {"rank": 2, "targets": ["q_proj", "v_proj"]}}
-    rounds_in([("one", asked(tmp_path, models["vit"], data, **lora))])
+    rounds_in([("one", arguments(tmp_path, models["vit"], data, **lora))])
     names = weights(tmp_path / "out")
     assert any("classifier" in name for name in names) and any(".lora_A." in name for name in names)
 
@@ -282,11 +281,11 @@ def test_a_variance_that_does_not_fit_half_precision_is_refused_by_name(tmp_path
         if file.suffix == ".json":
             (large / file.name).write_bytes(file.read_bytes())
     save_tensors(large, iter(tensors.items()))
-    said = rounds_in([("half", asked(tmp_path / "half", large, data, export_dtype="float16"))], expect=2)
+    said = rounds_in([("half", arguments(tmp_path / "half", large, data, export_dtype="float16"))], expect=2)
     assert name in said["half"][0] and "bfloat16" in said["half"][0]
     tensors[name] = -tensors[name]
     save_tensors(large, iter(tensors.items()))
-    said = rounds_in([("negative", asked(tmp_path / "negative", large, data))], expect=2)
+    said = rounds_in([("negative", arguments(tmp_path / "negative", large, data))], expect=2)
     assert "a variance below zero" in said["negative"][0]
 
 
