@@ -1,6 +1,7 @@
 """Rehearsals of federations of large models on this machine, through StreamFlow to their end. Prints JSON.
 
-    python tests/bench/rehearsal.py perturb --size 1.1b [--facilities 3] [--rounds 3] [--work DIR] [--out FILE]
+    python tests/bench/rehearsal.py perturb --size 1.1b [--facilities 3] [--rounds 3] [--transfer ssh] [--work DIR]
+        [--out FILE]
     python tests/bench/rehearsal.py adapters --size 8b
     python tests/bench/rehearsal.py lora --size 1.1b --facilities 2 --rounds 2 [--device cuda] [--minutes 5]
     python tests/bench/rehearsal.py full --size 1.1b --facilities 2 --rounds 2 --device cuda
@@ -13,7 +14,8 @@ lora      `facility.train` itself: LoRA of rank 8 on q_proj and v_proj of a base
 full      `facility.train` of the whole model, by Adafactor
 
 On a CPU `facility.train` makes one step of one short sequence a round, on a GPU eight steps of four sequences of 1,024
-tokens. Random weights are drawn on the device. All facilities are on this machine and train side by side.
+tokens. Random weights are drawn on the device. All facilities are on this machine and train side by side; with
+`--transfer ssh` they are reached through an sshd of their own, and everything is copied through it.
 
 Reported: seconds by phase, of every round at the coordinator (the record's own) and at the facilities; the largest
 resident set, seconds and bytes by kind of process; memory of the trainer beside its prediction; the largest use of disk
@@ -50,6 +52,7 @@ from coordinator.preflight.disk import coordinator_disk, facility_disk
 from coordinator.rounds.verification import averages_encoded
 from facility.exchange.messages.layout import LoraSettings
 from tests.bench.large_models import SHAPES, Shape, write_adapters, write_model, write_sparse_base
+from tests.bench.own_sshd import OwnSshd, own_sshd
 from tests.bench.watch import Watch, descendants, used
 from tests.engine.engines import bare_environment
 from tests.federations import write_dataset
@@ -83,7 +86,15 @@ def training_of(kind: str, device: str) -> dict[str, Any]:
     return training
 
 
-def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int, device: str = "cpu") -> Path:
+def federation(
+    root: Path,
+    kind: str,
+    shape: Shape,
+    facilities: int,
+    rounds: int,
+    device: str = "cpu",
+    sshd: OwnSshd | None = None,
+) -> Path:
     """The model, the datasets and federation.yml of a rehearsal."""
     training = training_of(kind, device)
     if kind in ("perturb", "full"):
@@ -110,8 +121,11 @@ def federation(root: Path, kind: str, shape: Shape, facilities: int, rounds: int
         "final_evaluation": False,
         "training": training,
         "aggregation": {"rule": "mean"},
-        "facilities": [{"name": name, "dataset": f"../sites/{name}/dataset"} for name in names],
+        "facilities": [{"name": name, "dataset": str(root / "sites" / name / "dataset")} for name in names],
     }
+    if sshd:
+        for one in described["facilities"]:
+            one["deployment"] = sshd.deployment
     if kind in STAND_IN:
         described["trainer"] = {"module": "tests.bench.perturbing_trainer"}
     path = root / "workflow" / "federation.yml"
@@ -147,7 +161,9 @@ def needed(kind: str, size: str, facilities: int) -> int:
     return (3 + 4 + facilities + (facilities if kind == "full" else 0)) * weights
 
 
-def engine(root: Path, path: Path, device: str, minutes: float) -> tuple[Watch, int | None]:
+def engine(
+    root: Path, path: Path, device: str, minutes: float, sshd: OwnSshd | None = None
+) -> tuple[Watch, int | None]:
     """Run the federation under StreamFlow, watched; its exit code, None where it was stopped in `minutes`."""
     environment = bare_environment(root / "engine") | {"OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
@@ -162,7 +178,7 @@ def engine(root: Path, path: Path, device: str, minutes: float) -> tuple[Watch, 
             stdout=log,
             stderr=subprocess.STDOUT,
         )
-        watch = Watch(pid=process.pid, root=root, disk=used(root))
+        watch = Watch(pid=process.pid, root=root, disk=used(root), sshd=sshd and sshd.pid)
         thread = threading.Thread(target=watch.run, args=(over,))
         thread.start()
         try:
@@ -187,16 +203,24 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def rehearse(
-    root: Path, kind: str, size: str, facilities: int, rounds: int, *, device: str = "cpu", minutes: float = 0
+    root: Path,
+    kind: str,
+    size: str,
+    facilities: int,
+    rounds: int,
+    *,
+    device: str = "cpu",
+    minutes: float = 0,
+    sshd: OwnSshd | None = None,
 ) -> dict[str, Any]:
     """One federation to its end, or to the end of `minutes` (0: no limit), watched."""
     shape, began = SHAPES[size], time.perf_counter()
-    path = federation(root, kind, shape, facilities, rounds, device)
+    path = federation(root, kind, shape, facilities, rounds, device, sshd)
     write(read_federation(path))
     made, before = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    (root / "engine").mkdir()
+    (root / "engine").mkdir(exist_ok=True)
     begun, bounds, began = used(root), stated_bound(path), time.perf_counter()
-    watch, code = engine(root, path, device, max(0.2, minutes - made / 60) if minutes else 0)
+    watch, code = engine(root, path, device, max(0.2, minutes - made / 60) if minutes else 0, sshd)
     seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     done = Archive(read_federation(path).archive_path).history()
     sound = [row for entry in done for row in entry.facilities if row.status == "ok"]
@@ -208,6 +232,7 @@ def rehearse(
         "parameters": shape.parameters,
         "facilities": facilities,
         "rounds": rounds,
+        "transfer": "ssh" if sshd else "local",
         "device": device_name(device),
         "ended": "well" if well else f"stopped after {minutes:.1f} minutes" if code is None else ended,
         "rounds_complete": len(done),
@@ -219,7 +244,7 @@ def rehearse(
         "processes": watch.by_kind(),
         "megabytes_of_memory": {name: round(value / 1e6) for name, value in sorted(memory.items())},
         "coordinator_largest_megabytes": round(
-            max(value for name, value in memory.items() if name not in AT_FACILITIES) / 1e6
+            max(value for name, value in memory.items() if not at_facility(name)) / 1e6
         ),
         "gigabytes_of_disk": {
             "before": round(begun / 1e9, 3),
@@ -231,6 +256,10 @@ def rehearse(
         **({} if well else {"log": (root / "log").read_text(errors="replace")[-3000:]}),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def at_facility(kind: str) -> bool:
+    return kind in AT_FACILITIES or kind.startswith("facility: ")
 
 
 def of_round(entry: RoundFile) -> dict[str, Any]:
@@ -266,11 +295,14 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name(0)
 
 
-def in_a_folder(work: Path | None, *arguments: Any, **options: Any) -> dict[str, Any]:
+def in_a_folder(work: Path | None, *arguments: Any, transfer: str = "local", **options: Any) -> dict[str, Any]:
     """`rehearse` in a folder of its own below `work`, which is removed."""
     root = Path(tempfile.mkdtemp(prefix="crossfed-rehearsal-", dir=work))
     try:
-        return rehearse(root, *arguments, **options)
+        if transfer == "local":
+            return rehearse(root, *arguments, **options)
+        with own_sshd(root / "sshd", root / "engine" / "home") as sshd:
+            return rehearse(root, *arguments, sshd=sshd, **options)
     finally:
         shutil.rmtree(root, ignore_errors=True)
 
@@ -282,11 +314,15 @@ def main() -> int:
     parser.add_argument("--facilities", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--transfer", choices=("local", "ssh"), default="local", help="to the facilities (default local)"
+    )
     parser.add_argument("--minutes", type=float, default=0, help="stop then and report what there is (default: 0, no)")
     parser.add_argument("--work", type=Path, help="where the folder is made (default: the system's temporary one)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     a = parser.parse_args()
-    found = in_a_folder(a.work, a.kind, a.size, a.facilities, a.rounds, device=a.device, minutes=a.minutes)
+    asked = (a.kind, a.size, a.facilities, a.rounds)
+    found = in_a_folder(a.work, *asked, device=a.device, minutes=a.minutes, transfer=a.transfer)
     text = json.dumps(found, indent=2)
     print(text)
     if a.out:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ class Watch:
 
     pid: int
     root: Path
+    sshd: int | None = None
+    """Of the server that facilities are reached by; what runs below it is of kind `facility: ...`."""
     processes: dict[int, Seen] = field(default_factory=dict)
     disk: int = 0
 
@@ -37,8 +40,8 @@ class Watch:
         looked = 0.0
         while not over.wait(0.1):
             now = time.monotonic()
-            for pid, parent in descendants(self.pid):
-                kind, size = kind_of(pid, parent, self.pid), highest(pid)
+            for pid, kind in self.kinds():
+                size = highest(pid)
                 if not size:
                     continue
                 seen = self.processes.setdefault(pid, Seen(kind=kind, began=now, ended=now))
@@ -46,6 +49,13 @@ class Watch:
                 seen.memory, seen.io = max(seen.memory, size), counters(pid) or seen.io
             if now - looked > 2:
                 self.disk, looked = max(self.disk, used(self.root)), now
+
+    def kinds(self) -> Iterator[tuple[int, str]]:
+        """Process and kind of all that run now."""
+        for pid, parent in descendants(self.pid):
+            yield pid, kind_of(pid, parent, self.pid)
+        for pid, parent in descendants(self.sshd) if self.sshd else ():
+            yield pid, f"facility: {kind_of(pid, parent, self.pid)}"
 
     def memory(self) -> dict[str, int]:
         """Largest resident set by kind of process."""

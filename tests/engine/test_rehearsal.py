@@ -11,14 +11,22 @@ import pytest
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from tests.bench import rehearsals
 from tests.bench.large_models import SHAPES, write_adapters, write_model, write_sparse_base
-from tests.bench.rehearsal import LORA, rehearse
+from tests.bench.own_sshd import SSHD
+from tests.bench.rehearsal import LORA, in_a_folder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["perturb", "adapters"])
-def test_a_rehearsal_runs_to_its_end_within_the_stated_disks(kind: str, tmp_path: Path):
-    found = rehearse(tmp_path, kind, "tiny", facilities=2, rounds=2)
-    assert found["updates_averaged"] == 4
+@pytest.mark.parametrize(
+    ("kind", "transfer"),
+    [
+        pytest.param("perturb", "ssh", marks=pytest.mark.skipif(SSHD is None, reason="needs openssh-server")),
+        ("adapters", "local"),
+    ],
+)
+def test_a_rehearsal_runs_to_its_end_within_the_stated_disks(kind: str, transfer: str, tmp_path: Path):
+    found = in_a_folder(tmp_path, kind, "tiny", 2, 2, transfer=transfer)
+    assert found["updates_averaged"] == 4 and found["transfer"] == transfer
+    assert found["coordinator_largest_megabytes"] < 500
     disk = found["gigabytes_of_disk"]
     bounds = disk["stated_bounds"]
     slack = 0.01  # logs, manifests and the rendered workflow
