@@ -33,6 +33,9 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "n
 OPTIONAL = ("bitsandbytes",)
 """Packages that only some settings need."""
 
+HASHED_AT_ONCE = 40_000_000_000
+"""Bytes that are hashed while `crossfed check` waits for the answer."""
+
 
 def formats() -> dict[str, int]:
     """Version of every message that both sides read and write."""
@@ -72,6 +75,18 @@ def dataset(path: Path) -> dict[str, Any]:
         "classes": len(manifest.classes),
         **({"classes_sha256": classes_digest(manifest.classes)} if manifest.classes else {}),
     } | images(manifest)
+
+
+def base_model(path: Path) -> dict[str, Any]:
+    """Size and digest of a base model; `sha256` is None where it was never hashed and is too large to be hashed now."""
+    from facility.exchange.checkpoints.base_model import base_digest, remembered_digest, tensor_files
+
+    try:
+        size = sum(file.stat().st_size for file in tensor_files(path))
+        digest = remembered_digest(path) or (base_digest(path) if size <= HASHED_AT_ONCE else None)
+    except (CrossFedError, OSError) as error:
+        return {"error": str(error)}
+    return {"bytes": size, "sha256": digest}
 
 
 def images(manifest: DatasetManifest) -> dict[str, Any]:
@@ -133,6 +148,7 @@ def main() -> int:
     parser.add_argument(
         "--reserve", type=int, default=0, metavar="BYTES", help="room that will be needed there (default 0)"
     )
+    parser.add_argument("--base", metavar="PATH", help="also report the digest of this base model (training.lora.base)")
     parser.add_argument("--trainer", metavar="MODULE", help="also look whether this module can be found")
     add_log_options(parser)
     arguments = parser.parse_args()
@@ -145,6 +161,8 @@ def main() -> int:
         "dataset": dataset(resolve(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),
     }
+    if arguments.base:
+        answer["base_model"] = base_model(Path(resolve(arguments.base)))
     if arguments.trainer:
         answer["trainer"] = missing(arguments.trainer)
     print(json.dumps(answer))

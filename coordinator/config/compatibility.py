@@ -81,7 +81,17 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
 
 def check_adapters(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings]) -> None:
     """Raise `ConfigurationError`, with the key, where adapters cannot be averaged as the settings ask."""
+    stated = {one.lora.base_sha256: name for name, one in training.items() if one.lora.base_sha256}
+    if len(stated) > 1:
+        both = " and ".join(f"{digest[:16]}... for {name!r}" for digest, name in stated.items())
+        raise _error("training.lora.base_sha256", f"lora.base_sha256 is {both}; expected one base for all facilities")
     for name, one in training.items():
+        if one.lora.base_sha256 and not one.lora.base:
+            raise _error(
+                "training.lora.base_sha256",
+                f"lora.base_sha256 of facility {name!r} is stated without lora.base: the base is in the model that is "
+                "sent, and verified with it; expected the base's directory at the facility, or no digest",
+            )
         if one.lora.parameters and aggregation.lora == "product":
             raise _error(
                 "aggregation.lora",

@@ -21,6 +21,7 @@ from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
+from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
@@ -74,9 +75,16 @@ def check(
         facility.name: (answer or {}).get("dataset", {})
         for facility, (_, answer) in zip(federation.facilities, found, strict=True)
     }
+    same = check_same_base(
+        {
+            facility.name: (answer or {}).get("base_model", {})
+            for facility, (_, answer) in zip(federation.facilities, found, strict=True)
+            if not facility.training.lora.base_sha256
+        }
+    )
     if model is not None:
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
-    return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets)]
+    return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
 
 
 def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]) -> list[Answer]:
@@ -148,7 +156,9 @@ def check_facility(
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
     sending, trainer = federation.sending.encoding, federation.trainer_of(facility)
-    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer)
+    base = facility.training.lora.base
+    base = str(federation.path(base)) if local and base else base
+    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer, base)
     rows += rows_of_site
     rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
     if deployment.type in QUEUES and not deployment.gate:

@@ -11,6 +11,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight import gate
+from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk, facility_disk
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
@@ -30,11 +31,17 @@ FILES = 1000
 
 
 def probe(
-    deployment: Deployment, dataset: str, workdir: str, reserve: int, trainer: TrainerSettings | None = None
+    deployment: Deployment,
+    dataset: str,
+    workdir: str,
+    reserve: int,
+    trainer: TrainerSettings | None = None,
+    base: str = "",
 ) -> tuple[dict[str, Any] | None, Row | None]:
     """The facility's answer, or a row (with an empty subject) that gives the reason for its absence."""
     words = ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
     words += ["--trainer", trainer.module] if trainer and not trainer.built_in else []
+    words += ["--base", base] if base else []
     arguments = shlex.join(words)
     if deployment.type == "local":
         script = f"cd {shlex.quote(str(CHECKOUT))} && echo {BEGIN} && {shlex.quote(sys.executable)} {arguments}\n"
@@ -97,13 +104,17 @@ def check_site(
     workdir: str,
     sending: str,
     trainer: TrainerSettings | None = None,
+    base: str = "",
 ) -> tuple[list[Row], dict[str, Any] | None]:
-    """Rows on environment, versions, trainer, dataset and room; and the answer itself."""
+    """Rows on environment, versions, trainer, dataset, base model and room; and the answer itself.
+
+    `base`: the facility's `training.lora.base`, resolved where the facility is this machine.
+    """
     reserve = facility_disk(model, facility.training, sending) if model else Disk(parts={})
     if deployment.gate:
         answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
     else:
-        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes, trainer)
+        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes, trainer, base)
     name = facility.name
     if answer is None:
         assert wrong is not None
@@ -113,6 +124,7 @@ def check_site(
         *_quantized(facility, answer),
         *_trainer(name, answer, trainer),
         *_dataset(facility, answer["dataset"], dataset, model),
+        *check_base_model(facility, answer),
         _room(name, answer["disk"], workdir, reserve),
     ]
     return rows, answer

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.checkpoints.base_model import base_digest
+from facility.exchange.errors import CheckpointError, CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
-from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any, run_of, sha256_of
+from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_of
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
@@ -203,8 +204,10 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
                 f"the base model {base} lies in the workdir, where the coordinator writes: whatever its manifest says, "
                 "its weights could be others; keep it elsewhere at this site"
             )
-        found = manifest_if_any(resolve(base))
-        digest = found.content_sha256 if found else "no digest"
+        try:
+            digest = base_digest(resolve(base))
+        except (CheckpointError, OSError) as error:
+            raise Refused(f"the base model {base} is none: {error}") from None
         if digest not in models:
             raise Refused(f"the base model {base} has {digest:.16}..., which is not among the policy's models")
     run = f"{order.federation}/{run_of(order)}"

@@ -62,6 +62,7 @@ LORA: dict[str, Any] = {
     "dora": True,
     "parameters": ["experts.down_proj"],
     "modules_to_save": ["lm_head"],
+    "base_sha256": "0" * 64,
 }
 SYNC: dict[str, Any] = {
     "policy": "diloco",
@@ -137,7 +138,7 @@ def test_a_facility_that_is_told_another_value_has_another_digest_and_is_named(n
 
 @pytest.mark.parametrize("name", ALIKE_LORA)
 def test_so_it_is_with_adapters(name: str):
-    base = LoraSettings(rank=8)
+    base = LoraSettings(rank=8, base="base")
     other = dataclasses.replace(base, **{name: LORA[name]})
     assert walk_of(settings_with(lora=base)) != walk_of(settings_with(lora=other))
     assert unlike({"x": settings_with(lora=base).training, "y": settings_with(lora=other).training}) == (

@@ -6,13 +6,13 @@ import io
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tarfile
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from facility import gate
@@ -458,21 +458,35 @@ def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
     assert site.ask(request)[0] == 77, "another run has to begin with a listed model"
 
 
-def test_a_base_model_that_the_coordinator_could_write_is_none_of_the_listed(site: Gate):
-    """Its manifest says a listed digest, which the job does not compare with gigabytes of weights."""
+def test_a_base_model_that_the_coordinator_could_write_is_none_of_the_listed(
+    site: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever a manifest beside it says: by the bytes of its weights, which are hashed once."""
+    from safetensors.numpy import save_file
+
+    from facility.exchange.checkpoints.base_model import base_digest
     from facility.exchange.messages.manifest import read_manifest
 
+    monkeypatch.setenv("XDG_CACHE_HOME", str(site.home / "cache"))
     site.round()
     model, bases = site.workdir / "in/model", {"inside": site.workdir / "base", "outside": site.home / "base"}
     for base in bases.values():
-        shutil.copytree(model, base)
+        base.mkdir()
+        save_file({"w": np.arange(4, dtype=np.float32)}, base / "model.safetensors")
+        write_manifest(base, Manifest(kind="model", federation="heron", round=0))
     (site.home / "link").symlink_to(bases["inside"])
-    (bases["inside"] / "model.safetensors").write_bytes(b"other weights")
-    site.policy(models=[read_manifest(model).content_sha256], node_hours_per_day=100.0)
+    listed = [read_manifest(model).content_sha256, base_digest(bases["outside"])]
+    site.policy(models=listed, node_hours_per_day=100.0)
     for base in (bases["inside"], site.home / "link"):
         code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(base)}))
         assert code == 77 and "lies in the workdir, where the coordinator writes" in said, said
     assert site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))[0] == 0
+    save_file({"w": np.ones(4, np.float32)}, bases["outside"] / "model.safetensors")
+    code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))
+    assert code == 77 and "not among the policy's models" in said, said
+    (bases["outside"] / "model.safetensors").write_bytes(b"no tensors")
+    code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))
+    assert code == 77 and "is none" in said, said
 
 
 BAD_POLICIES = {

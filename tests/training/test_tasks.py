@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from facility.dataset import DatasetManifest, SplitEntry
+from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.report import read_report
 from tests.pico import pico_config, save_pico
@@ -163,6 +165,18 @@ def test_the_next_round_goes_on_from_received_adapters(tmp_path: Path):
     before, after = read_report(received), read_report(tmp_path / "out")
     assert after.loss_received == pytest.approx(before.loss_returned, abs=1e-6)
     assert weights(tmp_path / "out").keys() == weights(received).keys()
+
+
+def test_adapters_are_trained_beside_the_stated_base_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    lora = {"rank": 4, "base": str(model), "base_sha256": base_digest(model)}
+    rounds_in([("stated", arguments(tmp_path / "stated", model, dataset, lora=lora))])
+    before = weights(model)
+    save_file({name: value + 1e-3 for name, value in before.items()}, model / "model.safetensors")
+    said = rounds_in([("other", arguments(tmp_path / "other", model, dataset, lora=lora))], expect=2)["other"][0]
+    assert f"expected training.lora.base_sha256 {lora['base_sha256']}" in said and "Traceback" not in said
+    assert not (tmp_path / "other/out/model.safetensors").exists()
 
 
 def test_frozen_parameters_stay_as_received(tmp_path: Path):

@@ -17,7 +17,6 @@ import hashlib
 import os
 import platform
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
@@ -29,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from facility.exchange.files.durable import as_umask_allows
+from facility.exchange.files.user_cache import ours_alone, user_cache
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
@@ -53,9 +53,9 @@ def library() -> ctypes.CDLL | None:
             return _load(folder / name)
         if not sys.dont_write_bytecode and _made(folder):
             return _load(_compiled(compiler, folder, name))
-        if (cache := _user_cache()) is not None:
+        if (cache := user_cache()) is not None:
             stored = cache / name
-            return _load(stored if _ours_alone(stored) else _compiled(compiler, cache, name))
+            return _load(stored if ours_alone(stored) else _compiled(compiler, cache, name))
         with tempfile.TemporaryDirectory(prefix="crossfed-native-") as own:
             return _load(_compiled(compiler, Path(own), name))
     except (OSError, subprocess.SubprocessError):
@@ -69,27 +69,6 @@ def _made(folder: Path) -> bool:
     except OSError:
         return False
     return os.access(folder, os.W_OK)
-
-
-def _user_cache() -> Path | None:
-    """A cache folder that only this user can write; None if it neither exists nor can be made."""
-    stated = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        folder = (Path(stated) if os.path.isabs(stated) else Path.home() / ".cache") / "crossfed"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder if _ours_alone(folder) and os.access(folder, os.W_OK) else None
-
-
-def _ours_alone(path: Path) -> bool:
-    """Whether it is there, belongs to this user, is no link, and no other may write it."""
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    linked = stat.S_ISLNK(status.st_mode)
-    return not linked and status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(compiler: str) -> str:

@@ -45,7 +45,18 @@ ALIKE = (
     "sparse_density",
 )
 """Fields of `training:` that are equal at all facilities of secure aggregation."""
-ALIKE_LORA = ("rank", "trained_rank", "alpha", "dropout", "targets", "rslora", "dora", "parameters", "modules_to_save")
+ALIKE_LORA = (
+    "rank",
+    "trained_rank",
+    "alpha",
+    "dropout",
+    "targets",
+    "rslora",
+    "dora",
+    "parameters",
+    "modules_to_save",
+    "base_sha256",
+)
 """The same of `training.lora`."""
 ALIKE_SYNC = (
     "policy",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -74,6 +75,9 @@ class LoraSettings:
     base: Line = ""
     """The base model at the facility (as `layout.plan`), when adapters alone travel both ways; empty: the received
     model."""
+    base_sha256: Line = ""
+    """Digest of the base's tensor files (`python -m facility.base_model DIR`), the same for all facilities: a job that
+    finds other weights trains nothing. Empty: not compared."""
     targets: list[str] = field(default_factory=list)
     """Ends of the names of the linear layers that get one; empty: every linear layer of the blocks."""
     rslora: bool = False
@@ -106,6 +110,11 @@ class LoraSettings:
                 f"lora.trained_rank is {self.trained_rank}, expected at most lora.rank, which is {self.rank}"
             )
         self._check_quantized()
+        if self.base_sha256 and not re.fullmatch(r"[0-9a-f]{64}", self.base_sha256):
+            raise ConfigurationError(
+                f"lora.base_sha256 is {self.base_sha256!r}, expected 64 hexadecimal digits "
+                "(`python -m facility.base_model DIR` prints them)"
+            )
         for key, value in (("dora", self.dora), ("dropout", self.dropout), ("trained_rank", self.trained_rank)):
             if value and self.parameters:
                 raise ConfigurationError(

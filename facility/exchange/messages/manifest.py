@@ -77,8 +77,13 @@ class Manifest:
     @property
     def content_sha256(self) -> str:
         """Digest over the tensor files' digests: equal when the weights are the same bytes in the same files."""
-        lines = [f"{e.sha256}  {name}\n" for name, e in sorted(self.files.items()) if name.endswith(".safetensors")]
-        return hashlib.sha256("".join(lines).encode()).hexdigest()
+        return content_digest({name: e.sha256 for name, e in self.files.items() if name.endswith(".safetensors")})
+
+
+def content_digest(files: Mapping[str, str]) -> str:
+    """Of the digests of tensor files by name."""
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(files.items())]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def run_of(manifest: Manifest) -> str:

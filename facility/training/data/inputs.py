@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from facility.dataset import IMAGES, PreparedDataset, open_dataset
+from facility.exchange.checkpoints.base_model import check_base
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
@@ -74,6 +75,8 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     check_inputs(request.round, request.out, request.settings, dataset, config)
     if ranks.first:
         check_origin(base_model, dataset)
+        if expected := request.training.lora.base_sha256:
+            check_base(base_model, expected)
     task = task_of(dataset, config, request)
     dtype = getattr(torch, request.training.compute_dtype)
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)

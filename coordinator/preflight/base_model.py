@@ -1,0 +1,51 @@
+"""Checks of the base model that stays at a facility where adapters alone travel: is it there, and is it everybody's?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coordinator.config.federation import Facility
+from coordinator.preflight.row import Row, fail, ok, size, warning
+from facility.exchange.messages.strict_json import clean
+
+CHECK = "base model"
+
+
+def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]:
+    """One row where the facility's probe was asked for its base model, by the digest that federation.yml states."""
+    name, lora = facility.name, facility.training.lora
+    if not lora.base or "base_model" not in answer:
+        return []
+    found = answer["base_model"]
+    if "error" in found:
+        problem = f"{lora.base} is no model at the facility: {clean(str(found['error']), 300)}"
+        return [fail(name, CHECK, problem, "correct training.lora.base, or fetch the model there")]
+    if found["sha256"] is None:
+        unknown = f"{lora.base} ({size(int(found['bytes']))}) was never hashed there"
+        return [warning(name, CHECK, unknown, f"run `python -m facility.base_model {lora.base}` there once")]
+    digest = clean(str(found["sha256"]), 64)
+    if not lora.base_sha256:
+        stated = f"{lora.base} has the digest {digest}, and federation.yml states none"
+        return [warning(name, CHECK, stated, f"set training.lora.base_sha256: {digest}")]
+    if digest != lora.base_sha256:
+        other = f"{lora.base} has the digest {digest}, expected {lora.base_sha256}: another model"
+        return [fail(name, CHECK, other, "fetch the base that the federation names there")]
+    return [ok(name, CHECK, f"{lora.base} is the stated one ({digest[:16]}...)")]
+
+
+def check_same_base(answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """A row for each facility whose base model is not the one that most have; `answers`: what each probe said of it."""
+    digests = {name: str(one["sha256"]) for name, one in answers.items() if one.get("sha256")}
+    usual = max(digests.values(), key=list(digests.values()).count, default="")
+    return [
+        fail(
+            name,
+            CHECK,
+            f"its base model has the digest {clean(digest, 64)}, most have {clean(usual, 64)}: adapters of different "
+            "models would be averaged",
+            "fetch the same model at all facilities, and state training.lora.base_sha256",
+        )
+        for name, digest in digests.items()
+        if digest != usual
+    ]

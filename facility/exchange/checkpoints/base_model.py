@@ -1,0 +1,98 @@
+"""The digest of a base model that stays at a facility (`training.lora.base`): hashed once, remembered while its files
+are the same.
+
+The digest is a manifest's (`content_sha256`): over the digests of the tensor files, equal where the same bytes are in
+the same files, as in two downloads of one published model. What was hashed is remembered in the user's cache for
+all federations, by path, size, inode and times of each file; where there is no cache, each job hashes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.user_cache import ours_alone, user_cache
+from facility.exchange.messages.manifest import content_digest, sha256_of
+
+NAME = "base-models.json"
+MOST_FILES = 2_000
+"""Files whose digests are remembered; the oldest are forgotten first."""
+Known = dict[str, tuple[list[int], str]]
+"""Digest of a file by its path, with what it looked like when it was hashed."""
+
+log = logging.getLogger(__name__)
+
+
+def base_digest(directory: Path) -> str:
+    """Digest of the tensor files of the checkpoint in `directory`. Raises `CheckpointError` where it is none."""
+    known, found = _remembered(), {}
+    for file in tensor_files(directory):
+        path = file.resolve()
+        looks, (looked, digest) = _looks(path), known.get(str(path), ([], ""))
+        if looks != looked:
+            log.info("hashing %s (%.1f GB) for the digest of the base model", path, path.stat().st_size / 1e9)
+            digest = sha256_of(path)
+            if _looks(path) == looks:
+                _remember(path, looks, digest)
+        found[file.name] = digest
+    return content_digest(found)
+
+
+def remembered_digest(directory: Path) -> str | None:
+    """The same where every file was hashed before and has not changed since; None: `base_digest` would read files."""
+    known, found = _remembered(), {}
+    for file in tensor_files(directory):
+        path = file.resolve()
+        looked, digest = known.get(str(path), ([], ""))
+        if _looks(path) != looked:
+            return None
+        found[file.name] = digest
+    return content_digest(found)
+
+
+def check_base(directory: Path, expected: str) -> None:
+    """Raise `InputError` where the base model in `directory` is not the one with the digest `expected`."""
+    if (found := base_digest(directory)) != expected:
+        raise InputError(
+            f"the base model {directory} has the digest {found}, expected training.lora.base_sha256 {expected}: the "
+            "adapters of this federation belong to other weights; fetch the base that the federation names"
+        )
+
+
+def tensor_files(directory: Path) -> list[Path]:
+    """The checkpoint's tensor files, sorted."""
+    return sorted({entry.file for entry in open_checkpoint(directory).tensors.values()})
+
+
+def _looks(path: Path) -> list[int]:
+    status = path.stat()
+    return [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _remembered() -> Known:
+    """Nothing where the record is missing, malformed, or others could have written it."""
+    folder = user_cache()
+    if folder is None or not ours_alone(folder / NAME):
+        return {}
+    try:
+        raw = json.loads((folder / NAME).read_bytes())
+        return {str(path): ([int(one) for one in looks], str(digest)) for path, (looks, digest) in raw.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _remember(path: Path, looks: list[int], digest: str) -> None:
+    """Two processes that write at once may each forget what the other hashed, which is then hashed again."""
+    if (folder := user_cache()) is None:
+        return
+    known: Mapping[str, object] = {key: value for key, value in _remembered().items() if key != str(path)}
+    kept = dict([*known.items(), (str(path), (looks, digest))][-MOST_FILES:])
+    try:
+        write_json(folder / NAME, kept)
+    except OSError as error:
+        log.info("the digest of %s is not remembered: %s", path, error)
