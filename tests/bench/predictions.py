@@ -68,7 +68,8 @@ CASES = {
     "many-tokens": Case(hidden=512, layers=6, batch=16),
     "wide": Case(hidden=1024, layers=8),
     "adafactor": Case(hidden=512, layers=6, training={"optimizer": "adafactor"}),
-    "int8": Case(hidden=512, layers=6, training={"encoding": "delta-int8"}),
+    "muon": Case(hidden=512, layers=6, training={"optimizer": "muon"}),
+    "int8": Case(hidden=512, layers=6, training={"encoding": "delta-int8", "export_dtype": "float32"}),
 }
 
 
@@ -112,8 +113,9 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit(f"{case} ended with {done.returncode}: {done.stderr[-3000:]}")
     update, state, report = folder / "job/update", folder / "job/state", read_report(folder / "job/update")
-    figures, told = model_figures(model), read_facility_settings(folder / "settings.json").training
-    disk = facility_disk(figures, told).parts
+    training_settings = read_facility_settings(folder / "settings.json").training
+    figures = model_figures(model)
+    disk = facility_disk(figures, training_settings).parts
     encoded = bool(disk["its encoded form"])
     link = disk["its encoded form"] if encoded else disk["update"]
     moments = size(state / "round-0")

@@ -7,7 +7,7 @@ algorithms 4 and 5, as in `torch.optim.Adafactor`: steps are relative to the roo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,27 +46,26 @@ class Adafactor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; three sums over the ranks, whatever the number of parameters."""
+        """One step; four sums over the ranks, whatever the number of parameters.
+
+        Updates are worked out twice, for their norms and to be applied: all of them at once would take as much memory
+        as the gradients.
+        """
         parts = [part for part in self.parts if part.tensor.grad is not None]
         decay = {id(t): g["weight_decay"] for g in self.param_groups for t in g["params"]}
         rate = self.param_groups[0]["lr"]
-        sizes = self._root_mean_squares([part.tensor for part in parts], parts)
-        estimates = self._estimates(parts)
-        updates = []
-        for part, estimate in zip(parts, estimates, strict=True):
-            epsilon = torch.finfo(part.tensor.dtype).eps
-            assert part.tensor.grad is not None
-            updates.append(estimate.clamp_(min=epsilon * epsilon).rsqrt_().mul_(part.tensor.grad))
-        norms = self._root_mean_squares(updates, parts)
-        for part, update, size, norm in zip(parts, updates, sizes, norms, strict=True):
+        sizes = self._root_mean_squares((part.tensor for part in parts), parts)
+        totals = self._move_estimates(parts)
+        norms = self._root_mean_squares(map(self._update, parts, totals), parts)
+        for part, total, size, norm in zip(parts, totals, sizes, norms, strict=True):
             relative = min(rate, 1 / float(self.state[part.tensor]["step"]) ** 0.5)
             step = max(self.values["smallest_scale"], size) * relative
             if decay[id(part.tensor)]:
                 part.tensor.mul_(1 - rate * decay[id(part.tensor)])
-            part.tensor.add_(update, alpha=-step / max(1.0, norm / self.values["clip_threshold"]))
+            part.tensor.add_(self._update(part, total), alpha=-step / max(1.0, norm / self.values["clip_threshold"]))
 
-    def _estimates(self, parts: Sequence[LocalShard]) -> list[torch.Tensor]:
-        """Move the second moments by the gradients, and rebuild them for the rows held here."""
+    def _move_estimates(self, parts: Sequence[LocalShard]) -> list[torch.Tensor]:
+        """Move the second moments by the gradients; the sum of each matrix's row means over the ranks."""
         columns = []
         for part in parts:
             gradient = part.tensor.grad
@@ -91,7 +90,13 @@ class Adafactor(torch.optim.Optimizer):
             state[COLUMNS].lerp_(column, amount)
             totals.append(state[ROWS].sum().reshape(1))
         sum_over_shards(totals, parts)
-        return [self._rebuilt(part, total) for part, total in zip(parts, totals, strict=True)]
+        return totals
+
+    def _update(self, part: LocalShard, total: torch.Tensor) -> torch.Tensor:
+        """The gradient over the root of the second moments, of the rows held here."""
+        epsilon = torch.finfo(part.tensor.dtype).eps
+        assert part.tensor.grad is not None
+        return self._rebuilt(part, total).clamp_(min=epsilon * epsilon).rsqrt_().mul_(part.tensor.grad)
 
     def _rebuilt(self, part: LocalShard, total: torch.Tensor) -> torch.Tensor:
         state = self.state[part.tensor]
@@ -100,9 +105,9 @@ class Adafactor(torch.optim.Optimizer):
         mean = total / part.shape[0] if len(part.shape) == 2 else state[ROWS].mean(-2, keepdim=True)
         return (state[ROWS] @ state[COLUMNS]).div_(mean.clamp(min=torch.finfo(part.tensor.dtype).eps))
 
-    def _root_mean_squares(self, values: Sequence[torch.Tensor], parts: Sequence[LocalShard]) -> list[float]:
-        """Of whole parameters, whose rows several ranks hold."""
-        squares = [value.double().square().sum().reshape(1) for value in values]
+    def _root_mean_squares(self, values: Iterable[torch.Tensor], parts: Sequence[LocalShard]) -> list[float]:
+        """Of whole parameters, whose rows several ranks hold; `values` are looked at one by one."""
+        squares = [torch.linalg.vector_norm(value, dtype=torch.float64).square().reshape(1) for value in values]
         sum_over_shards(squares, parts)
         return [(float(s) / torch.Size(part.shape).numel()) ** 0.5 for s, part in zip(squares, parts, strict=True)]
 
