@@ -21,17 +21,14 @@ from facility.exchange.checkpoints.moments import (
     FOLDER,
     FULL,
     INT8,
-    Moment,
-    StoredMoments,
     decoded,
     encoded,
     has_moments,
-    shapes_in,
-    write_moments,
 )
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation.updates import write_update
+from tests.moments import stored, with_moments
 from tests.pico import save_pico
 
 MEAN = AggregationSettings(rule="mean")
@@ -42,32 +39,6 @@ def model(tmp_path: Path) -> Path:
     path = save_pico(tmp_path / "model", dtype="bfloat16")
     write_manifest(path, Manifest(kind="model", federation="f", round=0))
     return path
-
-
-def of_all(directory: Path, form: str) -> list[Moment]:
-    """A moment of every tensor that can have it in this form."""
-    shapes = shapes_in(open_checkpoint(directory))
-    return [Moment(name=n, form=form, shape=s) for n, s in shapes.items() if form == FIRST or len(s) > 1]
-
-
-def with_moments(
-    directory: Path, form: str, *, seed: int = 0, scale: float = 1.0, kept: float = 0.0
-) -> dict[Moment, np.ndarray]:
-    """Give every tensor moments of its own, and the manifest its files; returns them as they are stored."""
-    rng = np.random.default_rng(seed)
-    found = {}
-    for moment in of_all(directory, form):
-        drawn = rng.standard_normal((moment.rows, moment.width)) * scale
-        found[moment] = np.asarray(drawn if form == FIRST else np.square(drawn), np.float32)
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)
-    rows = {moment: lambda first, count, v=value: v[first : first + count] for moment, value in found.items()}
-    write_moments(directory, rows, steps=5, kept=kept)
-    write_manifest(directory, read_manifest(directory))
-    return {m: decoded(form, encoded(form, value)).reshape(value.shape) for m, value in found.items()}
-
-
-def stored(directory: Path) -> StoredMoments:
-    return StoredMoments(directory, shapes_in(open_checkpoint(directory)))
 
 
 @pytest.mark.parametrize("form", [FIRST, FULL, INT8, BLOCKS])
