@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.moment_limits import LARGEST
-from coordinator.aggregation.moments import APART, KEY
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -88,7 +87,7 @@ def test_one_of_three_moves_the_mean_no_further_than_the_limit(form: str, model:
     honest = [with_moments(update, form, seed=seed) for seed, update in enumerate(updates[:2])]
     with_moments(updates[2], form, seed=2, scale=1e12)
     record = aggregate(base=model, updates=updates, out=tmp_path / "next", settings=MEAN)
-    assert record.details[KEY] == {"c": len(honest[0])}
+    assert record.details["moments_scaled"] == {"c": len(honest[0])}
     found = stored(tmp_path / "next")
     for moment in honest[0]:
         sizes = [np.linalg.norm(one[moment]) if form == FIRST else one[moment].mean() for one in honest]
@@ -100,7 +99,7 @@ def test_two_that_are_too_far_apart_are_not_shared(model: Path, tmp_path: Path):
     count = len(with_moments(a, FIRST))
     with_moments(b, FIRST, seed=1, scale=100.0)
     record = aggregate(base=model, updates=[a, b], out=tmp_path / "next", settings=MEAN)
-    assert record.details[APART] == count and not has_moments(tmp_path / "next")
+    assert record.details["moments_apart"] == count and not has_moments(tmp_path / "next")
 
 
 def test_what_is_left_of_received_second_moments_is_not_taken_away(model: Path, tmp_path: Path):

@@ -108,8 +108,8 @@ def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path
     masked = [path for path in sent if {e.dtype for e in open_checkpoint(path.parent).tensors.values()} == {"U64"}]
     assert len(masked) >= 3, "and nothing of a single facility's travels unmasked"
     digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in sent if path not in masked}
-    (told,) = (archive_of(path).model_for(1) / "second_moments").iterdir()
-    assert digests <= {hashlib.sha256(told.read_bytes()).hexdigest()}
+    (mean_file,) = (archive_of(path).model_for(1) / "second_moments").iterdir()
+    assert digests <= {hashlib.sha256(mean_file.read_bytes()).hexdigest()}
 
 
 @pytest.mark.nightly

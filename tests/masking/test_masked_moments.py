@@ -72,8 +72,8 @@ def close(found: dict[str, Factors], wanted: dict[str, Factors], facilities: int
 
 def plainly(federation: Masking, second: dict[str, Second], number: int, out: Path) -> dict[str, Factors]:
     """What the coordinator makes of the same second moments without masks."""
-    told = steps(federation.names, number)
-    updates = {name: federation.plain(name, told[name], number, second[name]) for name in second}
+    moves = steps(federation.names, number)
+    updates = {name: federation.plain(name, moves[name], number, second[name]) for name in second}
     settings = AggregationSettings(rule="mean", clip_ratio=0, screen={"action": "off"})  # type: ignore[arg-type]
     aggregate(base=federation.model(number), updates=updates, out=out, settings=settings)
     return read_factors(out, SHAPES)[0]
@@ -84,18 +84,18 @@ def test_two_rounds_give_the_means_that_they_give_without_masks(tmp_path: Path, 
     tokens = {"alpha": 100, "beta": 300, "gamma": 1600}
     federation = Masking(root=tmp_path, signers=signers, tokens=tokens, moments=MaskedMoments(range=RANGE))
     for number in range(2):
-        second, told = all_of(seed=10 * number), steps(NAMES, number)
+        second, moves = all_of(seed=10 * number), steps(NAMES, number)
         if number:  # honest: half of what was received is left
             before = shared(federation)
             second = {n: {k: mixed(before[k], v, 0.5) for k, v in one.items()} for n, one in second.items()}
         wanted = plainly(federation, second, number, tmp_path / f"plain-{number}")
-        assert federation.round(told, number, second=second)[1:] == (number + 1, True)
+        assert federation.round(moves, number, second=second)[1:] == (number + 1, True)
         close(shared(federation, number + 1), wanted, 3)
         assert read_factors(federation.model(number + 1), SHAPES)[1] == 10.0 * (number + 1)
         details = federation.archive.read_round(number).aggregation["details"]
         assert not [key for key in details if key.startswith("second_moments")], "nothing honest is limited"
     weights = {"alpha": 0.125, "beta": 0.375, "gamma": 0.5}
-    assert error(moved(federation, 1), mean_of(told, weights)) < 0.003
+    assert error(moved(federation, 1), mean_of(moves, weights)) < 0.003
 
 
 def mixed(one: Factors, other: Factors, share: float) -> Factors:
@@ -136,9 +136,9 @@ def test_who_has_none_of_a_parameter_does_not_dilute_the_others(federation: Mask
 
 def test_a_coordinator_killed_at_any_place_gives_the_same_mean(federation: Masking, tmp_path: Path):
     """Before the request, updates are masked anew under fresh keys; after it the same request is answered again."""
-    second, told = all_of(), steps(NAMES)
+    second, moves = all_of(), steps(NAMES)
     wanted = plainly(federation, second, 0, tmp_path / "plain")
-    plain = {name: federation.plain(name, told[name], 0, second[name]) for name in NAMES}
+    plain = {name: federation.plain(name, moves[name], 0, second[name]) for name in NAMES}
     sent: list[dict[str, bytes]] = []
     for _ in range(2):
         roster = federation.roster([federation.keys(name) for name in NAMES])
@@ -169,8 +169,8 @@ def test_a_facility_limits_itself_and_signs_that_it_did(federation: Masking):
     before, second = shared(federation), all_of(seed=5)
     second["alpha"] = second_moments(5, size=1e-4)
     roster = federation.roster([federation.keys(name, 1) for name in NAMES], 1)
-    told = steps(NAMES, 1)
-    plain = {name: federation.plain(name, told[name], 1, second[name]) for name in NAMES}
+    moves = steps(NAMES, 1)
+    plain = {name: federation.plain(name, moves[name], 1, second[name]) for name in NAMES}
     received = {name: federation.masked(name, roster, plain[name], 1) for name in NAMES}
     stated = read_manifest(received["alpha"]).extra["masking"]["moments"]
     assert stated == {"range": RANGE, "every": 1, "growth": 10.0}
@@ -184,14 +184,14 @@ def test_a_facility_limits_itself_and_signs_that_it_did(federation: Masking):
 
 def closed_with(federation: Masking, change, number: int = 0) -> dict[str, object]:  # type: ignore[no-untyped-def]
     """A round in which alpha changes what it masked: `change(name, numbers)`. Returns the round's details."""
-    roster, told, second = (
+    roster, moves, second = (
         federation.roster([federation.keys(n, number) for n in NAMES], number),
         steps(NAMES),
         all_of(),
     )
     received = {}
     for name in NAMES:
-        update = federation.masked(name, roster, federation.plain(name, told[name], number, second[name]), number)
+        update = federation.masked(name, roster, federation.plain(name, moves[name], number, second[name]), number)
         if name == "alpha":
             rewritten(update, change)
         received[name] = federation.receive(name, update, number)
