@@ -106,25 +106,6 @@ def mixed(one: Factors, other: Factors, share: float) -> Factors:
     return Factors(both(one.rows, other.rows), columns)
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
-@given(
-    lost=st.lists(st.sampled_from((*NAMES, "delta", "epsilon")), max_size=2, unique=True).flatmap(
-        lambda names: st.fixed_dictionaries({name: st.sampled_from(["keys", "train", "unmask"]) for name in names})
-    )
-)
-def test_whoever_is_lost_in_whichever_phase_the_mean_is_of_those_whose_updates_came(
-    tmp_path_factory: pytest.TempPathFactory, signers: Path, lost: dict[str, str]
-):
-    names = (*NAMES, "delta", "epsilon")
-    root = tmp_path_factory.mktemp("lost")
-    federation = Masking(root=root, signers=signers, names=names, moments=MaskedMoments(range=RANGE))
-    second = all_of(names)
-    there = {name: second[name] for name in names if lost.get(name) not in ("keys", "train")}
-    wanted = plainly(federation, there, 0, root / "plain")
-    assert federation.round(steps(names), lost=lost, second=second)[1:] == (1, True)
-    close(shared(federation), wanted, len(names))
-
-
 def test_who_has_none_of_a_parameter_does_not_dilute_the_others(federation: Masking, tmp_path: Path):
     second = all_of()
     second["beta"] = {name: one for name, one in second["beta"].items() if name != "a"}

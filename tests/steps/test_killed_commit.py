@@ -43,7 +43,11 @@ def closed(archive: Archive, updates: list[Path]) -> dict[str, str]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+IN_ALL = ("factors", "both")
+"""Forms that the default suite tries, which have all parts of the others."""
+
+
+@pytest.mark.parametrize("form", [pytest.param(f, marks=() if f in IN_ALL else pytest.mark.slow) for f in FORMS])
 def test_the_round_is_closed_again_with_the_same_bytes(form: str, tmp_path: Path):
     archive = begun(tmp_path)
     updates = []
