@@ -9,13 +9,20 @@ round for ever. Of g nothing comes back: one of three facilities raises v to ten
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Any
+
+log = logging.getLogger(__name__)
 
 LARGEST = 10.0
 """Times the median facility's g of a parameter. Four languages, two of them known to the model, made them differ by up
 to 7 in 30 steps (a vector of norms; matrices by up to 4), and as much in each of 30 rounds of ten steps; two languages
 by up to 10.5 in one of 150 rounds of two steps, 6.8 in rounds of ten."""
+LEAST_FACILITIES = 3
+"""From this number on a median identifies the outlier."""
 SLOWEST = 3
 """A facility may have forgotten v as after so many times the median facility's steps."""
 
@@ -53,3 +60,57 @@ def agree(first: float, second: float, received: float, kept: float) -> bool:
         return False
     low, high = sorted(fresh(one, received, kept) for one in (first, second))
     return high <= LARGEST * low or high == 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limit:
+    """What the sizes of one parameter's moment at all facilities allow each of them."""
+
+    most: float | None = None
+    """The largest size that counts; None: any."""
+    apart: bool = False
+    """Two facilities differ by too much to say which is wrong: the moment is not sent."""
+
+
+def limit_of(sizes: Sequence[float], received: float, kept: float) -> Limit:
+    """The limit of one parameter's moment; none where a single facility brings it.
+
+    `sizes`: means of second moments or norms of first ones, of the facilities that bring it. `received`: the size of
+    what they began with, 0 for none.
+    """
+    if len(sizes) == 2:
+        return Limit(apart=not agree(sizes[0], sizes[1], received, kept))
+    return Limit(most=most_of(sizes, received, kept) if len(sizes) >= LEAST_FACILITIES else None)
+
+
+def kept_by_all(shares: Sequence[float]) -> float:
+    """The share of received moments that is left, from what each facility states; 0 where none brings any."""
+    if not shares:
+        return 0.0
+    return median(shares) if len(shares) >= LEAST_FACILITIES else max(shares)
+
+
+def recorded(kind: str, *, scaled: Mapping[str, int], apart: int, least: str = "") -> dict[str, Any]:
+    """What round.json says of moments that were held to the limits; logs it.
+
+    `kind`: as round.json names them. `scaled`: how many parameters' were held to a limit, by facility. `apart`: of how
+    many two facilities' alone were there, too far apart to be sent. `least`: what else they are held to, for the log.
+    """
+    words = kind.replace("_", " ")
+    for facility, count in scaled.items():
+        log.warning(
+            "%s of %d parameters of %s are more than %g times the median facility's%s: held to the limit",
+            words,
+            count,
+            facility,
+            LARGEST,
+            least,
+        )
+    if apart:
+        log.warning(
+            "%s of %d parameters of two facilities differ by more than %g times: not shared in this round",
+            words,
+            apart,
+            LARGEST,
+        )
+    return ({f"{kind}_scaled": dict(scaled)} if scaled else {}) | ({f"{kind}_apart": apart} if apart else {})

@@ -9,20 +9,17 @@ median of all, parameter by parameter; of two that differ by more, neither is se
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.moment_limits import LARGEST, agree, least_share, most_of
+from coordinator.aggregation.moment_limits import LEAST_FACILITIES, kept_by_all, least_share, limit_of, recorded
 from coordinator.aggregation.round import Aggregation
-from coordinator.aggregation.second_moments import LEAST_FACILITIES
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.moments import (
     FIRST,
@@ -34,10 +31,6 @@ from facility.exchange.checkpoints.moments import (
     write_moments,
 )
 from facility.exchange.errors import CheckpointError, UpdateRefused
-
-log = logging.getLogger(__name__)
-KEY, APART = "moments_scaled", "moments_apart"
-"""In the round's details, as those of `second_moments`."""
 
 
 @contextmanager
@@ -77,10 +70,7 @@ class Averaging:
     @property
     def kept(self) -> float:
         """The share of received second moments that is left."""
-        found = [stored.kept for _, stored, _ in self.members]
-        if self.received is None:
-            return 0.0
-        return median(found) if len(found) >= LEAST_FACILITIES else max(found)
+        return 0.0 if self.received is None else kept_by_all([stored.kept for _, stored, _ in self.members])
 
     def before(self, moment: Moment) -> float:
         """The mean of the received second moment; 0 where none was received in this form."""
@@ -107,11 +97,11 @@ class Averaging:
                 found.append(Member(facility=facility, stored=stored, weight=weight, size=size))
         sizes, before = [one.size for one in found], 0.0 if moment.form == FIRST else self.before(moment)
         kept = 0.0 if moment.form == FIRST else self.kept
-        if len(found) == 2 and not agree(sizes[0], sizes[1], before, kept):
+        limit = limit_of(sizes, before, kept)
+        if limit.apart:
             self.apart += 1
             return []
-        most = most_of(sizes, before, kept) if len(found) >= LEAST_FACILITIES else None
-        if most is None:
+        if (most := limit.most) is None:
             return found
         for one in found:
             if one.size > most:
@@ -155,18 +145,4 @@ def write_mean_moments(aggregation: Aggregation, model: Path) -> None:
     federated = [moment for moment in here.common() if moment.name in aggregation.floats]
     means = {moment: here.mean(moment, held) for moment in federated if (held := here.held(moment))}
     write_moments(model, means, steps=median(stored.steps for _, stored, _ in members))
-    record: dict[str, Any] = {KEY: here.scaled} if here.scaled else {}
-    aggregation.moments |= record | ({APART: here.apart} if here.apart else {})
-    for facility, count in here.scaled.items():
-        log.warning(
-            "moments of %d parameters of %s are more than %g times the median facility's: scaled to the limit",
-            count,
-            facility,
-            LARGEST,
-        )
-    if here.apart:
-        log.warning(
-            "moments of %d parameters of two facilities differ by more than %g times: not shared in this round",
-            here.apart,
-            LARGEST,
-        )
+    aggregation.moments |= recorded("moments", scaled=here.scaled, apart=here.apart)

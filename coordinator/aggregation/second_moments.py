@@ -12,14 +12,12 @@ say which is wrong: moments of such a parameter are not sent, and each facility 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from coordinator.aggregation.moment_limits import LARGEST, agree, least_share, most_of
+from coordinator.aggregation.moment_limits import LEAST_FACILITIES, kept_by_all, least_share, limit_of, recorded
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.verify import read_second_moments
 from facility.exchange.checkpoints.second_moments import (
@@ -30,13 +28,6 @@ from facility.exchange.checkpoints.second_moments import (
     read_factors,
     write_factors,
 )
-
-log = logging.getLogger(__name__)
-LEAST_FACILITIES = 3
-"""From this number on a median identifies the outlier."""
-KEY, APART = "second_moments_scaled", "second_moments_apart"
-"""In the round's details: how many parameters' were scaled down or raised, by facility; and how many were not sent,
-since two facilities' alone were there and too far apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,22 +72,8 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
             yield bounded, weight
 
     mean = mean_of(each())
-    record: dict[str, Any] = {KEY: scaled} if scaled else {}
-    aggregation.moments = record | ({APART: len(limits.apart)} if limits.apart else {})
-    for facility, count in scaled.items():
-        log.warning(
-            "second moments of %d parameters of %s are more than %g times what the median facility's gradients add, or "
-            "less than is left of those that it received: scaled to the limit",
-            count,
-            facility,
-            LARGEST,
-        )
-    if limits.apart:
-        log.warning(
-            "second moments of %d parameters of two facilities differ by more than %g times: not shared in this round",
-            len(limits.apart),
-            LARGEST,
-        )
+    least = ", by what its gradients add, or less than is left of those that it received"
+    aggregation.moments = recorded("second_moments", scaled=scaled, apart=len(limits.apart), least=least)
     if mean:
         write_factors(model, mean, steps=median(steps))
 
@@ -120,23 +97,14 @@ def _limits(aggregation: Aggregation) -> Limits:
         if factors is not None:
             kept.append(kept_of(update.directory))
     received = _received(aggregation) if kept else {}
-    share = 0.0 if not kept else median(kept) if len(kept) >= LEAST_FACILITIES else max(kept)
-
-    def before(name: str) -> float:
-        return received[name].mean if name in received else 0.0
-
-    most = {
-        name: limit
-        for name, found in means.items()
-        if len(found) >= LEAST_FACILITIES and (limit := most_of(found, before(name), share)) is not None
-    }
-    apart = {
-        name for name, found in means.items() if len(found) == 2 and not agree(found[0], found[1], before(name), share)
+    share = kept_by_all(kept)
+    found = {
+        name: limit_of(sizes, received[name].mean if name in received else 0.0, share) for name, sizes in means.items()
     }
     enough = len(kept) >= LEAST_FACILITIES
     return Limits(
-        most=most,
-        apart=frozenset(apart),
+        most={name: one.most for name, one in found.items() if one.most is not None},
+        apart=frozenset(name for name, one in found.items() if one.apart),
         received=received if enough else {},
         share=least_share(share) if enough else 0.0,
     )

@@ -22,6 +22,7 @@ from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.masking.fixed_point import HEADROOM, FixedPoint, clip_of, fixed_point
 from facility.exchange.masking.streams import DTYPES, MaskBuffer, places_of
+from facility.exchange.messages.masking import MaskedMoments
 
 
 @dataclass(kw_only=True)
@@ -37,6 +38,8 @@ class Unmasking:
     """1 or -1, and the seed of a stream that is to be added to the sum of what was sent."""
     clips: Mapping[str, float]
     default_clip: float
+    moments: MaskedMoments | None = None
+    """How second moments are masked; None: none are sent in this round."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """For round.json."""
     _points: dict[str, FixedPoint] = field(default_factory=dict)

@@ -11,6 +11,7 @@ from pathlib import Path
 from coordinator.aggregation import kernel
 from coordinator.aggregation.adapters import layout_with, settings_of, write_products
 from coordinator.aggregation.factor_errors import FactorErrors
+from coordinator.aggregation.masked_moments import write_unmasked_moments
 from coordinator.aggregation.mean_walk import make_mean_walk
 from coordinator.aggregation.moments import write_mean_moments
 from coordinator.aggregation.plan import needs_momentum
@@ -90,8 +91,11 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     aggregation.clock("hash")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
-    write_second_moments(aggregation, outputs.model)
-    write_mean_moments(aggregation, outputs.model)
+    if (unmasking := aggregation.request.unmasking) is not None:
+        write_unmasked_moments(aggregation, outputs.model, unmasking)
+    else:
+        write_second_moments(aggregation, outputs.model)
+        write_mean_moments(aggregation, outputs.model)
     if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
         agreed = settings_of(aggregation.opened, aggregation.request.adapters)
         write_adapter_config(outputs.model, agreed, aggregation.source.tensors)

@@ -26,6 +26,7 @@ from coordinator.config.compatibility import (
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.groups import without_groups
+from coordinator.config.masked_moments import obstacle
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy
 from coordinator.config.publishing import Creator, PublicSettings
@@ -266,7 +267,8 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
             "steps of its settings; remove one of them",
             key="rounds",
         )
-    if federation.masks or own:  # moments that are shared would be each facility's own, or another trainer's
+    unfit = federation.masks and any(obstacle(one, len(training)) for one in training)
+    if unfit or own:  # shared moments could not be masked, or another trainer's are not known
         training = resolve_training(training, "personal")
     model, pretrained = model_at(federation.path(federation.model)), federation.pretrained
     if pretrained is None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
+from coordinator.config.masked_moments import obstacle
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
 from facility.exchange.masking.walks import MOST_RATIO, MOST_STEPS_RATIO, far_apart, sequences_of, unlike
@@ -96,7 +97,7 @@ def check_privacy(
         )
     _check_aggregation(aggregation)
     for name, one in training.items():
-        _check_training(name, one, peer_signers[name])
+        _check_training(name, one, peer_signers[name], count)
     _check_alike(training)
 
 
@@ -181,7 +182,7 @@ def _check_alike(training: Mapping[str, TrainingSettings]) -> None:
         )
 
 
-def _check_training(name: str, training: TrainingSettings, peer_signers: str) -> None:
+def _check_training(name: str, training: TrainingSettings, peer_signers: str, count: int) -> None:
     secure = "with privacy.secure_aggregation"
     if training.encoding != "full":
         raise _error(
@@ -195,17 +196,13 @@ def _check_training(name: str, training: TrainingSettings, peer_signers: str) ->
             f"training.export_dtype of {name!r} is {training.export_dtype!r}, expected 'float32' {secure} (it does not "
             "travel, and half precision would round small steps away before they are masked)",
         )
-    if training.optimizer_state != "personal":
-        raise _error(
-            "training.optimizer_state",
-            f"training.optimizer_state of {name!r} is 'shared', which sends each facility's own moments; expected "
-            f"'personal' {secure}",
-        )
+    if training.optimizer_state == "shared" and (found := obstacle(training, count)) is not None:
+        raise _error(f"training.{found[0]}", f"training.{found[0]} of {name!r} {found[1]}")
     if training.first_moments != "off":
         raise _error(
             "training.first_moments",
-            f"training.first_moments of {name!r} is 'mean', which sends each facility's own moments; expected 'off' "
-            f"{secure}",
+            f"training.first_moments of {name!r} is 'mean': a first moment for each value would double what is masked, "
+            f"and it is not built; expected 'off' {secure}",
         )
     if training.lora.dora:
         raise _error(

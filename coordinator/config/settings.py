@@ -23,6 +23,7 @@ from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import SPARSE_DENSITY, read_settings
 from facility.exchange.text import Line, Name
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, Share, validated
@@ -146,6 +147,8 @@ class CoordinatorSettings(RoundSettings):
     """What `aggregation.rule: auto` means here, and why; for the report."""
     largest_step: float = 0.0
     """With `privacy.secure_aggregation`: the clip of tensors whose steps nothing is known of; else 0 and not there."""
+    masked_moments: MaskedMoments | None = None
+    """With `privacy.secure_aggregation`: how second moments travel under masks; absent: none do."""
     settings_sha256: dict[str, str] = field(default_factory=dict)
     """By facility, the digest of its settings file, where models and settings are signed."""
     format: int = FORMAT

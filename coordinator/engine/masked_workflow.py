@@ -9,6 +9,7 @@ from typing import Any
 
 from coordinator.config.deployments import FACILITY, Deployment
 from coordinator.config.federation import Facility, Federation
+from coordinator.config.masked_moments import masked_moments
 from coordinator.engine.round_workflow import EVALUATE
 from facility.exchange.messages.job_template import fill_template
 from facility.exchange.messages.masking import MaskingSettings
@@ -50,6 +51,7 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
         maximum_share=aggregation.maximum_share,
         clip_norm=privacy.clip_norm,
         peer_signers=facility.peer_signers or privacy.peer_signers,
+        moments=masked_moments([one.training for one in federation.facilities]),
     )
 
 

@@ -21,6 +21,7 @@ from coordinator.config.closing import carries
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
+from coordinator.config.masked_moments import masked_moments
 from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
@@ -150,6 +151,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         largest_step=largest_step({one.name: one.training for one in federation.facilities})
         if federation.masks
         else 0.0,
+        masked_moments=masked_moments([one.training for one in federation.facilities]) if federation.masks else None,
         closing=federation.closing,
         limits=federation.limits,
         even=federation.even,
@@ -177,6 +179,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         "privacy",
         "seed",
         "largest_step",
+        "masked_moments",
         "closing",
         "limits",
         "even",

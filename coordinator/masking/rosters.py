@@ -31,6 +31,7 @@ def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
         maximum_share=aggregation.maximum_share,
         clip_norm=privacy.clip_norm,
         peer_signers=aggregation.allowed_signers,
+        moments=settings.masked_moments,
     )
 
 

@@ -170,7 +170,9 @@ def check_facility(
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(memory_row(federation, facility, model, block, template))
         if link and not deployment.gate:
-            rows.append(check_link(facility, deployment, model, federation.sending))
+            rows.append(
+                check_link(facility, deployment, model, federation.sending, masked=federation.masks is not None)
+            )
     return rows, answer
 
 

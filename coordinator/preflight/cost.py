@@ -19,6 +19,8 @@ from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 
 PROBE_BYTES = 16_000_000
+MASKED_VALUES = 2
+"""Bytes of a second moment under masks, over those of one that is not masked."""
 
 
 def check_memory(
@@ -75,13 +77,17 @@ def arrangement(training: TrainingSettings, ranks: int, *, planned: bool) -> str
     return f"a replica on each of {ranks} ranks" if layout.sharding == "NO_SHARD" else f"sharded over {ranks} ranks"
 
 
-def check_link(facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings) -> Row:
-    """Send a little over ssh and scale it to a round's models."""
+def check_link(
+    facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings, *, masked: bool = False
+) -> Row:
+    """Send a little over ssh and scale it to a round's models. `masked`: second moments come back under masks."""
     training = facility.training
     there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
     walk, moments = model.mean_walk(training), model.moments(training)
     there += walk + moments
-    back = moments + model.travelling(model.written(training), training.encoding, training.sparse_density)
+    back = moments * (MASKED_VALUES if masked else 1) + model.travelling(
+        model.written(training), training.encoding, training.sparse_density
+    )
     named = ((walk, "the mean walk"), (moments, "moments"))
     parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
     sent = f"{size(there)} there{f' ({parts})' if parts else ''}"

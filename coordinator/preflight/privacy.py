@@ -28,6 +28,8 @@ def check_secure_aggregation(federation: Federation) -> list[Row]:
         f"the coordinator learns sums of {least} or more of {count} updates, unmasked by {threshold} answers; a round "
         f"may lose {count - least} updates, and then {count - threshold} answers"
     )
+    if any(one.training.optimizer_state == "shared" for one in federation.facilities):
+        found += "; second moments are shared, of which it learns the same sums"
     if privacy.differential is None:
         return [ok("federation", CHECK, found)]
     return [ok("federation", CHECK, f"{found}; updates are noised at their facility before they are masked")]

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.adapter_fit import check_adapters, check_told
+from coordinator.aggregation.masked_moments import check_masked_moments
 from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import holds_adapters
 from coordinator.aggregation.verify import check_identity, check_tokenizer, check_update
 from coordinator.comparison.phases import checked
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.moments import has_moments, shapes_in
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.masking.streams import DTYPES
@@ -22,6 +24,7 @@ from facility.exchange.messages.manifest import (
     run_of,
     verify_manifest,
 )
+from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.strict_json import clean
 
 
@@ -43,8 +46,12 @@ def check_masked(
     bits: int,
     adapters: LoraSettings | None,
     patterns: Patterns,
+    moments: MaskedMoments | None,
 ) -> None:
-    """The same for a masked update, whose values cannot be checked."""
+    """The same for a masked update, whose values cannot be checked.
+
+    `moments`: how its second moments are masked; None: it holds none.
+    """
     verify_manifest(update)
     check_identity(manifest, sent.manifest, facility, round)
     check_report(report.read_report(update), sent, facility)
@@ -60,6 +67,9 @@ def check_masked(
             raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
     else:
         match_masked(sent.checkpoint, opened, facility, bits, federated=patterns.federated)
+    if has_moments(update):
+        raise UpdateRefused(facility, "it holds moments that are not masked")
+    check_masked_moments(update, shapes_in(opened), facility, moments)
     check_tokenizer(sent.directory, update, facility)
 
 

@@ -16,6 +16,7 @@ from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, read_manifest
+from facility.exchange.messages.masking import MaskedMoments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +67,8 @@ class Expected:
     """The most that its report may claim; None: any claim is taken here and capped later."""
     masks: PrivacySettings | None = None
     """The update must be masked as these settings say; None: it must not be masked."""
+    moments: MaskedMoments | None = None
+    """How the second moments of a masked update are masked; None: it must hold none."""
     adapters: LoraSettings | None = None
     """The adapters that a masked update, or an answer of several models, must hold; None: whole models."""
     earlier: Earlier | None = None

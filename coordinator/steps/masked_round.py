@@ -139,6 +139,7 @@ def close_masked_round(
         seeds=seeds.streams,
         clips=roster.agreement.clips,
         default_clip=roster.agreement.default_clip,
+        moments=masking.moments_due(number),
         details={
             "masking": {
                 "bits": masking.bits,

@@ -125,7 +125,17 @@ def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path |
             facility, f"its encoding is {manifest.encoding!r}, expected {'masked' if masks else 'an update'} as agreed"
         )
     if masks is not None:
-        check_masked(update, manifest, sent, facility, expected.round, masks.bits, expected.adapters, expected.patterns)
+        check_masked(
+            update,
+            manifest,
+            sent,
+            facility,
+            expected.round,
+            masks.bits,
+            expected.adapters,
+            expected.patterns,
+            expected.moments,
+        )
         return
     check_update(
         update,
@@ -209,7 +219,7 @@ def log_received(
 def expected_of(settings: CoordinatorSettings, facility: str, round: int, model: Path, archive: str | None) -> Expected:
     """What the federation's settings say of a facility's update. `archive`: where late updates find their models."""
     earlier = Earlier(archive=Archive(resolve(archive)), facility=facility, seed=settings.seed) if archive else None
-    refuses = settings.claims.action == "refuse"
+    refuses, moments = settings.claims.action == "refuse", settings.masked_moments
     return Expected(
         facility=facility,
         round=round,
@@ -218,6 +228,7 @@ def expected_of(settings: CoordinatorSettings, facility: str, round: int, model:
         settings=settings.aggregation,
         weight_limit=weight_limit_of(settings, facility, model) if refuses else None,
         masks=settings.masks,
+        moments=moments if moments is not None and moments.due(round) else None,
         adapters=settings.lora,
         earlier=earlier,
         content=not verified_as_averaged(settings),

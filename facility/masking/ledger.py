@@ -118,6 +118,7 @@ def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSetti
         "walk": sorted({roster.keys[name].walk for name in survivors}),
         "clip_norm": float(settings.clip_norm),
         "bits": agreement.bits,
+        "moments": None if settings.moments is None else settings.moments.common,
         "clips": agreement.clips,
         "default_clip": agreement.default_clip,
     }

@@ -14,13 +14,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
-from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.companions import MOMENTS, copy_companions
 from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
 from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
@@ -32,6 +33,7 @@ from facility.exchange.masking.shares import write_shares
 from facility.exchange.masking.streams import DTYPES, SEED_BYTES, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
+from facility.masking.mask_moments import mask_moments
 from facility.masking.masked_piece import RESTS, Masker, Stored
 from facility.masking.private_keys import Member
 from facility.masking.sharing import share_seeds
@@ -87,27 +89,33 @@ def mask_update(
                     writer.write(name, start * sent.itemsize, as_bytes(sent))
                     rests.write(name, start * rest.itemsize, as_bytes(rest))
             digests, left = writer.digests(), rests.digests()
-        copy_companions(update, directory, leave=())
+        copy_companions(update, directory, leave=MOMENTS)
+        if (moments := settings.moments_due(roster.agreement.round)) is not None:
+            shapes = {name: tuple(source.update.shape) for name, source in sources.items()}
+            me = member.facility
+            mask_moments(update, directory, received, shapes, facility=me, masks=masks, weights=weights, sent=moments)
         write_shares(directory, share_seeds(member, own))
-        details = {
-            "bits": bits,
-            "roster": roster.digest,
-            "clip_norm": settings.clip_norm,
-            "adapters": manifest.encoding == "lora",
-        }
+        parameters = sum(source.update.elements for source in sources.values())
+        stated = dataclasses.replace(
+            manifest, encoding=ENCODING, files={}, dtypes={DTYPES[bits]: len(sources)}, parameters=parameters
+        )
+        details = details_of(manifest, roster, settings)
         made = write_manifest(
-            directory,
-            dataclasses.replace(
-                manifest,
-                encoding=ENCODING,
-                files={},
-                dtypes={DTYPES[bits]: len(sources)},
-                parameters=sum(source.update.elements for source in sources.values()),
-                extra=manifest.extra | {DETAILS: details},
-            ),
-            digests,
+            directory, dataclasses.replace(stated, extra=manifest.extra | {DETAILS: details}), digests
         )
     return made, left
+
+
+def details_of(manifest: Manifest, roster: Roster, settings: MaskingSettings) -> dict[str, Any]:
+    """What a masked update states of itself, and its facility signs. `manifest`: of the finished update."""
+    moments = settings.moments_due(roster.agreement.round)
+    details = {
+        "bits": roster.agreement.bits,
+        "roster": roster.digest,
+        "clip_norm": settings.clip_norm,
+        "adapters": manifest.encoding == "lora",
+    }
+    return details if moments is None else details | {"moments": moments.common}
 
 
 def signed_seeds(member: Member, own: bytes) -> list[tuple[int, bytes]]:

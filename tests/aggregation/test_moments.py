@@ -10,7 +10,6 @@ import pytest
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.moment_limits import LARGEST
-from coordinator.aggregation.moments import APART, KEY
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -21,17 +20,14 @@ from facility.exchange.checkpoints.moments import (
     FOLDER,
     FULL,
     INT8,
-    Moment,
-    StoredMoments,
     decoded,
     encoded,
     has_moments,
-    shapes_in,
-    write_moments,
 )
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation.updates import write_update
+from tests.moments import stored, with_moments
 from tests.pico import save_pico
 
 MEAN = AggregationSettings(rule="mean")
@@ -42,32 +38,6 @@ def model(tmp_path: Path) -> Path:
     path = save_pico(tmp_path / "model", dtype="bfloat16")
     write_manifest(path, Manifest(kind="model", federation="f", round=0))
     return path
-
-
-def of_all(directory: Path, form: str) -> list[Moment]:
-    """A moment of every tensor that can have it in this form."""
-    shapes = shapes_in(open_checkpoint(directory))
-    return [Moment(name=n, form=form, shape=s) for n, s in shapes.items() if form == FIRST or len(s) > 1]
-
-
-def with_moments(
-    directory: Path, form: str, *, seed: int = 0, scale: float = 1.0, kept: float = 0.0
-) -> dict[Moment, np.ndarray]:
-    """Give every tensor moments of its own, and the manifest its files; returns them as they are stored."""
-    rng = np.random.default_rng(seed)
-    found = {}
-    for moment in of_all(directory, form):
-        drawn = rng.standard_normal((moment.rows, moment.width)) * scale
-        found[moment] = np.asarray(drawn if form == FIRST else np.square(drawn), np.float32)
-    shutil.rmtree(directory / FOLDER, ignore_errors=True)
-    rows = {moment: lambda first, count, v=value: v[first : first + count] for moment, value in found.items()}
-    write_moments(directory, rows, steps=5, kept=kept)
-    write_manifest(directory, read_manifest(directory))
-    return {m: decoded(form, encoded(form, value)).reshape(value.shape) for m, value in found.items()}
-
-
-def stored(directory: Path) -> StoredMoments:
-    return StoredMoments(directory, shapes_in(open_checkpoint(directory)))
 
 
 @pytest.mark.parametrize("form", [FIRST, FULL, INT8, BLOCKS])
@@ -117,7 +87,7 @@ def test_one_of_three_moves_the_mean_no_further_than_the_limit(form: str, model:
     honest = [with_moments(update, form, seed=seed) for seed, update in enumerate(updates[:2])]
     with_moments(updates[2], form, seed=2, scale=1e12)
     record = aggregate(base=model, updates=updates, out=tmp_path / "next", settings=MEAN)
-    assert record.details[KEY] == {"c": len(honest[0])}
+    assert record.details["moments_scaled"] == {"c": len(honest[0])}
     found = stored(tmp_path / "next")
     for moment in honest[0]:
         sizes = [np.linalg.norm(one[moment]) if form == FIRST else one[moment].mean() for one in honest]
@@ -129,7 +99,7 @@ def test_two_that_are_too_far_apart_are_not_shared(model: Path, tmp_path: Path):
     count = len(with_moments(a, FIRST))
     with_moments(b, FIRST, seed=1, scale=100.0)
     record = aggregate(base=model, updates=[a, b], out=tmp_path / "next", settings=MEAN)
-    assert record.details[APART] == count and not has_moments(tmp_path / "next")
+    assert record.details["moments_apart"] == count and not has_moments(tmp_path / "next")
 
 
 def test_what_is_left_of_received_second_moments_is_not_taken_away(model: Path, tmp_path: Path):

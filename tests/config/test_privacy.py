@@ -14,6 +14,8 @@ from coordinator.engine.render import render
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import read_facility_settings
 
+SHARED = {"export_dtype": "float32", "signing_key": "k", "optimizer_state": "shared"}
+
 
 def described(**changes: Any) -> dict[str, Any]:
     return {
@@ -60,12 +62,14 @@ def read(tmp_path: Path, content: dict[str, Any]):
         ({"training": {"signing_key": "k"}}, "expected 'float32'"),
         ({"training": {"export_dtype": "float32"}}, "signing_key of 'a' is empty"),
         (
-            {"training": {"export_dtype": "float32", "signing_key": "k", "optimizer_state": "shared"}},
-            "each facility's own moments",
+            {"training": SHARED | {"optimizer_state_form": "int8"}},
+            "optimizer_state_form of 'a' is 'int8': .* expected 'factors'",
         ),
+        ({"training": SHARED | {"clip_norm": 0}}, "clip_norm of 'a' is 0: .* has to be known before a round"),
+        ({"training": SHARED | {"clip_norm": 50}}, "off by up to 2.9e-08, more than epsilon .* expected at most 18 "),
         (
             {"training": {"export_dtype": "float32", "signing_key": "k", "first_moments": "mean"}},
-            "sends each facility's own moments",
+            "first_moments of 'a' is 'mean': .* not built",
         ),
         (
             {"training": {"export_dtype": "float32", "signing_key": "k", "sync": {"policy": "diloco"}}},
@@ -87,6 +91,25 @@ def test_what_cannot_go_together_is_refused_with_the_reason(tmp_path: Path, chan
 def test_the_mean_and_every_server_optimizer_are_allowed(tmp_path: Path, rule: str):
     federation = read(tmp_path, described(aggregation={"rule": rule, "allowed_signers": "signers"}))
     assert federation.masks is not None
+
+
+@pytest.mark.parametrize(
+    ("training", "state"),
+    [({}, "shared"), ({"clip_norm": 0}, "personal"), ({"optimizer_state_form": "full"}, "personal")],
+)
+def test_automatic_second_moments_are_shared_as_without_masks_where_they_can_be_masked(
+    tmp_path: Path, training: dict[str, Any], state: str
+):
+    """Both sides get the same range and rounds, and nothing where moments are personal."""
+    keys = {"export_dtype": "float32", "signing_key": "k", "optimizer_state_every": 2} | training
+    masked = read(tmp_path, described(training=keys))
+    assert {one.training.optimizer_state for one in masked.facilities} == {state}
+    plain = {key: value for key, value in described(training=keys).items() if key != "privacy"}
+    assert {one.training.optimizer_state for one in read(tmp_path, plain).facilities} == {"shared"}
+    files = {name: json.loads(text) for name, text in render(masked).items() if name.endswith(".json")}
+    sent = files["workflow/facilities/a.json"]["masking"].get("moments")
+    assert sent == files["workflow/coordinator.json"].get("masked_moments")
+    assert sent == ({"range": 1.0, "every": 2} if state == "shared" else None)
 
 
 @pytest.mark.parametrize(("count", "threshold", "least"), [(3, 2, 3), (4, 3, 3), (5, 3, 4), (8, 5, 3)])

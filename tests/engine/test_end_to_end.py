@@ -17,6 +17,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.mean_walk import open_mean_walk
+from facility.exchange.checkpoints.moments import FIRST, INT8, StoredMoments, shapes_in
 from facility.exchange.checkpoints.second_moments import read_factors
 from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
 from tests.federations import write_federation
@@ -39,8 +40,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+MOMENTS = {"optimizer_state": "shared", "optimizer_state_form": "int8", "first_moments": "mean"}
+"""Travel value by value, and so are in the digests of what is compared."""
+
+
 def make(root: Path, **changes: object) -> Path:
-    path = write_federation(root, ["site-a.1", "b_2"], **changes)  # type: ignore[arg-type]
+    path = write_federation(root, ["site-a.1", "b_2"], **{"training": MOMENTS} | changes)  # type: ignore[arg-type]
     path.write_text(path.read_text().replace("- name: site-a.1\n", "- name: site-a.1\n  training: {ranks: 2}\n"))
     write(read_federation(path))
     return path
@@ -62,6 +67,9 @@ def test_perplexity_falls_and_the_model_loads(undisturbed: Path):
     assert len(data["final_evaluation"]) == 2
     model = AutoModelForCausalLM.from_pretrained(data["model"])
     assert sum(p.numel() for p in model.parameters()) > 10_000
+    last = archive_of(undisturbed).model_for(2)
+    moments = StoredMoments(last, shapes_in(open_checkpoint(last))).moments.values()
+    assert {moment.form for moment in moments} == {INT8, FIRST}
     rows = (archive_of(undisturbed).path / "history.jsonl").read_text().splitlines()
     assert len(rows) == 4
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,20 @@ from coordinator.steps.arrived import sort_out
 from coordinator.steps.expectation import Expected
 from coordinator.steps.masked_round import close_masked_round, settle
 from coordinator.steps.receive import receive
+from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.files.durable import new_directory
 from facility.exchange.masking.roster import Keys, Roster, read_roster, write_keys
 from facility.exchange.masking.unmasking import read_request, write_answer
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import read_manifest, run_of, with_run
-from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
+from facility.exchange.messages.masking import MaskedMoments, MaskingSettings
 from facility.masking.answering import answer_request
 from facility.masking.mask_update import mask_update
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules
 from tests.aggregation import make
 
+Second = Mapping[str, Factors]
 SHAPES = {"a": (5, 7), "b.weight": (300, 500), "c": (3,)}
 
 
@@ -64,8 +66,12 @@ class Masking:
     dtype: torch.dtype = torch.float32
     tokens: dict[str, int] = field(default_factory=dict)
     training_steps: dict[str, int] = field(default_factory=dict)
+    moments: MaskedMoments | None = None
+    """How second moments travel under masks."""
     rules: SiteRules = field(default_factory=SiteRules)
     """Of every facility."""
+    kept: float = 0.5
+    """Share of the received second moments in those of an update."""
     calls: int = 0
 
     def __post_init__(self) -> None:
@@ -85,6 +91,7 @@ class Masking:
             ),
             claims=ClaimSettings(action="off"),
             largest_step=self.largest_step,
+            masked_moments=self.moments,
             **({"rounds": 9} | self.changes),
         )
 
@@ -133,11 +140,14 @@ class Masking:
     def read(self, roster: Path) -> Roster:
         return read_roster(roster, self.masking, self.signers)
 
-    def plain(self, name: str, step: make.Tensors, number: int = 0) -> Path:
-        """What training leaves: the model, moved by `step`."""
+    def plain(self, name: str, step: make.Tensors, number: int = 0, second: Second | None = None) -> Path:
+        """What training leaves: the model, moved by `step`, and perhaps second moments."""
         base = self.model(number)
         moved = {key: value.float() + step[key] for key, value in make.read_all(base).items()}
         path = make.update(self.place("plain"), moved, base=base, facility=name, tokens=self.tokens.get(name, 100))
+        if second is not None:
+            write_factors(path, second, steps=10.0 * (number + 1), kept=self.kept if number else 0.0)
+            write_manifest(path, read_manifest(path))
         with_run(path, run_of(read_manifest(base)))
         return path
 
@@ -167,6 +177,7 @@ class Masking:
                 evaluation=False,
                 settings=AggregationSettings(),
                 masks=settings.masks,
+                moments=self.masking.moments_due(number),
                 adapters=settings.lora,
             ),
         )
@@ -217,15 +228,27 @@ class Masking:
         )
 
     def round(
-        self, steps: dict[str, make.Tensors], number: int = 0, *, lost: dict[str, str] | None = None
+        self,
+        steps: dict[str, make.Tensors],
+        number: int = 0,
+        *,
+        lost: dict[str, str] | None = None,
+        second: Mapping[str, Second] | None = None,
     ) -> tuple[Path, int, bool]:
-        """A whole round. `lost`: facilities by the phase that they do not live to see (keys, train, unmask)."""
+        """A whole round. `lost`: facilities by the phase that they do not live to see (keys, train, unmask).
+
+        `second`: second moments by facility.
+        """
         lost = lost or {}
         keyed = [name for name in self.names if lost.get(name) != "keys"]
         roster = self.roster([self.keys(name, number) for name in keyed], number)
         trained = [name for name in keyed if lost.get(name) != "train"]
         received = {
-            name: self.receive(name, self.masked(name, roster, self.plain(name, steps[name], number), number), number)
+            name: self.receive(
+                name,
+                self.masked(name, roster, self.plain(name, steps[name], number, (second or {}).get(name)), number),
+                number,
+            )
             for name in trained
         }
         request = self.settle(roster, received, number)

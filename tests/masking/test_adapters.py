@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.second_moments import Factors, read_factors, write_factors
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
+from facility.exchange.messages.masking import MaskedMoments
 from tests.aggregation import make
 from tests.masking import federation as federations
 from tests.masking.federation import Masking
@@ -21,13 +24,21 @@ A, B = ("base_model.model.layer.lora_A.weight", "base_model.model.layer.lora_B.w
 
 
 def adapter_update(federation: Masking, name: str, tensors: make.Tensors, number: int) -> Path:
-    """What training leaves: adapters alone."""
+    """What training leaves: adapters alone, and their second moments."""
     base = federation.model(number)
     path = make.update(federation.place("plain"), tensors, base=base, facility=name)
     write_json(path / "adapter_config.json", {"peft_type": "LORA", "r": RANK, "lora_alpha": 16})
+    write_factors(path, second_moments(name, number), steps=10.0 * (number + 1))
     write_manifest(path, dataclasses.replace(read_manifest(path), encoding="lora"))
     with_run(path, run_of(read_manifest(base)))
     return path
+
+
+def second_moments(name: str, number: int) -> dict[str, Factors]:
+    rng = np.random.default_rng([number, *name.encode()])
+    shapes = {A: (RANK, IN), B: (OUT, RANK)}
+    sums = {key: [rng.uniform(0.5, 1.5, size) for size in shape] for key, shape in shapes.items()}
+    return {key: Factors(*((1e-5 * v / v.mean()).astype(np.float32) for v in pair)) for key, pair in sums.items()}
 
 
 def masked_round(federation: Masking, trained: dict[str, make.Tensors], number: int, lost: str = "") -> None:
@@ -50,7 +61,10 @@ def test_two_rounds_of_masked_adapters_are_the_plain_means(
     """In the first round A begins with values of up to 1 / sqrt(inputs), beyond any step: the clip has room."""
     monkeypatch.setattr(federations, "SHAPES", {"layer.weight": (OUT, IN)})
     lora = LoraSettings(rank=RANK, targets=["layer"])
-    federation = Masking(root=tmp_path, signers=signers, changes={"lora": lora}, largest_step=0.02)
+    moments = MaskedMoments(range=1.0)
+    federation = Masking(
+        root=tmp_path, signers=signers, changes={"lora": lora}, largest_step=0.02, kept=0.0, moments=moments
+    )
     before: make.Tensors = {}
     for number in range(2):
         trained = {}
@@ -73,4 +87,10 @@ def test_two_rounds_of_masked_adapters_are_the_plain_means(
             make.read_all(federation.model(number + 1))["layer.weight"],
             make.read_all(federation.model(0))["layer.weight"],
         )
+        shared = read_factors(federation.model(number + 1), {A: (RANK, IN), B: (OUT, RANK)})[0]
+        for key, one in shared.items():
+            every = [second_moments(name, number)[key] for name in there]
+            for found, each in ((one.rows, [v.rows for v in every]), (one.columns, [v.columns for v in every])):
+                assert np.allclose(found, np.mean(each, axis=0), rtol=2e-7, atol=0), key
+        assert shared.keys() == {A, B}
         before = {key: after[key].float() for key in (A, B)}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -24,6 +25,8 @@ from coordinator.preflight.privacy import check_secure_aggregation
 from coordinator.publishing.card import privacy as card_privacy
 from coordinator.report.make import data_of, make_report
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.second_moments import read_factors
+from facility.exchange.masking.moments import error_of
 from facility.training.privacy.ledger import Ledger
 from tests.engine.engines import crossfed, killed_at, streamflow, weights
 from tests.federations import write_federation
@@ -84,7 +87,8 @@ def test_masked_rounds_learn_what_plain_rounds_learn(tmp_path: Path, training: d
     ids=["before-the-request", "after-it"],
 )
 def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path: Path, moments: tuple[str, ...]):
-    path = make(tmp_path, rounds=1)
+    """With shared second moments: the model that comes of it brings the mean of what lies at the facilities."""
+    path = make(tmp_path, rounds=1, final_evaluation=False, training={"optimizer_state": "shared"})
     for moment in moments:
         killed_at(moment, path, tmp_path / "engine")
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
@@ -93,6 +97,19 @@ def test_killed_at_each_step_the_same_command_completes_the_same_rounds(tmp_path
     assert len(weights(path)) == 1 and not (archive_of(path).path / "unmasking").exists()
     rows = summary(archive_of(path))["rounds"][0]["facilities"]
     assert [row["status"] for row in rows] == ["ok"] * 3
+    shapes = {name: one.shape for name, one in open_checkpoint(archive_of(path).model_for(1)).tensors.items()}
+    shared = read_factors(archive_of(path).model_for(1), shapes)[0]
+    own = [read_factors(kept_by(tmp_path, n) / "pico" / n / "finished/update-0/update", shapes)[0] for n in NAMES]
+    assert shared.keys() == own[0].keys() == shapes.keys()
+    for name, one in shared.items():
+        mean = np.mean([each[name].rows for each in own], axis=0, dtype=np.float64)
+        assert one.rows.any() and np.allclose(one.rows, mean, rtol=2e-7, atol=error_of(1.0, 3)), name
+    sent = list((tmp_path / "work").rglob("second_moments/model.safetensors"))
+    masked = [path for path in sent if {e.dtype for e in open_checkpoint(path.parent).tensors.values()} == {"U64"}]
+    assert len(masked) >= 3, "and nothing of a single facility's travels unmasked"
+    digests = {hashlib.sha256(path.read_bytes()).hexdigest() for path in sent if path not in masked}
+    (mean_file,) = (archive_of(path).model_for(1) / "second_moments").iterdir()
+    assert digests <= {hashlib.sha256(mean_file.read_bytes()).hexdigest()}
 
 
 @pytest.mark.nightly

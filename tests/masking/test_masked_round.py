@@ -12,6 +12,7 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import read_manifest, sha256_of
+from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.masking.private_keys import PrivateKeys
 from facility.rounds import sealed
@@ -20,6 +21,7 @@ from facility.rounds.sealed import check_kept, flaw
 from facility.rounds.smaller import unsent
 from tests.aggregation import make
 from tests.masking.federation import Masking, error, mean_of, moved, steps
+from tests.masking.test_masked_moments import RANGE, all_of, close, plainly, shared
 
 NAMES = ("alpha", "beta", "gamma", "delta")
 
@@ -104,12 +106,15 @@ def test_weights_are_the_claims_of_the_signed_keys_capped(tmp_path: Path, signer
 def test_whoever_is_lost_in_whichever_phase_the_sum_is_of_those_whose_updates_came(
     tmp_path_factory: pytest.TempPathFactory, signers: Path, lost: dict[str, str]
 ):
-    """Five facilities, threshold three: any two may be lost anywhere."""
-    names = (*NAMES, "epsilon")
-    federation = Masking(root=tmp_path_factory.mktemp("lost"), signers=signers, names=names, bits=32)
+    """Five facilities, threshold three: any two may be lost anywhere. Second moments are shared, too."""
+    names, root = (*NAMES, "epsilon"), tmp_path_factory.mktemp("lost")
+    federation = Masking(root=root, signers=signers, names=names, bits=32, moments=MaskedMoments(range=RANGE))
     told = steps(names)
-    assert federation.round(told, lost=lost)[1:] == (1, True)
     summed = [name for name in names if lost.get(name) not in ("keys", "train")]
+    second = all_of(names)
+    plain = plainly(federation, {name: second[name] for name in summed}, 0, root / "plain")
+    assert federation.round(told, lost=lost, second=second)[1:] == (1, True)
+    close(shared(federation), plain, len(names))
     assert error(moved(federation, 0), mean_of(told, dict.fromkeys(summed, 1.0))) < 1e-5
     rows = {row.facility: row.status for row in federation.archive.read_round(0).facilities}
     assert {name for name, status in rows.items() if status == "ok"} == set(summed)

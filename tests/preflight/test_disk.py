@@ -58,6 +58,9 @@ def test_moments_that_travel_are_with_every_model_and_update_and_are_told_with_t
         assert there[1] - there[0] == (2 + 1 + 1) * size
     row = check_link(Facility(name="a", dataset="/d", training=both), Deployment(), model, SendingSettings())
     assert "5.38 kB there (3.33 kB of it moments) and 5.38 kB back a round" in row.found, row
+    one = Facility(name="a", dataset="/d", training=shared)
+    row = check_link(one, Deployment(), model, SendingSettings(), masked=True)  # in 8 bytes a value on the way back
+    assert "2.61 kB there (560 B of it moments) and 3.17 kB back a round" in row.found, row
 
 
 def test_the_coordinator_does_not_need_more_for_more_rounds():

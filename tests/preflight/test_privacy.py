@@ -59,6 +59,7 @@ def test_what_masks_will_show_is_told_beside_the_noise(tmp_path: Path):
     content = described()
     (row,) = check_secure_aggregation(read(tmp_path, content))
     assert row.verdict == "ok" and "learns sums of 3 or more of 3 updates, unmasked by 2 answers" in row.found
+    assert "second moments are shared, of which it learns the same sums" in row.found
     content["privacy"] |= {"differential": {"epsilon": 4.0, "delta": 1e-6}}
     (row,) = check_secure_aggregation(read(tmp_path, content))
     assert "noised at their facility before they are masked" in row.found

@@ -14,16 +14,19 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from coordinator.masking.rosters import make_roster
+from facility.exchange.checkpoints.second_moments import Factors
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.masking.fixed_point import fixed_point
+from facility.exchange.masking.moments import Units, seed_of
 from facility.exchange.masking.roster import Roster, read_roster
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
 from facility.exchange.masking.walks import check_walks, walk_of
 from facility.exchange.messages.manifest import read_manifest, with_extra
+from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.steps import KEY as STEPS
-from facility.masking import answering
+from facility.masking import answering, mask_moments
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
@@ -82,7 +85,7 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
         federation.answer("alpha", request)
 
 
-@pytest.mark.parametrize("what", ["weights", "claims", "steps", "clip_norm", "clips"])
+@pytest.mark.parametrize("what", ["weights", "claims", "steps", "clip_norm", "clips", "moments"])
 def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, what: str):
     """Three sums over the same three facilities, weighed in three ways, are three equations for their three updates."""
     federation, roster, received, told = begun
@@ -96,6 +99,8 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
         federation.training_steps |= dict.fromkeys(federation.names, 9)
     elif what == "clip_norm":
         federation.privacy["clip_norm"] = 1e-3
+    elif what == "moments":
+        federation.moments = MaskedMoments(range=1.0)
     else:
         federation.largest_step /= 2
     second = federation.roster([federation.keys(name) for name in federation.names])
@@ -320,7 +325,13 @@ def test_shares_of_another_roster_are_that_facilitys_absence(begun):
     assert "used before" in rows["gamma"]
 
 
-TOLD = [{"clip_norm": 1e-12}, {"maximum_share": 1.0}, {"weights": "equal"}, {"minimum_sum": 3}]
+TOLD = [
+    {"clip_norm": 1e-12},
+    {"maximum_share": 1.0},
+    {"weights": "equal"},
+    {"minimum_sum": 3},
+    {"moments": MaskedMoments(range=1e-12)},
+]
 
 
 @pytest.mark.parametrize("told", TOLD, ids=str)
@@ -554,10 +565,77 @@ def test_the_masking_of_the_product_maps_seeds_of_one_set_to_seeds_of_the_other(
     assert np.array_equal(first["beta"], second["beta"] - swapped)
 
 
+def test_so_it_is_with_second_moments(tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """Alpha's second moments are larger by d in each number, and beta's smaller: with other values of the stream that
+    the two have in common, the files that they send are the same bytes; so the coordinator cannot tell one from the
+    other. All else that it sees of second moments, the file's header, is the same, too."""
+    federation = Masking(root=tmp_path, signers=signers, moments=MaskedMoments(range=1.0))
+    units = Units(largest=1.0, weights=dict.fromkeys(federation.names, 1.0))
+    rng = np.random.default_rng(8)
+    one = {name: units.encode(rng.uniform(0.2, 0.8, 1000) * 1e-6, 1.0) for name in federation.names}
+    moved_by = rng.integers(-(2**20), 2**20, 1000).astype(np.int64).view(np.uint64)
+    two = {"alpha": one["alpha"] + moved_by, "beta": one["beta"] - moved_by, "gamma": one["gamma"]}
+    place = {"v": Factors(np.zeros(999, np.float32))}
+    values = dict[str, np.ndarray]()
+    monkeypatch.setattr(Units, "encode", lambda self, content, weight: values["now"].copy())
+    monkeypatch.setattr(mask_moments, "has_factors", lambda directory: False)
+    swapped = {seed_of(bytes([9] * 32)): moved_by}
+
+    class Other(MaskBuffer):
+        def read(self, seed: bytes, start: int, count: int) -> np.ndarray:
+            stream = super().read(seed, start, count)
+            return stream - swapped[seed][start : start + count] if seed in swapped else stream
+
+    def sent(numbers: np.ndarray, out: str, masks: list[tuple[int, int]], buffer: type[MaskBuffer]) -> bytes:
+        values["now"] = numbers
+        monkeypatch.setattr(mask_moments, "MaskBuffer", buffer)
+        (tmp_path / out).mkdir()
+        mask_moments.mask_moments(
+            tmp_path,
+            tmp_path / out,
+            tmp_path,
+            {"v": place["v"].rows.shape},
+            facility="alpha",
+            masks=[(sign, bytes([number] * 32)) for sign, number in masks],
+            weights={"alpha": 1.0},
+            sent=MaskedMoments(range=1.0),
+        )
+        (path,) = (tmp_path / out / "second_moments").glob("*.safetensors")
+        return path.read_bytes()
+
+    for name, masks in {"alpha": [(1, 1), (1, 9), (1, 4)], "beta": [(1, 2), (-1, 9), (1, 5)]}.items():
+        first = sent(one[name], f"{name}-1", masks, MaskBuffer)
+        assert first == sent(two[name], f"{name}-2", masks, Other)
+        assert first != sent(two[name], f"{name}-3", masks, MaskBuffer)
+
+
+def test_streams_of_second_moments_are_others_than_those_of_the_update():
+    """A number modulo 2^64 under a stream that also masks weights would give these away."""
+    seed = bytes(range(32))
+    assert seed_of(seed) != seed and len(seed_of(seed)) == 32
+    update = MaskBuffer(4096, 16).read(seed, 0, 4096).copy().view(np.uint64)
+    moments = MaskBuffer(1024, 64).read(seed_of(seed), 0, 1024)
+    assert not set(update.tolist()) & set(moments.tolist())
+
+
+def uniform(path: Path, size: int) -> bool:
+    """Whether the last bytes of a file are spread as evenly as random ones."""
+    raw = np.frombuffer(path.read_bytes()[-size:], np.uint8)
+    expected = len(raw) / 256
+    counts = np.bincount(raw, minlength=256)
+    return float(((counts - expected) ** 2 / expected).sum()) < 400  # chi-squared, 255 degrees of freedom
+
+
+def test_masked_second_moments_look_like_noise(federation: Masking):
+    """Also where a facility has none."""
+    federation.moments = MaskedMoments(range=1.0)
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    update = federation.masked("alpha", roster, federation.plain("alpha", steps(federation.names)["alpha"]))
+    (path,) = (update / "second_moments").glob("*.safetensors")
+    assert uniform(path, 6400)
+
+
 def test_a_masked_update_looks_like_noise(begun):
     """The bytes that are sent are uniform, though all steps are small."""
     _, _, received, _ = begun
-    raw = np.frombuffer((received["alpha"] / "model.safetensors").read_bytes()[-400_000:], np.uint8)
-    counts = np.bincount(raw, minlength=256)
-    expected = len(raw) / 256
-    assert float(((counts - expected) ** 2 / expected).sum()) < 400  # chi-squared, 255 degrees of freedom
+    assert uniform(received["alpha"] / "model.safetensors", 400_000)

@@ -143,17 +143,30 @@ def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: flo
         else:
             values[name + ROWS], values[name + COLUMNS] = one.rows, one.columns
     planned = [Planned(name=name, dtype="F32", shape=value.shape) for name, value in values.items()]
-    with TensorWriter(
-        folder,
-        layout_of_shards(planned, 2**31),
-        {"format": "pt", "steps": repr(float(steps))} | ({"kept": repr(float(kept))} if kept else {}),
-    ) as writer:
+    with TensorWriter(folder, layout_of_shards(planned, 2**31), header(steps, kept)) as writer:
         for name, value in values.items():
             writer.write(name, 0, np.ascontiguousarray(value, np.float32).data.cast("B"))
 
 
+def header(steps: float, kept: float = 0.0) -> dict[str, str]:
+    """What the file states beside its tensors."""
+    return {"format": "pt", "steps": repr(float(steps))} | ({"kept": repr(float(kept))} if kept else {})
+
+
 def has_factors(directory: Path) -> bool:
     return (Path(directory) / FOLDER).is_dir()
+
+
+def steps_of(directory: Path) -> float:
+    """Steps that `directory`/second_moments states to have seen. Raises `CheckpointError` for what cannot be."""
+    checkpoint = open_checkpoint(Path(directory) / FOLDER)
+    try:
+        steps = float(checkpoint.metadata.get("steps", "0"))
+    except ValueError:
+        steps = -1.0
+    if not 0 <= steps < 1e12:
+        raise CheckpointError(f"{checkpoint.directory} states no plausible number of steps")
+    return steps
 
 
 def kept_of(directory: Path) -> float:
@@ -187,13 +200,7 @@ def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tupl
         if [None if one is None else len(one) for one in pair] != wanted:
             raise CheckpointError(f"{checkpoint.directory}: the factors of {name!r:.80} do not fit its shape {shape}")
         found[name] = Factors(*pair)  # type: ignore[arg-type]
-    try:
-        steps = float(checkpoint.metadata.get("steps", "0"))
-    except ValueError:
-        steps = -1.0
-    if not 0 <= steps < 1e12:
-        raise CheckpointError(f"{checkpoint.directory} states no plausible number of steps")
-    return found, steps
+    return found, steps_of(directory)
 
 
 def _read(entry: TensorEntry) -> Array:

@@ -16,10 +16,10 @@ from facility.exchange.checkpoints.floats import Array
 BLOCK = 16
 """Bytes of a cipher block."""
 SEED_BYTES = 32
-UNSIGNED: dict[int, Any] = {16: np.dtype("<u2"), 32: np.dtype("<u4")}
+UNSIGNED: dict[int, Any] = {16: np.dtype("<u2"), 32: np.dtype("<u4"), 64: np.dtype("<u8")}
 SIGNED: dict[int, Any] = {16: np.dtype("<i2"), 32: np.dtype("<i4")}
-DTYPES = {16: "U16", 32: "U32"}
-"""safetensors names of what is sent, by bits."""
+DTYPES = {16: "U16", 32: "U32", 64: "U64"}
+"""safetensors names of what is sent, by bits; 64 are of second moments."""
 
 
 def places_of(elements: Mapping[str, int]) -> dict[str, int]:

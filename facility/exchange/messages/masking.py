@@ -8,12 +8,35 @@ from annotated_types import Ge
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.text import Line, Name
-from facility.exchange.validation import NonNegative, Share, validated
+from facility.exchange.validation import NonNegative, Positive, Share, validated
 
 ENCODING = "masked"
 """In an update's manifest."""
 DETAILS = "masking"
-"""In a masked update's `extra`: bits, roster, clip_norm, adapters."""
+"""In a masked update's `extra`: bits, roster, clip_norm, adapters, and the limits of second moments."""
+
+
+GROWTH = 10.0
+"""A facility sends no more than so many times the mean second moment that the round began with, of each parameter."""
+
+
+@validated(frozen=True, kw_only=True)
+class MaskedMoments:
+    """How second moments travel under masks (`facility.exchange.masking.moments`)."""
+
+    range: Positive[float]
+    """The largest that is sent: `training.clip_norm` squared."""
+    every: Positive[int] = 1
+    """They are sent after every so many rounds."""
+
+    def due(self, round: int) -> bool:
+        """Whether they are sent after a round, counted from 0."""
+        return (round + 1) % self.every == 0
+
+    @property
+    def common(self) -> dict[str, float]:
+        """What must be equal at every facility, and what each signs that it has kept to."""
+        return {"range": float(self.range), "every": self.every, "growth": GROWTH}
 
 
 @validated(frozen=True, kw_only=True)
@@ -35,6 +58,12 @@ class MaskingSettings:
     """L2 norm to which this facility scales its step down; 0: off."""
     peer_signers: Line
     """Allowed-signers file at this facility with the key of every facility."""
+    moments: MaskedMoments | None = None
+    """Second moments that travel under masks; absent: none do."""
+
+    def moments_due(self, round: int) -> MaskedMoments | None:
+        """`moments` in a round after which they are sent, else None."""
+        return self.moments if self.moments is not None and self.moments.due(round) else None
 
     @property
     def common(self) -> dict[str, Any]:
@@ -47,6 +76,7 @@ class MaskingSettings:
             "weights": self.weights,
             "maximum_share": float(self.maximum_share),
             "clip_norm": float(self.clip_norm),
+            "moments": None if self.moments is None else self.moments.common,
         }
 
     def __post_init__(self) -> None:

@@ -34,6 +34,7 @@ from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
+from facility.training.state.leaving import leaving
 
 SECOND = "exp_avg_sq"
 DECAYS = {"exp_avg": "beta1", SECOND: "beta2"}
@@ -57,21 +58,16 @@ def write_outgoing(
 ) -> None:
     """Write `update`/moments from the optimizer state in `state`; nothing before the first step.
 
-    `before`: of the `steps`, those before this round. What leaves the facility is as in `second_moments`.
+    `before`: of the `steps`, those before this round.
     """
     if steps == 0:
         return
-    stored, sent = open_checkpoint(state), open_checkpoint(update).tensors
     by_value = training.optimizer_state == "shared" and training.optimizer_state_form != "factors"
     forms = dict.fromkeys(first_kinds(training), FIRST)
     forms |= {SECOND: training.optimizer_state_form} if by_value else {}
     found: dict[Moment, Rows] = {}
-    for key, entry in sorted(stored.tensors.items()):
-        kind, _, name = key.partition(".")
-        form = forms.get(kind)
-        if form is None or not federated.federated(name) or name not in sent or sent[name].shape != entry.shape:
-            continue
-        if form == FIRST or len(entry.shape) > 1:
+    for kind, name, entry in leaving(state, update, federated):
+        if (form := forms.get(kind)) is not None and (form == FIRST or len(entry.shape) > 1):
             moment = Moment(name=name, form=form, shape=tuple(entry.shape))
             found[moment] = _rows_of(entry, moment, 1.0 / (1.0 - decay(training, kind) ** steps))
     kept = kept_share(training.beta2, before=before, steps=steps) if by_value else 0.0

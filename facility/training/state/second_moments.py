@@ -24,6 +24,7 @@ from facility.exchange.checkpoints.second_moments import (
     write_factors,
 )
 from facility.training.shards import LocalShard
+from facility.training.state.leaving import leaving
 
 STORED = "exp_avg_sq."
 
@@ -54,19 +55,16 @@ def write_outgoing(
     written here (`facility.training.state.moments` has the rest).
 
     `held`: what was written there and is still in memory, so that it is not read again.
-
-    Only parameters that are federated leave the facility, as with the weights, and only those that the update holds by
-    the same name: experts that are fused here and apart on disk keep second moments of their own.
     """
     if steps == 0:
         return
     scale = 1.0 / (1.0 - beta2**steps)
-    stored, sent = open_checkpoint(state).tensors, open_checkpoint(update).tensors
     factors = {
-        name: factors_of_values(entry.shape, _reader(held[key]), scale) if key in held else factors_of(entry, scale)
-        for key, entry in sorted(stored.items())
-        if (name := key.removeprefix(STORED)) != key and federated.federated(name)
-        if name in sent and sent[name].shape == entry.shape and (matrices or len(entry.shape) < 2)
+        name: factors_of_values(entry.shape, _reader(held[key]), scale)
+        if (key := STORED + name) in held
+        else factors_of(entry, scale)
+        for kind, name, entry in leaving(state, update, federated)
+        if f"{kind}." == STORED and (matrices or len(entry.shape) < 2)
     }
     if not factors and not matrices:
         return
