@@ -2,8 +2,8 @@
 
 Where queues vary, steps that are agreed before the queue leave the nodes of those that began early idle, and everybody
 waits for those that began late. So the round's end is agreed instead, and each job takes as many steps as fit until
-then, within the stated bounds. The end is the earliest at which as many samples as the settings ask for are expected, over the
-waits that each facility's queue was seen to take (`coordinator.rounds.common_end`): the budget of
+then, within the stated bounds. The end is the earliest at which as many samples as the settings ask for are expected,
+over the waits that each facility's queue was seen to take (`coordinator.rounds.common_end`): the budget of
 `coordinator.planning.budget` with the queue as an empirical distribution.
 """
 

@@ -3,13 +3,13 @@
     python tests/bench/elastic_quality.py --out DIR --seeds 1 2 3 > elastic.json
 
 Four languages at four facilities, models of 0.16 M parameters really trained (`federated_learner`), rounds of 10 steps
-on a simulated clock; equal steps wait for all, 30 rounds. The steps are those that `coordinator.steps.elastic` asks for,
-by two causes. `pace`: the last facility is four times slower, so that it takes a quarter of the others' steps in every
-round. `queues`: log-normal queues (sigma 1) whose median is as long as a round's training; the steps vary from round
-to round within the default bounds. Perplexity after as many steps of all facilities together (`tokens`) and after as
-much simulated time (`time`), waiting for all or with a quorum of three quarters and no grace; a late update is rebased
-and weighed as the coordinator does. An update counts by its steps, and its learning rate passes over its round's part of
-the schedule. What was trained is kept in OUT/elastic.jsonl and not repeated.
+on a simulated clock; equal steps wait for all, 30 rounds. The steps are those that `coordinator.steps.elastic` asks
+for, by two causes. `pace`: the last facility is four times slower, so that it takes a quarter of the others' steps in
+every round. `queues`: log-normal queues (sigma 1) whose median is as long as a round's training; the steps vary from
+round to round within the default bounds. Perplexity after as many steps of all facilities together (`tokens`) and after
+as much simulated time (`time`), waiting for all or with a quorum of three quarters and no grace; a late update is
+rebased and weighed as the coordinator does. An update counts by its steps, and its learning rate passes over its
+round's part of the schedule. What was trained is kept in OUT/elastic.jsonl and not repeated.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def pace(rounds: int, *, elastic: bool) -> Way:
     least, most = EVEN.bounds(STEPS)
     facilities = [
         Elastic(
-            pace=FacilityPace(name=name, seconds_per_step=one, samples_per_step=1.0), waits=[0.0], least=least, most=most
+            pace=FacilityPace(name=name, seconds_per_step=one, samples_per_step=1.0),
+            waits=[0.0],
+            least=least,
+            most=most,
         )
         for name, one in seconds.items()
     ]
@@ -129,18 +132,18 @@ def described(way: Way) -> dict[str, Any]:
 
 
 def measured(
-    out: Path, way: Way, label: str, seed: int, *, shared: bool, data: Path, step_weight: float
+    out: Path, way: Way, label: str, seed: int, *, shared: bool, data: Path, by_work: bool
 ) -> dict[str, float]:
     """Perplexity by language after one training, or after that of an earlier start."""
     file, key = out / "elastic.jsonl", [label, seed, "shared" if shared else "personal"]
-    key += [step_weight] if way.steps is not None and step_weight != 1 else []
+    key += ["by work"] if way.steps is not None and by_work else []
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     if (row := next((row for row in rows if row["key"] == key), None)) is not None:
         return dict(row["languages"])
     texts, began = texts_of(out, data), time.perf_counter()
     local = replace(LOCAL, optimizer_state="shared", betas=(0.9, 0.99)) if shared else LOCAL
     model = base_model(out, texts, seed, 64)
-    found = learn(model, texts, way.course, RULE, seed, "participation", "whole", local, way.steps, step_weight)
+    found = learn(model, texts, way.course, RULE, seed, "participation", "whole", local, way.steps, by_work)
     row = {"key": key, "languages": found, "seconds": round(time.perf_counter() - began, 1)} | described(way)
     with open(file, "a") as kept:
         kept.write(json.dumps(row) + "\n")
@@ -168,7 +171,7 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="quorums and the slow machine's equal time, too")
     parser.add_argument("--personal", action="store_true", help="moments stay at each facility (default: shared)")
     parser.add_argument(
-        "--step-weight", type=float, default=1.0, help="an update counts its steps to this power (default 1: tokens)"
+        "--by-work", action="store_true", help="participation counts steps, not rounds in which one delivered"
     )
     parser.add_argument("--courses", action="store_true", help="print rounds, times and steps; train nothing")
     a = parser.parse_args()
@@ -179,7 +182,7 @@ def main() -> None:
         row: dict[str, Any] = {"seed": seed, "courses": {label: described(way) for label, way in asked.items()}}
         if not a.courses:
             found = {
-                label: measured(a.out, way, label, seed, shared=not a.personal, data=a.data, step_weight=a.step_weight)
+                label: measured(a.out, way, label, seed, shared=not a.personal, data=a.data, by_work=a.by_work)
                 for label, way in asked.items()
             }
             row["perplexity"] = compared(found)

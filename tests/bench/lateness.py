@@ -288,12 +288,12 @@ def learn(
     outer: str = "whole",
     local: Local = LOCAL,
     steps: Mapping[tuple[str, int], int] | None = None,
-    step_weight: float = 1.0,
+    by_work: bool = True,
 ) -> dict[str, float]:
     """Perplexity on each language's whole validation text after the course's last round. `outer`: as in `scaled`.
 
-    `steps`: of each facility's training by the round that it began in; None: equal. An update's weight is multiplied by
-    its steps, as a multiple of `STEPS`, to the power of `step_weight`.
+    `steps`: of each facility's training by the round that it began in, by which its update is weighed; None: equal.
+    `by_work`: participation counts steps, not rounds.
     """
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
@@ -304,10 +304,11 @@ def learn(
     }
     sent = [rounded([p.detach() for p in model.parameters()])]
     moments: list[SecondMoments | None] = [None]
-    counts: dict[str, int] = {}
+    counts: dict[str, float] = {}
     for number, delivered in enumerate(course.delivered):
         updates, weights, staleness = {}, {}, {}
-        counts |= {name: counts.get(name, 0) + 1 for name in delivered}
+        made = {name: STEPS if steps is None else steps[name, began] for name, began in delivered.items()}
+        counts |= {name: counts.get(name, 0.0) + (made[name] / STEPS if by_work else 1) for name in delivered}
         even = participation(counts, list(delivered))
         for name, began in sorted(delivered.items()):
             learner = learners[name]
@@ -315,13 +316,12 @@ def learn(
             if (shared := moments[began]) is not None:
                 take_second_moments(learner, shared)
             learner.step_number = began * STEPS  # the schedule spans the federation, as in the trainer
-            taken = STEPS if steps is None else steps[name, began]
-            learner.train(taken, STEPS)
+            learner.train(made[name], STEPS)
             own = zip(rounded([p.detach().clone() for p in learner.parameters]), sent[began], sent[number], strict=True)
             updates[name] = dict(zip(keys, (one - then + now for one, then, now in own), strict=True))
             staleness[name] = number - began
             stale = (1 + number - began) ** -aggregation.staleness_exponent
-            weights[name] = (taken / STEPS) ** step_weight * (even[name] if late_weight == "participation" else stale)
+            weights[name] = made[name] / STEPS * (even[name] if late_weight == "participation" else stale)
         base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
         server.settings = scaled(aggregation, len(delivered) / len(names), outer)
         following = server.step(base, updates, weights, staleness)

@@ -225,7 +225,7 @@ def test_a_tree_needs_two_branches_and_rounds(changes: dict[str, Any]):
 
 
 def test_elastic_rounds_by_hand():
-    """The first round's jobs do a round's work; then two rounds' work is done by both until T: T / 100 + T / 400 = 2."""
+    """The first round's jobs do a round's work; then four rounds' samples are done until T: T / 100 + 3 T / 400 = 4."""
     sites = [Site(name="fast", train_seconds=100), Site(name="slow", train_seconds=400, samples=3)]
     found = simulate_federation(federation(facilities=sites, rounds=3, model_megabytes=0, steps="elastic"))
     until = 4 / (1 / 100 + 3 / 400)

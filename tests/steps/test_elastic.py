@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import Archive
 from coordinator.config.closing import EvenSettings
 from coordinator.config.federation import read_federation
-from coordinator.config.settings import CoordinatorSettings
+from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.planning.budget import FacilityPace
 from coordinator.steps.aggregate import arguments_of, close_round, run_step
 from coordinator.steps.elastic import Elastic, common_end, ends_ahead
@@ -251,3 +252,52 @@ def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
     with pytest.raises(ConfigurationError, match="'elastic' with privacy"):
         privacy = {"secure_aggregation": True}
         read_federation(write_federation(tmp_path / "p", ["a", "b", "c"], rounds=rounds, privacy=privacy))
+
+
+LIES = 0
+"""Says that it took 2 steps, and claims the tokens of 32."""
+
+
+def weights_after(folder: Path, taken: list[dict[str, int]], **changes: Any) -> list[dict[str, float]]:
+    """Weights of each round in which facilities took so many steps (8 are set) of one sequence of ten tokens each."""
+    archive, nominal = Archive(folder / "archive"), dict.fromkeys(taken[0], 8)
+    fields = {"sequences": dict.fromkeys(nominal, 32), "claims": ClaimSettings(sequence_tokens=10)} | changes
+    settings = CoordinatorSettings(
+        federation="f", rounds=9, facilities=list(nominal), even=ELASTIC, steps=nominal, **fields
+    )
+    model, number, _ = start(archive, save_pico(folder / "model", dtype="bfloat16"), settings)
+    for steps in taken:
+        updates = []
+        for name, count in steps.items():
+            update = write_update(folder / f"{number}-{name}", model, name, round=number)
+            made, said = (2, 32) if count == LIES else (count, count)
+            write(update, dataclasses.replace(read_report(update), steps=made, samples=said, tokens=10 * said))
+            updates.append(update)
+        model, number, _ = close(archive, model, updates, settings, number)
+    return [{row.facility: row.weight for row in entry.facilities} for entry in archive.history()]
+
+
+def test_where_one_always_takes_fewer_steps_every_facility_weighs_as_its_settings_ask(tmp_path: Path):
+    for found in weights_after(tmp_path, [{"a": 12, "b": 3}] * 3):
+        assert found == pytest.approx({"a": 0.5, "b": 0.5}), "its update is shorter, but counts no less beside that"
+    folder = tmp_path / "limit"
+    assert weights_after(folder, [{"a": 32, "b": 1}])[0]["b"] == pytest.approx(1 * 4 / (1 * 4 + 32 * 16.5 / 32)), (
+        "nothing counts more than four times"
+    )
+
+
+def test_where_steps_vary_from_round_to_round_updates_weigh_by_what_was_done(tmp_path: Path):
+    found = weights_after(tmp_path, [{"a": 12, "b": 4}, {"a": 4, "b": 12}])
+    assert found[1] == pytest.approx({"a": 0.25, "b": 0.75}), "over both rounds they did as much"
+
+
+def test_weights_that_do_not_follow_what_was_done_stay_as_they_are(tmp_path: Path):
+    for place, kind in enumerate(("equal", {"a": 1.0, "b": 3.0})):
+        found = weights_after(tmp_path / str(place), [{"a": 12, "b": 3}], aggregation=AggregationSettings(weights=kind))
+        assert found[0]["a"] == pytest.approx(0.5 if kind == "equal" else 0.25)
+
+
+def test_nobody_gains_by_claiming_many_tokens_in_few_steps(tmp_path: Path):
+    honest = weights_after(tmp_path / "honest", [{"a": 8, "b": 32}])
+    claimed = weights_after(tmp_path / "claimed", [{"a": 8, "b": LIES}])
+    assert claimed == honest
