@@ -193,6 +193,21 @@ def test_a_round_that_goes_on_keeps_the_steps_with_which_it_began(tmp_path: Path
     assert steps_of(state, careful, received, 4) == 3, "an end beyond what it agreed to is no end"
 
 
+@pytest.mark.parametrize(("limit", "steps"), [(0.0, 5), (100.0, 5), (10.0, 5), (9.0, 4), (6.5, 3), (1.0, 2)])
+def test_steps_fit_into_what_is_left_of_the_jobs_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, steps: int
+):
+    """5 steps of 2 s fit until the round's end, and 2 are the least."""
+    archive = Archive(tmp_path / "archive")
+    start(archive, save_pico(tmp_path / "model"), CoordinatorSettings(federation="f", rounds=9, facilities=["a"]))
+    plain = read_manifest(archive.model_for(0))
+    received = dataclasses.replace(plain, extra=plain.extra | {"ends": {"a": GOOD | {"least": 2}}})
+    settings = FacilitySettings(federation="f", facility="a", rounds=9, seed=1, most_steps=8)
+    monkeypatch.setattr("facility.rounds.steps.time.time", lambda: 4990.0)
+    decide_steps(tmp_path / "state", settings, received, 4, limit=limit)
+    assert steps_of(tmp_path / "state", settings, received, 4) == steps
+
+
 def timed_update(directory: Path, model: Path, name: str) -> Path:
     """An update whose report says how fast the facility was."""
     update = write_update(directory, model, name)
