@@ -231,7 +231,7 @@ def _timed(one: Elastic, end: float, steps: float, rows: Sequence[FacilityRow], 
 
     def after(wait: float) -> int:
         room = (end - one.pace.fixed_seconds - wait) / one.pace.seconds_per_step
-        return min(max(math.floor(room), one.least), one.most)
+        return min(max(math.floor(room + 1e-6), one.least), one.most)
 
     nodes = [row.usage["node_seconds"] / row.seconds for row in found if row.usage.get("node_seconds") and row.seconds]
     return Timed(
