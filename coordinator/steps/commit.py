@@ -179,6 +179,16 @@ def by_participation(round: Commit, *, by_rounds: bool) -> AggregationSettings:
     return dataclasses.replace(round.aggregation, weights=weights, staleness_exponent=exponent)
 
 
+def work_of_round(round: Commit) -> dict[str, float] | None:
+    """By facility, within the bounds of `rounds`, as a multiple of its settings' steps; None where all take those."""
+    even = round.settings.even
+    if even is None or round.unmasking is not None:
+        return None
+    nominal = round.settings.steps
+    taken = {name: report.steps / nominal[name] for name, report in round.arrived.reports.items() if nominal.get(name)}
+    return {name: min(max(share, even.least_steps), even.most_steps) for name, share in taken.items()}
+
+
 def work_of(settings: CoordinatorSettings, model: Path) -> Work:
     """A facility's work in a round, as a multiple of its settings' steps.
 
@@ -220,6 +230,7 @@ def write_model(round: Commit, directory: Path) -> None:
         unmasking=round.unmasking,
         verify_base=True,
         verify_updates=verified_as_averaged(settings),
+        work=work_of_round(round),
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())
