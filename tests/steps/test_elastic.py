@@ -23,8 +23,9 @@ from coordinator.steps.elastic import Elastic, common_end, ends_ahead
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.report import Seconds, read_report, write
-from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.steps import MOST, End, end_asked
 from facility.rounds.steps import NAME, decide_steps, remember_beside, steps_of
 from tests.aggregation.updates import write_update
@@ -259,6 +260,21 @@ def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch:
     assert archive.read_note("attempts")["count"] == 1, "it is asked for again"
     again = end_asked(read_manifest(archive.model_for(1)), "a")
     assert again is not None and again.time == pytest.approx(first.time + 600 + archive.read_round(0).next_end)
+
+
+def test_a_facility_that_is_private_takes_the_steps_of_its_settings_whatever_is_asked(tmp_path: Path):
+    """Its noise is chosen for them, and its settings cannot allow more."""
+    archive = Archive(tmp_path / "archive")
+    start(archive, save_pico(tmp_path / "model"), CoordinatorSettings(federation="f", rounds=1, facilities=["a"]))
+    plain = read_manifest(archive.model_for(0))
+    asked = dataclasses.replace(plain, extra={"ends": {"a": GOOD}, "steps": {"a": 3}})
+    fields = {"federation": "f", "facility": "a", "rounds": 1, "seed": 1}
+    private = DifferentialSettings(epsilon=3.0, delta=1e-5, unit="block")
+    settings = FacilitySettings(**fields, training=TrainingSettings(export_dtype="float32"), differential=private)
+    assert decide_steps(tmp_path / "state", settings, asked, 0) is None
+    assert steps_of(tmp_path / "state", settings, asked, 0) is None
+    with pytest.raises(ConfigurationError, match="beside differential"):
+        dataclasses.replace(settings, most_steps=8)
 
 
 def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
