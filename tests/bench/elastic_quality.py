@@ -9,7 +9,8 @@ every round. `queues`: log-normal queues (sigma 1) whose median is as long as a 
 round to round within the default bounds. Perplexity after as many steps of all facilities together (`tokens`) and after
 as much simulated time (`time`), waiting for all or with a quorum of three quarters and no grace; a late update is
 rebased and weighed as the coordinator does: by its steps over the work of all rounds, with `--by-rounds` by its steps
-alone. Its learning rate passes over its round's part of the schedule. What was trained is kept in OUT/elastic.jsonl and not repeated.
+alone. Its learning rate passes over its round's part of the schedule. What was trained is kept in OUT/elastic.jsonl and
+not repeated.
 """
 
 from __future__ import annotations
@@ -171,7 +172,9 @@ def main() -> None:
     parser.add_argument("--late", action="store_true", help="quorums and the slow machine's equal time, too")
     parser.add_argument("--personal", action="store_true", help="moments stay at each facility (default: shared)")
     parser.add_argument(
-        "--by-rounds", action="store_true", help="weigh by tokens and by rounds delivered, not by the work of all rounds"
+        "--by-rounds",
+        action="store_true",
+        help="weigh by tokens, not by them over the work of all rounds",
     )
     parser.add_argument("--courses", action="store_true", help="print rounds, times and steps; train nothing")
     a = parser.parse_args()

@@ -332,3 +332,21 @@ def test_nobody_gains_by_claiming_many_tokens_in_few_steps(tmp_path: Path):
     honest = weights_after(tmp_path / "honest", [{"a": 8, "b": 32}])
     claimed = weights_after(tmp_path / "claimed", [{"a": 8, "b": LIES}])
     assert claimed == honest
+
+
+@pytest.mark.parametrize("even", [ELASTIC, None])
+def test_an_update_that_is_longer_for_its_steps_stays_in_the_round(tmp_path: Path, even: EvenSettings | None):
+    """Two were held in their queues, one was not; where all are to take the same steps, it is far out of line."""
+    archive, moves = Archive(tmp_path / "archive"), {"a": (2, 0.02), "b": (2, 0.02), "c": (32, 0.32)}
+    steps = dict.fromkeys(moves, 8) if even is not None else {}
+    settings = CoordinatorSettings(federation="f", rounds=9, facilities=list(moves), even=even, steps=steps)
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="float32"), settings)
+    updates = []
+    for name, (taken, move) in moves.items():
+        update = write_update(tmp_path / name, model, name, move=move)
+        write(update, dataclasses.replace(read_report(update), steps=taken, samples=taken, tokens=10 * taken))
+        updates.append(update)
+    close(archive, model, updates, settings)
+    entry = archive.read_round(0)
+    left_out = {row.facility for row in entry.facilities if row.status != "ok" or not row.weight}
+    assert left_out == (set() if even is not None else {"c"})
