@@ -47,12 +47,14 @@ def aggregate(
     unmasking: Unmasking | None = None,
     verify_base: bool = False,
     verify_updates: bool = False,
+    work: Mapping[str, float] | None = None,
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
     `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
     train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base` and `verify_updates`:
-    compare the base and the updates with their manifests as they are read. round.json is written to `record`, by
+    compare the base and the updates with their manifests as they are read. `work`: of each facility, where that differs
+    by intention. round.json is written to `record`, by
     default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
     facility.
 
@@ -76,6 +78,7 @@ def aggregate(
             unmasking=unmasking,
             verify_base=verify_base,
             verify_updates=verify_updates,
+            work=work,
         )
     )
 

@@ -22,7 +22,7 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
                 raise InputError(f"round {number!r} is not a number, expected for instance `crossfed explain round 3`")
             return explain_round(read_federation(file or find_federation()), int(number))
         case ["facility", name]:
-            return explain_facility(*_facility(read_federation(file or find_federation()), name))
+            return _explained(*_facility(read_federation(file or find_federation()), name))
         case [word]:
             return _key_or_facility(word, file)
         case _:
@@ -41,7 +41,17 @@ def _key_or_facility(word: str, file: Path | None) -> str:
     names = [one.name for one in federation.facilities]
     if word not in names:
         raise InputError(f"{unknown}; the facilities are {', '.join(names)}") from None
-    return explain_facility(federation, word)
+    return _explained(federation, word)
+
+
+def _explained(federation: Federation, name: str) -> str:
+    """A facility's standing, and how many steps its jobs take where those are not `training.steps`."""
+    text = explain_facility(federation, name)
+    if federation.even is None or federation.even.steps != "elastic":
+        return text
+    from coordinator.steps.outlook import explained
+
+    return "\n".join([text, *explained(federation, name)])
 
 
 def _facility(federation: Federation, name: str) -> tuple[Federation, str]:

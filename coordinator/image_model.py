@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_weights, load_published
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.conversion import check_names
+from coordinator.published_model import check_finite, check_weights, described, load_published
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
 from facility.exchange.errors import InputError
 
@@ -43,11 +41,7 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
     model.save_pretrained(out)
     copy_processor(source, out, revision=revision)
     evaluate(out, source)
-    check_names(out)
-    checkpoint = open_checkpoint(out)
-    summary = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
-    head = f"; a new head of {len(classes)} classes" if fresh else ""
-    return f"{summary}{head}; loaded and evaluated, every tensor has its place"
+    return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
 
 
 def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

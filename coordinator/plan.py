@@ -2,7 +2,8 @@
 
 The problem is a JSON file: devices, links and units (see coordinator/problem/problem.py; `facility.measure` writes
 it), a published placement or chain case, or {"facilities": [...], "round_samples": N} for the work per round; or a
-federation.yml, whose archive holds how long its rounds took.
+federation.yml, whose archive holds how long its rounds took: steps per facility, or with `rounds: {steps: elastic}`
+what its jobs are expected to take.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coordinator.planning.budget import Budget, budget_from_json
 from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
@@ -23,6 +24,9 @@ from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
+
+if TYPE_CHECKING:
+    from coordinator.steps.outlook import Outlook
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,10 +90,10 @@ def main(arguments: list[str] | None = None) -> int:
     if not given.out.parent.is_dir():
         raise ConfigurationError(f"--out {given.out}: there is not a directory {given.out.parent}; make it first")
     stop = Stop(given.seconds, given.iterations)
-    budget = budget_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
-    if budget is not None:
-        write_json(given.out, budget.to_json())
-        print(json.dumps(budget.to_json()) if given.json else budget.table())
+    work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
+    if work is not None:
+        write_json(given.out, work.to_json())
+        print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
     with on_interrupt(stop):
         plan, _ = solve_for(
@@ -171,8 +175,35 @@ def read_profile(path: Path) -> dict[str, Any]:
     return raw
 
 
-def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | None:
+def work_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | Outlook | None:
     """The work of a round, if the file asks for that: a federation.yml, or JSON with `facilities`; else None."""
+    return outlook_of(path, queues=queues, samples=samples) or budget_of(
+        path, queues=queues, samples=samples, gain=gain
+    )
+
+
+def outlook_of(path: Path, *, queues: list[str], samples: float | None) -> Outlook | None:
+    """What a federation.yml with `rounds: {steps: elastic}` is to expect; None for every other file."""
+    if path.suffix not in (".yml", ".yaml"):
+        return None
+    from coordinator.config.federation import read_federation
+
+    federation = read_federation(path)
+    if federation.even is None or federation.even.steps != "elastic":
+        return None
+    if samples is not None:
+        raise ConfigurationError(
+            "a round with rounds.steps elastic has the samples that training.steps asks for: change those in place of "
+            "giving a number of samples here",
+            file=path,
+        )
+    from coordinator.steps.outlook import outlook
+
+    return outlook(federation, queues=_queues(queues))
+
+
+def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: float) -> Budget | None:
+    """Steps with which all end together; None for a file that asks for no work of a round."""
     if path.suffix in (".yml", ".yaml"):
         from coordinator.config.federation import read_federation
         from coordinator.planning.work import plan_work

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.errors import CheckpointError, InputError, TryAgain
 
 
@@ -34,6 +36,18 @@ def load_published(
     except ValueError as error:
         raise InputError(f"{source} is not {kind} that transformers knows: {str(error).splitlines()[0]}") from None
     return model, found
+
+
+def described(directory: Path, *, dtype: str, new_classes: int) -> str:
+    """What was made of a published model, in a line, once each of its tensors has its place. Raises `CheckpointError`.
+
+    `new_classes`: of a head that is new; 0: it has none.
+    """
+    check_names(directory)
+    checkpoint = open_checkpoint(directory)
+    head = f"; a new head of {new_classes} classes" if new_classes else ""
+    size = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
+    return f"{size}{head}; loaded and evaluated, every tensor has its place"
 
 
 def check_weights(source: str, lacking: list[str], advice: str) -> None:

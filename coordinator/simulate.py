@@ -115,6 +115,7 @@ def _federation(options: argparse.Namespace) -> int:
         ("whole federation", f"{result.seconds / 3600:.4g} h for {result.rounds} rounds"),
         ("a round", f"{result.round_seconds:.6g} s"),
         ("updates", f"{result.updates}, {result.updates_per_hour:.5g} an hour"),
+        *([("work", f"{24 * result.samples_per_hour:.5g} samples a day")] if federation.steps == "elastic" else []),
         ("jobs failed", f"{result.jobs_failed}; given up: {result.sat_out}"),
         ("training", f"{100 * result.training_share:.1f} % of the facilities' time"),
         ("in queues", f"{100 * result.queue_share:.1f} %"),

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_weights, load_published
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.conversion import check_names
+from coordinator.published_model import check_finite, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError
 
@@ -67,11 +65,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
         tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     evaluate(out, source, kind)
-    check_names(out)
-    checkpoint = open_checkpoint(out)
-    summary = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
-    head = f"; a new head of {len(classes)} classes" if fresh else ""
-    return f"{summary}{head}; loaded and evaluated, every tensor has its place"
+    return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
 
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

@@ -4,7 +4,9 @@ Norms are compared with the median norm; directions by the median of an update's
 hostile update cannot move. Steps of facilities with unlike data are nearly orthogonal (cosines of 0 to 0.4) and, at
 equal numbers of steps, within a factor of 2 of the median norm; so the defaults report what is 5 times longer or
 shorter, and quarantine only what is 10 times longer, or has a median cosine below -0.5. What is shorter cannot harm the
-model, and what is up to 10 times longer is clipped to the median norm.
+model, and what is up to 10 times longer is clipped to the median norm. Where facilities take unlike numbers of steps in
+a round, a norm grows with them, between their root and their number; an update is then as long as the more favourable
+of its norm and its norm per step says.
 
 It does not prove hostility, and a careful attacker passes it: the robust rules are for those.
 """
@@ -33,8 +35,12 @@ class Screened:
     """Those that are left out of the round."""
 
 
-def screened(names: Sequence[str], gram: Array, settings: ScreenSettings) -> Screened:
+def screened(
+    names: Sequence[str], gram: Array, settings: ScreenSettings, work: Sequence[float] | None = None
+) -> Screened:
     """Which updates are outliers, by the inner products `gram` of their steps.
+
+    `work`: of each update, in any unit; None: all did as much.
 
     Raises `InputError` when `quarantine` was asked for and would leave out half of them or more.
     """
@@ -42,8 +48,8 @@ def screened(names: Sequence[str], gram: Array, settings: ScreenSettings) -> Scr
         return Screened()
     norms = np.sqrt(np.maximum(gram.diagonal(), 0))
     if len(names) < settings.minimum_updates:
-        return Screened(suspects=_of_few(names, norms, settings))
-    ratios = _ratios(norms)
+        return Screened(suspects=_of_few(names, norms, settings, work))
+    ratios = _ratios(norms, work)
     long = _out_of_length(names, norms, ratios, settings)
     turned = _turned(names, gram, norms, settings, exclude=long)
     suspects = long | turned
@@ -61,22 +67,34 @@ def screened(names: Sequence[str], gram: Array, settings: ScreenSettings) -> Scr
     return Screened(suspects=suspects, quarantined=chosen if 2 * len(chosen) < len(names) else {})
 
 
-def _of_few(names: Sequence[str], norms: Array, settings: ScreenSettings) -> dict[str, str]:
+def _of_few(
+    names: Sequence[str], norms: Array, settings: ScreenSettings, work: Sequence[float] | None
+) -> dict[str, str]:
     """With too few for a majority, only what is far longer than the shortest is reported."""
     least = float(norms.min())
+    apart = 1.0 if work is None else max(work) / min(work)
     if not settings.norm_ratio or least <= 0:
         return {}
     return {
         name: f"norm {norm:.4g} is {norm / least:.3g} times the least, {least:.4g}; {len(names)} updates have no "
         "majority"
         for name, norm in zip(names, norms, strict=True)
-        if norm > settings.norm_ratio * least
+        if norm > settings.norm_ratio * least * apart
     }
 
 
-def _ratios(norms: Array) -> list[float]:
+def _ratios(norms: Array, work: Sequence[float] | None = None) -> list[float]:
+    """Multiples of the median norm; with `work`, of the median norm per work where that is nearer to 1."""
     median = float(np.median(norms))
-    return [float(norm) / median if median > 0 else 1.0 for norm in norms]
+    plain = [float(norm) / median if median > 0 else 1.0 for norm in norms]
+    if work is None or median <= 0:
+        return plain
+    return [min(pair, key=_length) for pair in zip(plain, _ratios(norms / np.asarray(work)), strict=True)]
+
+
+def _length(ratio: float) -> float:
+    """How far a ratio is from 1, up or down."""
+    return max(ratio, 1 / ratio) if ratio > 0 else float("inf")
 
 
 def _out_of_length(

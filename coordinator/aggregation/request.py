@@ -38,5 +38,7 @@ class Request:
     """What takes the masks off; None: the updates are not masked."""
     drop_refused: bool = False
     """Go on without an update that is refused, instead of raising."""
+    work: Mapping[str, float] | None = None
+    """What each facility did in the round, in any unit, where that is not the same for all (`rounds.steps`)."""
     minimum_updates: int = 1
     """Fewer left than this is an error."""

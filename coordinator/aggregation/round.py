@@ -84,6 +84,12 @@ class Aggregation:
     """sha256 of the files of tensors, by the directory of the model and of the state."""
 
     @property
+    def work(self) -> list[float] | None:
+        """Of each update, where facilities did unlike amounts of it."""
+        work = self.request.work
+        return None if work is None else [work.get(name, 1.0) for name in self.names]
+
+    @property
     def names(self) -> list[str]:
         """Facilities of the opened updates, in their order."""
         return [update.facility for update in self.opened]

@@ -55,7 +55,7 @@ def screen_round(aggregation: Aggregation) -> None:
     aggregation.clock("measure")
     assert aggregation.measured is not None
     gram = aggregation.measured.gram
-    found = screened(aggregation.names, gram, settings.screen)
+    found = screened(aggregation.names, gram, settings.screen, aggregation.work)
     aggregation.suspects, aggregation.quarantined = found.suspects, found.quarantined
     kept = [i for i, name in enumerate(aggregation.names) if name not in found.quarantined]
     if len(kept) < len(aggregation.opened):
@@ -77,7 +77,7 @@ def screen_afterwards(aggregation: Aggregation) -> None:
     if aggregation.stated is not None:
         confirm(aggregation)
     elif aggregation.measured is None and aggregation.settings.statistics == "exact":
-        found = screened(aggregation.names, aggregation.passed.gram, aggregation.settings.screen)
+        found = screened(aggregation.names, aggregation.passed.gram, aggregation.settings.screen, aggregation.work)
         aggregation.suspects = found.suspects
 
 

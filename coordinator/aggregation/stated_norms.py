@@ -44,7 +44,7 @@ def stated_squares(aggregation: Aggregation) -> Array | None:
             total += stated[span.name][place[span.name]]
             place[span.name] += 1
         totals.append(total)
-    found = screened(aggregation.names, np.diag(totals), settings.screen)
+    found = screened(aggregation.names, np.diag(totals), settings.screen, aggregation.work)
     return None if found.quarantined else np.array(totals)
 
 
@@ -61,7 +61,7 @@ def confirm(aggregation: Aggregation) -> None:
                 claimed,
                 found,
             )
-    found_now = screened(aggregation.names, gram, aggregation.settings.screen)
+    found_now = screened(aggregation.names, gram, aggregation.settings.screen, aggregation.work)
     if found_now.quarantined or not np.array_equal(stated, gram.diagonal()):
         raise NotConfirmed
     aggregation.suspects = found_now.suspects

@@ -40,18 +40,19 @@ def plan(
 ) -> None:
     """Plan one facility: write plan.json, print the table, the grid and what would help.
 
-    Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far.
+    Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far;
+    with `rounds: {steps: elastic}` how many its jobs are expected to take, within which bounds, at what cost.
     """
-    from coordinator.plan import budget_of, solve_for
+    from coordinator.plan import solve_for, work_of
     from coordinator.planning.show import show_plan
     from coordinator.planning.stop import Stop, on_interrupt
     from coordinator.problem.problem import Problem
     from facility.exchange.files.durable import write_json
     from facility.exchange.messages.plan import read_plan, write_plan
 
-    if (budget := budget_of(problem, queues=queue or [], samples=batch_samples, gain=gain)) is not None:
-        write_json(out, budget.to_json())
-        print(budget.table(), f"written to {out}", sep="\n")
+    if (work := work_of(problem, queues=queue or [], samples=batch_samples, gain=gain)) is not None:
+        write_json(out, work.to_json())
+        print(work.table(), f"written to {out}", sep="\n")
         return
     stop = Stop(seconds)
     with on_interrupt(stop):

@@ -89,7 +89,8 @@ class EvenSettings:
     """`auto`: with every round the steps that let all facilities end together, by their measured speed, queue and
     transfers; as many samples in all as `training.steps` asks for, which the learning rate's schedule follows too.
     `elastic`: the same, but each job decides when it begins, from the time that is left until the round is expected to
-    end: one that left its queue early takes more steps, one that was held there fewer (`coordinator.steps.elastic`)."""
+    end: one that left its queue early takes more steps, one that was held there fewer (`coordinator.steps.elastic`).
+    With both an update weighs by its tokens over the work of all rounds (`coordinator.rounds.participation`)."""
     least_steps: Annotated[float, Gt(0), Le(1)] = 0.25
     """With `auto` and `elastic`: the fewest, as a share of a facility's `training.steps`."""
     most_steps: Annotated[float, Ge(1)] = 4.0

@@ -38,6 +38,12 @@ def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[Facili
     return found
 
 
+def bounds_of(federation: Federation) -> dict[str, tuple[int, int]]:
+    """Fewest and most steps of each facility in a round; empty where steps are not evened out."""
+    even = federation.even
+    return {one.name: even.bounds(one.training.steps) for one in federation.facilities} if even is not None else {}
+
+
 def plan_work(
     federation: Federation,
     *,
@@ -54,6 +60,10 @@ def plan_work(
     now = sum(steps[pace.name] * pace.samples_per_step for pace in paces)
     fresh = plan_budget(paces, now if samples is None else samples)
     chosen = fresh if samples is not None else hold(fresh, paces, steps, gain)
+    if federation.even is not None:
+        each = ", ".join(f"{name} {least:,} to {most:,}" for name, (least, most) in bounds_of(federation).items())
+        asked = f"rounds.steps is {federation.even.steps}: rounds ask for such steps by themselves, within {each}"
+        return replace(chosen, reasons=(*chosen.reasons, asked))
     changed = [f"{name}: {count or 'leave it out'}" for name, count in chosen.steps.items() if count != steps[name]]
     advice = (f"in federation.yml, set training.steps of {', '.join(changed)}",) if changed else ()
     return replace(chosen, reasons=(*chosen.reasons, *advice))

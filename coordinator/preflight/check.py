@@ -25,6 +25,7 @@ from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
+from coordinator.preflight.elastic import check_elastic, check_elastic_steps, outlook_if_elastic
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.fitting import check_fitting
@@ -34,7 +35,8 @@ from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
 from coordinator.preflight.waiting import check_waiting
-from facility.exchange.errors import ConfigurationError
+from coordinator.steps.outlook import Outlook
+from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean
 
@@ -62,11 +64,16 @@ def check(
     if federation.deprecated:
         rows.append(warning("federation", "deprecated", federation.deprecated, "change federation.yml"))
     rows += check_waiting(federation)
+    try:
+        ahead = outlook_if_elastic(federation)
+    except CrossFedError as error:
+        return [*rows, fail("federation", "archive", str(error), "see `crossfed verify`, and `crossfed rewind`")]
+    rows += check_elastic(federation, ahead)
     here, model = check_here(federation)
     with ThreadPoolExecutor(max_workers=16) as pool:
         found = answers(
             {
-                one.name: pool.submit(check_facility, federation, one, model, link, submit)
+                one.name: pool.submit(check_facility, federation, one, model, link, submit, ahead)
                 for one in federation.facilities
             },
             progress,
@@ -130,16 +137,22 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
 
 
 def check_facility(
-    federation: Federation, facility: Facility, model: ModelFigures | None, link: bool, submit: bool = False
+    federation: Federation,
+    facility: Facility,
+    model: ModelFigures | None,
+    link: bool,
+    submit: bool = False,
+    elastic: Outlook | None = None,
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
     template = job_template(deployment, federation.file.parent) or ""
-    ahead = None if deployment.gate else check_ahead(federation, facility, wanted_hours(deployment, template))
-    early = [ahead] if ahead is not None else []
+    hours = wanted_hours(deployment, template)
+    ahead = None if deployment.gate else check_ahead(federation, facility, hours)
+    early = [row for row in (ahead, check_elastic_steps(elastic, facility.name, hours)) if row is not None]
     if deployment.type == FIRECREST:
         return [*check_firecrest(facility, template, submit=submit), *early], None
-    one = lifetime(facility.name, deployment, wanted_hours(deployment, template))
+    one = lifetime(facility.name, deployment, hours)
     certificates = (
         [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
         if one

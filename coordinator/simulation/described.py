@@ -21,16 +21,21 @@ FORMAT = 1
 class Queue:
     """How long a job waits for its start."""
 
-    kind: Literal["none", "fixed", "exponential", "lognormal", "chance"] = "none"
-    """`chance`: `seconds` with `probability`, drawn `draws` times; else none."""
+    kind: Literal["none", "fixed", "exponential", "lognormal", "chance", "seen"] = "none"
+    """`chance`: `seconds` with `probability`, drawn `draws` times; else none. `seen`: one of `waits`, each as likely as
+    the others."""
     seconds: float = 0.0
     """Fixed, mean of the exponential, median of the lognormal, or length of a chance's delay."""
     spread: float = 1.0
     """Lognormal: standard deviation of the logarithm."""
     probability: float = 0.0
     draws: int = 1
+    waits: list[float] = field(default_factory=list)
+    """Seconds that jobs were seen to wait."""
 
     def __post_init__(self) -> None:
+        if (self.kind == "seen") != bool(self.waits) or min(self.waits, default=0.0) < 0:
+            raise ConfigurationError("queue of kind 'seen', and no other, needs waits of 0 s or more")
         if self.seconds < 0 or self.spread < 0 or not 0 <= self.probability <= 1 or self.draws < 1:
             raise ConfigurationError("queue needs seconds and spread of 0 or more, probability 0 to 1, draws 1 or more")
 
@@ -41,6 +46,8 @@ class Queue:
             return self.seconds * np.exp(random.normal(0.0, self.spread, count))
         if self.kind == "chance":
             return self.seconds * random.binomial(self.draws, self.probability, count).astype(float)
+        if self.kind == "seen":
+            return random.choice(np.array(self.waits), count)
         return np.full(count, self.seconds if self.kind == "fixed" else 0.0)
 
 
@@ -54,6 +61,10 @@ class Site:
     """One round's local work."""
     train_spread: float = 0.0
     """Uniform, this fraction of the seconds up and down."""
+    samples: float = 1.0
+    """Of one round's work, in any unit that all facilities share (sequences, tokens)."""
+    round_steps: int = 0
+    """Steps of one round's work, of which a job takes a whole number; 0: work can be divided at will."""
     queue: Queue = field(default_factory=Queue)
     download_megabytes_per_second: float = 0.0
     """Of this facility's own link; 0: not limited."""
@@ -68,6 +79,8 @@ class Site:
             raise ConfigurationError(f"train_seconds is {self.train_seconds}, expected more than 0")
         if not 0 <= self.train_spread < 1 or not 0 <= self.failure_probability < 1:
             raise ConfigurationError("train_spread and failure_probability must be from 0 to below 1")
+        if not self.samples > 0 or self.round_steps < 0:
+            raise ConfigurationError("samples must be more than 0, round_steps 0 or more")
         if self.count < 1 or self.attempts < 1:
             raise ConfigurationError(f"count is {self.count}, attempts {self.attempts}, expected 1 or more")
         if min(self.download_megabytes_per_second, self.upload_megabytes_per_second) < 0:
@@ -101,6 +114,12 @@ class Federation:
     discarded: its facility then begins from the newest model when its job has ended, and the last round waits for all,
     as `rounds: {late: drop}` does."""
     deadline_seconds: float = 0.0
+    steps: Literal["fixed", "elastic"] = "fixed"
+    """`elastic`: a job works until the expected end of its round, from `least_steps` to `most_steps` times its round's
+    work, by what its facility's latest jobs needed beside training, as `rounds: {steps: elastic}` does; the first
+    round's jobs, of which nothing is known, do one round's work."""
+    least_steps: float = 0.25
+    most_steps: float = 4.0
     seed: int = 0
     format: int = FORMAT
 
@@ -111,6 +130,12 @@ class Federation:
             raise ConfigurationError(f"quorum is {self.quorum}, expected 1 to {self.size} (the facilities)")
         if self.late == "drop" and self.policy != "quorum":
             raise ConfigurationError(f"late is 'drop' with policy {self.policy!r}, expected 'quorum'")
+        if self.steps == "elastic" and self.policy == "asynchronous":
+            raise ConfigurationError(
+                "steps is 'elastic' with policy 'asynchronous', in which no round ends; expected another policy"
+            )
+        if not 0 < self.least_steps <= 1 <= self.most_steps:
+            raise ConfigurationError("least_steps must be above 0 and at most 1, most_steps at least 1")
         if self.policy == "deadline" and not self.deadline_seconds > 0:
             raise ConfigurationError(f"deadline_seconds is {self.deadline_seconds}, expected more than 0")
         if self.fan_in and (self.fan_in < 2 or self.policy != "synchronous"):

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.simulation.common_ends import CommonEnds
 from coordinator.simulation.described import Array, Federation
 from coordinator.simulation.pipelines.result import Span
 from coordinator.simulation.pipelines.transfers import finish_times
@@ -48,6 +49,8 @@ class FederationResult:
     transfer_share: float
     waiting_share: float
     """Idle until the round closes."""
+    samples_per_hour: float = 0.0
+    """Of the updates that took part, in the unit of the sites' `samples`."""
     rounds_seconds: tuple[float, ...] = ()
     timeline: tuple[Span, ...] = ()
     """The first rounds, when asked for."""
@@ -69,6 +72,8 @@ class _Turns:
     transferring: Array
     failed: Array
     """Jobs that failed."""
+    work: Array
+    """Rounds' work that was done."""
     parts: tuple[Array, Array, Array, Array]
     """Moments: model there, job started (the last attempt), trained, update there."""
 
@@ -81,6 +86,7 @@ class _Turns:
             queueing=self.queueing[chosen],
             transferring=self.transferring[chosen],
             failed=self.failed[chosen],
+            work=self.work[chosen],
             parts=tuple(part[chosen] for part in self.parts),  # type: ignore[arg-type]
         )
 
@@ -104,6 +110,8 @@ class _Sites:
         update = federation.update_megabytes if federation.update_megabytes >= 0 else federation.model_megabytes
         self.update = 1e6 * update
         self.tree = self._tree() if federation.fan_in else None
+        self.ends = CommonEnds(federation, sites) if federation.steps == "elastic" else None
+        self.samples = np.array([site.samples for site in sites])
 
     def _tree(self) -> Tree:
         settings = self.federation
@@ -135,6 +143,12 @@ class _Sites:
         end[back] = finish_times(trained[back], amount, self.upload[who[back]], self.capacity)
         return end
 
+    def delivered(self, who: NDArray[np.intp], work: Array) -> float:
+        """Samples of the updates of facilities `who`, whose jobs are known from now on."""
+        if self.ends is not None:
+            self.ends.arrived(who)
+        return float(work @ self.samples[who])
+
     def following(self, close: float, end: Array, updates: int) -> float:
         """When the next model is there, for a round that closes at `close`."""
         if self.tree is not None:
@@ -142,12 +156,17 @@ class _Sites:
         settings = self.federation
         return close + settings.aggregate_seconds + settings.aggregate_seconds_per_update * updates
 
-    def turn(self, who: NDArray[np.intp], now: Array) -> _Turns:
-        """Facilities `who` begin a turn at `now`; their transfers share the coordinator's link."""
+    def turn(self, who: NDArray[np.intp], now: Array, round_begins: float = 0.0) -> _Turns:
+        """Facilities `who` begin a turn at `now`; their transfers share the coordinator's link.
+
+        `round_begins`: when the model was made that they begin from.
+        """
+        until = np.inf if self.ends is None else round_begins + self.ends.next()
+        work = np.ones(len(who))
         there = self._sent(now, who)
         trained, gave_up = there.copy(), np.zeros(len(who), dtype=bool)
         started = there.copy()
-        training, queueing = np.zeros(len(who)), np.zeros(len(who))
+        training, queueing, last = np.zeros(len(who)), np.zeros(len(who)), np.zeros(len(who))
         failures = np.zeros(len(who))
         for number, site in enumerate(self.federation.facilities):
             trying = np.flatnonzero(self.site_of[who] == number)
@@ -155,8 +174,11 @@ class _Sites:
                 if not len(trying):
                     break
                 queued = site.queue.draw(self.random, len(trying))
+                if self.ends is not None and attempt == 0:  # another attempt keeps the steps of the first
+                    work[trying] = self.ends.work(who[trying], until - there[trying] - queued)
                 full = (
-                    site.train_seconds
+                    work[trying]
+                    * site.train_seconds
                     * (1 + site.train_spread * self.random.uniform(-1, 1, len(trying)) if site.train_spread else 1.0)
                     * np.ones(len(trying))
                 )
@@ -166,14 +188,18 @@ class _Sites:
                 trained[trying] += queued + spent
                 queueing[trying] += queued
                 training[trying] += spent
+                last[trying] = spent
                 failures[trying] += failed
                 trying = trying[failed]
                 if attempt == site.attempts - 1:
                     gave_up[trying] = True
         end = self._returned(trained, who, ~gave_up)
+        if self.ends is not None:
+            self.ends.began(who, beside=end - now - last, back=end - trained)
         return _Turns(
             end=end,
             gave_up=gave_up,
+            work=work,
             training=training,
             queueing=queueing,
             transferring=(there - now) + (end - trained),
@@ -189,6 +215,8 @@ class _Account:
     training: float = 0.0
     queueing: float = 0.0
     transferring: float = 0.0
+    samples: float = 0.0
+    """Of updates that took part."""
     spans: list[Span] = field(default_factory=list)
 
     def add(self, turns: _Turns) -> None:
@@ -219,20 +247,21 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
     took_part = np.zeros(count)
     closes: list[float] = []
     now = 0.0
-    end, gave_up = np.zeros(count), np.zeros(count, dtype=bool)
+    end, gave_up, work = np.zeros(count), np.zeros(count, dtype=bool), np.ones(count)
     idle, begins = np.arange(count), np.zeros(count)
     waited = 0.0
     while len(closes) < federation.rounds:
-        turns = sites.turn(idle, begins)
+        turns = sites.turn(idle, begins, now)
         account.add(turns)
         if len(closes) < timeline_rounds:
             account.draw(sites, idle, turns, begins, len(closes))
-        end[idle], gave_up[idle] = turns.end, turns.gave_up
+        end[idle], gave_up[idle], work[idle] = turns.end, turns.gave_up, turns.work
         close = _close(federation, end, gave_up, now)
         arrived = np.flatnonzero(end <= close)
         good = arrived[~gave_up[arrived]]
         account.sat_out += int(gave_up[arrived].sum())
         took_part[good] += 1
+        account.samples += sites.delivered(good, work[good])
         following = sites.following(close, end, len(good))
         closes.append(following)
         waited += float((following - end[arrived]).sum())
@@ -251,7 +280,7 @@ def _dropping(federation: Federation, sites: _Sites, timeline_rounds: int) -> Fe
     now = waited = 0.0
     for number in range(federation.rounds):
         begins = np.maximum(free, now)
-        turns = sites.turn(everyone, begins)
+        turns = sites.turn(everyone, begins, now)
         last = number == federation.rounds - 1
         close = float(turns.end.max()) if last else _close(federation, turns.end, turns.gave_up, now)
         begun, arrived = begins <= close, turns.end <= close  # one that has not begun by then still has its job before
@@ -266,6 +295,7 @@ def _dropping(federation: Federation, sites: _Sites, timeline_rounds: int) -> Fe
         waited += float((begins - free)[begun].sum())
         free = np.where(arrived, turns.end, np.where(begun, trained, free))
         took_part += good
+        account.samples += sites.delivered(everyone[good], turns.work[good])
         now = sites.following(close, turns.end, int(good.sum()))
         closes.append(now)
     waited += float((now - free).sum())
@@ -301,6 +331,7 @@ def _asynchronous(federation: Federation, sites: _Sites) -> FederationResult:
     account.failures = int(failed[inside].sum())
     closes = [float(m) for m in moments[count - 1 : wanted : count]]
     took_part = (good & inside).sum(axis=1).astype(float)
+    account.samples = float(took_part @ sites.samples)
     return _result(federation, sites, closes, took_part, account, pause * float(inside.sum()))
 
 
@@ -325,6 +356,7 @@ def _result(
         queue_share=account.queueing / whole,
         transfer_share=account.transferring / whole,
         waiting_share=waited / whole,
+        samples_per_hour=3600 * account.samples / closes[-1],
         rounds_seconds=tuple(float(v) for v in lengths),
         timeline=tuple(account.spans),
     )

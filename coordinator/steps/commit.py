@@ -29,9 +29,9 @@ from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.late import read_wait
-from coordinator.rounds.participation import delivered, participation
+from coordinator.rounds.participation import Done, Work, delivered, participation, work_in_a_delivery
 from coordinator.rounds.verification import verified_as_averaged
-from coordinator.rounds.weight_limit import Capped, cap
+from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.final import compare_next
@@ -143,8 +143,10 @@ def open_round(round: Commit) -> None:
         round.capped = cap(round.settings, round.arrived.reports, round.model)
     if round.capped.weights:
         round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
-    if (closing := round.settings.closing) is not None and closing.late_weight == "participation":
-        round.aggregation = by_participation(round)
+    closing = round.settings.closing
+    by_rounds = closing is not None and closing.late_weight == "participation"
+    if by_rounds or counts_work(round):
+        round.aggregation = by_participation(round, by_rounds=by_rounds)
     if round.settings.aggregation.guard:
         now = {name: report.loss_received for name, report in round.arrived.reports.items()}
         round.watched = guard(global_losses(plausible([*map(losses_of, round.archive.history()), now])))
@@ -153,15 +155,58 @@ def open_round(round: Commit) -> None:
     round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay)
 
 
-def by_participation(round: Commit) -> AggregationSettings:
-    """Weights in which facilities that have delivered often count less, in place of those by lateness."""
+def counts_work(round: Commit) -> bool:
+    """Do updates count what was done for them, and that differs from round to round?"""
+    return round.settings.even is not None and round.settings.aggregation.weights in ("tokens", "samples")
+
+
+def by_participation(round: Commit, *, by_rounds: bool) -> AggregationSettings:
+    """Weights in which facilities that have delivered often, or much, count less.
+
+    `by_rounds`: in place of those by lateness.
+    """
     kind, reports = round.aggregation.weights, round.arrived.reports
     own = kind if isinstance(kind, dict) else {name: _counted(report, kind) for name, report in reports.items()}
-    shares = delivered(round.archive.history(), reports)
+    history = round.archive.history()
+    shares = delivered(history, reports) if by_rounds else dict.fromkeys(reports, 1.0)
+    if counts_work(round):
+        each = work_in_a_delivery(history, reports, work_of(round.settings, round.model))
+        shares |= {name: shares.get(name, 1.0) * one for name, one in each.items() if one > 0}
     weights = {name: own[name] * factor for name, factor in participation(shares, reports).items() if name in own}
     if without := [name for name in sorted(weights) if not weights[name] > 0]:
         raise UpdateRefused(without[0], f"its weight is {weights[without[0]]:g} ({kind}), expected more than 0")
-    return dataclasses.replace(round.aggregation, weights=weights, staleness_exponent=0.0)
+    exponent = 0.0 if by_rounds else round.aggregation.staleness_exponent
+    return dataclasses.replace(round.aggregation, weights=weights, staleness_exponent=exponent)
+
+
+def work_of_round(round: Commit) -> dict[str, float] | None:
+    """By facility, within the bounds of `rounds`, as a multiple of its settings' steps; None where all take those."""
+    even = round.settings.even
+    if even is None or round.unmasking is not None:
+        return None
+    nominal = round.settings.steps
+    taken = {name: report.steps / nominal[name] for name, report in round.arrived.reports.items() if nominal.get(name)}
+    return {name: min(max(share, even.least_steps), even.most_steps) for name, share in taken.items()}
+
+
+def work_of(settings: CoordinatorSettings, model: Path) -> Work:
+    """A facility's work in a round, as a multiple of its settings' steps.
+
+    At least what the weight that it claims is of the most that it may claim, so that nobody gains by claiming many
+    tokens in few steps.
+    """
+    even, kind = settings.even, settings.aggregation.weights
+    assert even is not None and isinstance(kind, str)
+    limits = {name: weight_limit_of(settings, name, model) for name in settings.steps}
+
+    def work(name: str, done: Done) -> float:
+        if not (nominal := settings.steps.get(name)):
+            return 1.0  # it has left
+        limit = limits[name]
+        claimed = getattr(done, kind) / getattr(limit, kind) * even.bounds(nominal)[1] / nominal if limit else 0.0
+        return float(max(done.steps / nominal, claimed))
+
+    return work
 
 
 def _counted(report: Report, kind: str) -> float:
@@ -185,6 +230,7 @@ def write_model(round: Commit, directory: Path) -> None:
         unmasking=round.unmasking,
         verify_base=True,
         verify_updates=verified_as_averaged(settings),
+        work=work_of_round(round),
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())

@@ -2,10 +2,9 @@
 
 Where queues vary, steps that are agreed before the queue leave the nodes of those that began early idle, and everybody
 waits for those that began late. So the round's end is agreed instead, and each job takes as many steps as fit until
-then, within the stated bounds: the partial work of FedProx (Li et al. 2020, "Federated Optimization in Heterogeneous
-Networks", MLSys, section 3.2) by the time that is left (TimelyFL: Zhang et al. 2023, arXiv 2304.06947, section 3). The
-end is the earliest at which as many samples as the settings ask for are expected, over the waits that each facility's
-queue was seen to take: the budget of `coordinator.planning.budget` with the queue as an empirical distribution.
+then, within the stated bounds. The end is the earliest at which as many samples as the settings ask for are expected,
+over the waits that each facility's queue was seen to take (`coordinator.rounds.common_end`): the budget of
+`coordinator.planning.budget` with the queue as an empirical distribution.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
+
+import numpy as np
 
 from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
@@ -26,10 +27,8 @@ from coordinator.planning.pace import (
     times_beside_training,
     times_there_and_back,
 )
+from coordinator.rounds.common_end import WINDOW, Loads
 from facility.exchange.messages.steps import End
-
-WINDOW = 8
-"""Latest waits of a facility that count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +77,23 @@ class Ends:
         }
 
 
+def loads_of(facilities: Sequence[Elastic]) -> Loads:
+    """The same facilities as arrays."""
+    waits = np.full((len(facilities), max(len(one.waits) for one in facilities)), np.nan)
+    for row, one in zip(waits, facilities, strict=True):
+        row[: len(one.waits)] = np.asarray(one.waits) + one.pace.fixed_seconds
+    return Loads(
+        waits=waits,
+        seconds_per_step=np.array([one.pace.seconds_per_step for one in facilities]),
+        samples_per_step=np.array([one.pace.samples_per_step for one in facilities]),
+        least=np.array([float(one.least) for one in facilities]),
+        most=np.array([float(one.most) for one in facilities]),
+    )
+
+
 def common_end(facilities: Sequence[Elastic], samples: float) -> float:
-    """The earliest end, in seconds after the model, at which so many samples are expected of all together.
-
-    No samples are expected earlier than the least that each takes anyway, nor more than its most.
-    """
-    most = sum(one.most * one.pace.samples_per_step for one in facilities)
-    wanted = min(samples, most)
-
-    def done(seconds: float) -> float:
-        return sum(one.samples_until(seconds) for one in facilities)
-
-    low = min(one.pace.fixed_seconds + min(one.waits) for one in facilities)
-    high = max(one.pace.fixed_seconds + max(one.waits) + one.most * one.pace.seconds_per_step for one in facilities)
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if done(middle) >= wanted * (1 - 1e-12) else (middle, high)
-    return high
+    """The earliest end, in seconds after the model, at which so many samples are expected of all together."""
+    return loads_of(facilities).end(samples)
 
 
 def ends_ahead(

@@ -18,6 +18,7 @@ from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.usage import with_usage
+from facility.launch import limits_from
 from facility.launching.supervise import Ending
 from facility.rounds.alone import train_alone
 from facility.rounds.budget_check import check_budget
@@ -120,7 +121,8 @@ class OneRound:
         clear(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
         if job.round < job.settings.rounds:
-            self.decided = decide_steps(job.state, job.settings, self.received, job.round)
+            limit = limits_from(job.arguments, job.tasks).total
+            self.decided = decide_steps(job.state, job.settings, self.received, job.round, limit=limit)
 
     def train(self) -> Ending:
         """Train on the ranks of this task, and check the update if there is one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,8 +24,13 @@ LATEST = 5
 """Jobs that count."""
 
 
-def decide_steps(state: Path, settings: FacilitySettings, received: Manifest, round: int) -> float | None:
+def decide_steps(
+    state: Path, settings: FacilitySettings, received: Manifest, round: int, *, limit: float = 0.0
+) -> float | None:
     """Decide how many steps a round takes that is to end at a stated time; returns when, in seconds since 1970.
+
+    `limit`: seconds that the job may still take, in which its steps are to fit as well, since a job that is cut off
+    waits in its queue once more; 0: nothing says.
 
     None where nothing is to be decided or an earlier job of the round has: a round that goes on after a pause or a
     requeue keeps the steps with which it began, and every task of a job reads the same number.
@@ -36,6 +42,9 @@ def decide_steps(state: Path, settings: FacilitySettings, received: Manifest, ro
     known = _beside(state)
     beside = median(known) if known else end.beside
     steps = end.steps_from(now, beside)
+    if limit and (fit := replace(end, time=now + limit).steps_from(now, beside)) < steps:
+        log.info("round %d: %d steps fit until its end, %d into what is left of the job's time", round, steps, fit)
+        steps = fit
     state.mkdir(parents=True, exist_ok=True)
     write_json(state / NAME, {"round": round, "model": received.content_sha256, "steps": steps, "beside": known})
     log.info(

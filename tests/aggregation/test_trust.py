@@ -204,6 +204,32 @@ def test_honest_facilities_with_unlike_data_stay(count: int, seed: int, common: 
     assert not found.quarantined and not found.suspects
 
 
+@given(
+    work=st.lists(st.floats(0.25, 4.0), min_size=2, max_size=9),
+    grows=st.floats(0.5, 1.0),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_who_takes_more_steps_than_others_is_no_outlier(work: list[float], grows: float, seed: int):
+    """A norm grows with the steps between their root and their number."""
+    draw = np.random.default_rng(seed)
+    steps = draw.standard_normal((len(work), 2000)) * draw.uniform(0.8, 1.25, (len(work), 1))
+    steps *= np.array(work)[:, None] ** grows
+    found = screened([str(i) for i in range(len(work))], steps @ steps.T, ScreenSettings(), work)
+    assert not found.quarantined and not found.suspects
+
+
+def test_who_moves_far_for_its_steps_is_an_outlier_still():
+    draw = np.random.default_rng(0)
+    steps, work = draw.standard_normal((4, 2000)), [0.25, 1.0, 4.0, 4.0]
+    names = list("abcd")
+    assert not screened(names, steps @ steps.T, ScreenSettings(), work).suspects
+    steps[3] *= 200.0
+    assert list(screened(names, steps @ steps.T, ScreenSettings(), work).quarantined) == ["d"]
+    short = np.array([[1.0, 0], [1, 0], [16, 0]])  # two were held in their queues, one was not
+    assert screened(["a", "b", "c"], short @ short.T, ScreenSettings()).quarantined
+    assert not screened(["a", "b", "c"], short @ short.T, ScreenSettings(), [0.25, 0.25, 4.0]).suspects
+
+
 @pytest.mark.parametrize("factor", [-1.0, -1.5, 30.0])
 def test_a_turned_or_far_longer_one_is_left_out_of_three(factor: float):
     draw = np.random.default_rng(0)

@@ -117,15 +117,17 @@ class Learner:
         low = self.local.minimum_ratio
         return self.local.learning_rate * (low + (1 - low) * 0.5 * (1 + math.cos(math.pi * min(1.0, share))))
 
-    def train(self, steps: int) -> float:
-        """Take steps; returns the mean training loss."""
+    def train(self, steps: int, span: int | None = None) -> float:
+        """Take steps, which pass over `span` steps of the schedule (None: as many); returns the mean training loss."""
         if not self.local.keep_optimizer:
             self._fresh()
             self.adam_steps = 0
         anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
         losses: list[Tensor] = []
-        self.rates = 0.0
-        for _ in range(steps):
+        self.rates, began = 0.0, self.step_number
+        span = steps if span is None else span
+        for made in range(steps):
+            self.step_number = began + made * span // steps
             ids = next(self.loader).to(self.device)
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
@@ -141,9 +143,9 @@ class Learner:
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._move(rate)
-            self.step_number += 1
             self.adam_steps += 1
             losses.append(loss.detach())
+        self.step_number = began + span
         return math.fsum(map(float, losses)) / steps
 
     @torch.no_grad()

@@ -21,7 +21,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ from coordinator.config.ahead import AheadSettings
 from coordinator.config.closing import ClosingSettings, EvenSettings
 from coordinator.planning.budget import FacilityPace
 from coordinator.rounds.ahead_time import Seen, when_to_submit
+from coordinator.rounds.common_end import WINDOW
 from coordinator.rounds.participation import participation
-from coordinator.steps.elastic import WINDOW, Elastic, common_end
+from coordinator.steps.elastic import Elastic, common_end
 from tests.bench.federated_learner import (
     Learner,
     Local,
@@ -286,8 +287,14 @@ def learn(
     late_weight: str,
     outer: str = "whole",
     local: Local = LOCAL,
+    steps: Mapping[tuple[str, int], int] | None = None,
+    by_work: bool = True,
 ) -> dict[str, float]:
-    """Perplexity on each language's whole validation text after the course's last round. `outer`: as in `scaled`."""
+    """Perplexity on each language's whole validation text after the course's last round. `outer`: as in `scaled`.
+
+    `steps`: of each facility's training by the round that it began in, by which its update is weighed; None: equal.
+    `by_work`: participation counts steps, not rounds.
+    """
     rounds, names = len(course.closed), list(texts)
     aggregation = AggregationSettings(rule=rule, guard=False, maximum_staleness=MOST_LATE)
     server, keys = Server(aggregation), [str(place) for place, _ in enumerate(model.parameters())]
@@ -297,10 +304,11 @@ def learn(
     }
     sent = [rounded([p.detach() for p in model.parameters()])]
     moments: list[SecondMoments | None] = [None]
-    counts: dict[str, int] = {}
+    counts: dict[str, float] = {}
     for number, delivered in enumerate(course.delivered):
         updates, weights, staleness = {}, {}, {}
-        counts |= {name: counts.get(name, 0) + 1 for name in delivered}
+        made = {name: STEPS if steps is None else steps[name, began] for name, began in delivered.items()}
+        counts |= {name: counts.get(name, 0.0) + (made[name] / STEPS if by_work else 1) for name in delivered}
         even = participation(counts, list(delivered))
         for name, began in sorted(delivered.items()):
             learner = learners[name]
@@ -308,12 +316,12 @@ def learn(
             if (shared := moments[began]) is not None:
                 take_second_moments(learner, shared)
             learner.step_number = began * STEPS  # the schedule spans the federation, as in the trainer
-            learner.train(STEPS)
+            learner.train(made[name], STEPS)
             own = zip(rounded([p.detach().clone() for p in learner.parameters]), sent[began], sent[number], strict=True)
             updates[name] = dict(zip(keys, (one - then + now for one, then, now in own), strict=True))
             staleness[name] = number - began
             stale = (1 + number - began) ** -aggregation.staleness_exponent
-            weights[name] = even[name] if late_weight == "participation" else stale
+            weights[name] = made[name] / STEPS * (even[name] if late_weight == "participation" else stale)
         base = {key: value.to(torch.bfloat16) for key, value in zip(keys, sent[number], strict=True)}
         server.settings = scaled(aggregation, len(delivered) / len(names), outer)
         following = server.step(base, updates, weights, staleness)

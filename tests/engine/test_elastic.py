@@ -6,12 +6,12 @@ import json
 import os
 import threading
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import pytest
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
@@ -50,6 +50,10 @@ class Decisions:
                 self.found.setdefault((path.relative_to(self.sites).parts[0], content["round"]), (since, content))
 
 
+def rows_of(history: list[RoundFile], name: str) -> list[FacilityRow]:
+    return [row for entry in history for row in entry.facilities if row.facility == name]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_jobs_take_the_steps_that_fit_until_the_stated_end_and_weigh_by_them(tmp_path: Path):
@@ -83,7 +87,12 @@ def test_jobs_take_the_steps_that_fit_until_the_stated_end_and_weigh_by_them(tmp
             assert end.steps_from(since, beside) <= row.steps <= end.steps_from(since - LAG, beside)
             assert row.steps == decision["steps"] and end.least <= row.steps <= end.most
             assert row.tokens == row.steps * BATCH * LENGTH
-            assert row.weight == pytest.approx(row.tokens / sum(tokens.values())), "it weighs by what it did"
+        work = {name: fmean(row.steps / STEPS for row in rows_of(history[: number + 1], name)) for name in NAMES}
+        counted = {name: tokens[name] * fmean(work.values()) / work[name] for name in NAMES}
+        weights = {row.facility: row.weight for row in entry.facilities}
+        assert weights == pytest.approx({name: one / sum(counted.values()) for name, one in counted.items()}), (
+            "it weighs by what it did, over what it did in all rounds"
+        )
     rows = [row for entry in history for row in entry.facilities]
     taken = {name: [row.steps for row in rows if row.facility == name] for name in NAMES}
     said = ", ".join(f"{name} {min(steps)} to {max(steps)}" for name, steps in taken.items())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,18 +33,6 @@ REASONS = {
     "changed": "sha256",
     "again": "was averaged already",
 }
-
-
-@pytest.fixture(scope="module")
-def keys() -> Iterator[Path]:
-    """A key for each facility, and the file of allowed signers."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        for name in (*OTHERS, HONEST):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name)], check=True)
-        signers = "".join(f"{name} {(place / f'{name}.pub').read_text()}" for name in (*OTHERS, HONEST))
-        (place / "facilities").write_text(signers)
-        yield place
 
 
 @dataclass

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,19 +43,6 @@ pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keyg
 NAMES, ROUNDS, STEPS, RATE = "abc", 4, 4, 0.1
 DIFFERENTIAL = DifferentialSettings(epsilon=3.0, delta=1e-5, unit="block")
 TRAINING = TrainingSettings(steps=STEPS, learning_rate=1e-3, encoding="delta-int8", export_dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def keys() -> Iterator[Path]:
-    """A key for each facility and for the coordinator, and the files of allowed signers."""
-    with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder)
-        for name in (*NAMES, "f"):
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(place / name)], check=True)
-        public = {name: (place / f"{name}.pub").read_text() for name in (*NAMES, "f")}
-        (place / "facilities").write_text("".join(f"{name} {public[name]}" for name in NAMES))
-        (place / "coordinators").write_text(f"f {public['f']}")
-        yield place
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 
 from coordinator.config.closing import ClosingSettings
+from coordinator.planning.budget import FacilityPace
 from coordinator.simulate import main
 from coordinator.simulation.described import Federation, Queue, Site, read_federation
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.transfers import finish_times, level
+from coordinator.steps.elastic import Elastic, common_end
 from facility.exchange.errors import ConfigurationError
 from tests.streamflow_plugin.course import course_of
 
@@ -219,3 +222,85 @@ def test_ten_thousand_facilities_in_a_tree_take_less_than_over_one_link():
 def test_a_tree_needs_two_branches_and_rounds(changes: dict[str, Any]):
     with pytest.raises(ConfigurationError, match="fan_in"):
         federation(**changes)
+
+
+def test_elastic_rounds_by_hand():
+    """The first round's jobs do a round's work; then four rounds' samples are done until T: T / 100 + 3 T / 400 = 4."""
+    sites = [Site(name="fast", train_seconds=100), Site(name="slow", train_seconds=400, samples=3)]
+    found = simulate_federation(federation(facilities=sites, rounds=3, model_megabytes=0, steps="elastic"))
+    until = 4 / (1 / 100 + 3 / 400)
+    assert found.rounds_seconds == pytest.approx((400.0, until, until))
+    assert found.samples_per_hour == pytest.approx(3600 * 12 / (400 + 2 * until))
+    whole = [dataclasses.replace(site, round_steps=10) for site in sites]
+    found = simulate_federation(federation(facilities=whole, rounds=2, model_megabytes=0, steps="elastic"))
+    assert found.rounds_seconds[1] == pytest.approx(220.0), "22.8 steps fit at the fast one, 5.7 at the slow one"
+    assert found.samples_per_hour == pytest.approx(3600 * (4 + 2.2 + 3 * 0.5) / 620)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_elastic_rounds_are_those_of_the_coordinators_rule(seed: int):
+    """A plain loop with the coordinator's own objects, which draws the same numbers."""
+    waits = {"a": [5.0, 80.0, 300.0], "b": [0.0, 20.0], "c": [120.0]}
+    sites = [
+        Site(name=name, train_seconds=100.0 + 10 * len(seen), queue=Queue(kind="seen", waits=seen), round_steps=20)
+        for name, seen in waits.items()
+    ]
+    rounds = 12
+    found = simulate_federation(
+        federation(facilities=sites, rounds=rounds, model_megabytes=0, steps="elastic", seed=seed)
+    )
+    random, seen_by, lengths, steps_done = np.random.default_rng(seed), {name: [] for name in waits}, [], 0
+    for number in range(rounds):
+        facilities = [
+            Elastic(
+                pace=FacilityPace(name=site.name, seconds_per_step=site.train_seconds / 20, samples_per_step=0.05),
+                waits=seen_by[site.name][-8:],
+                least=5,
+                most=80,
+            )
+            for site in sites
+        ]
+        until, ends = common_end(facilities, 3.0) if number else 0.0, []
+        for site, one in zip(sites, facilities, strict=True):
+            wait, _ = float(site.queue.draw(random, 1)[0]), random.random(2)  # a failure, and when
+            fits = math.floor(max(until - wait, 0.0) / one.pace.seconds_per_step + 1e-9)
+            steps = min(max(fits, one.least), one.most) if number else 20
+            ends.append(wait + steps * one.pace.seconds_per_step)
+            steps_done += steps
+            seen_by[site.name].append(wait)
+        lengths.append(max(ends))
+    assert found.rounds_seconds == pytest.approx(tuple(lengths))
+    assert found.samples_per_hour == pytest.approx(3600 * steps_done / 20 / sum(lengths))
+
+
+def test_elastic_rounds_bring_more_where_queues_vary_and_nothing_where_they_do_not():
+    varied = [Site(name="a", count=4, train_seconds=100, queue=Queue(kind="lognormal", seconds=100))]
+    steady = [Site(name="a", count=4, train_seconds=100, queue=Queue(kind="fixed", seconds=100))]
+    for sites, least, most in ((varied, 1.1, 1.4), (steady, 0.999, 1.001)):
+        for quorum in ({}, {"policy": "quorum", "quorum": 3}, {"policy": "quorum", "quorum": 3, "late": "drop"}):
+            settings = {"facilities": sites, "rounds": 200, "model_megabytes": 0} | quorum
+            fixed = simulate_federation(federation(**settings))
+            elastic = simulate_federation(federation(**settings, steps="elastic"))
+            assert fixed.samples_per_hour == pytest.approx(fixed.updates_per_hour)
+            gain = elastic.samples_per_hour / fixed.samples_per_hour
+            assert least < gain < (most if not quorum or least < 1 else 1.7), (gain, quorum)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": "elastic", "policy": "asynchronous"},
+        {"least_steps": 1.5},
+        {"most_steps": 0.5},
+        {"facilities": [Site(train_seconds=1, queue=Queue(kind="none"))], "least_steps": 0.0},
+    ],
+)
+def test_elastic_steps_that_cannot_be_are_refused(changes: dict[str, Any]):
+    with pytest.raises(ConfigurationError):
+        federation(**changes)
+
+
+def test_a_queue_of_waits_that_were_seen_needs_them():
+    for wrong in ({"kind": "seen"}, {"kind": "fixed", "waits": [1.0]}, {"kind": "seen", "waits": [-1.0]}):
+        with pytest.raises(ConfigurationError, match="'seen'"):
+            Queue(**wrong)

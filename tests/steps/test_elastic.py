@@ -11,19 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import Archive
 from coordinator.config.closing import EvenSettings
 from coordinator.config.federation import read_federation
-from coordinator.config.settings import CoordinatorSettings
+from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.planning.budget import FacilityPace
 from coordinator.steps.aggregate import arguments_of, close_round, run_step
 from coordinator.steps.elastic import Elastic, common_end, ends_ahead
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.report import Seconds, read_report, write
-from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.steps import MOST, End, end_asked
 from facility.rounds.steps import NAME, decide_steps, remember_beside, steps_of
 from tests.aggregation.updates import write_update
@@ -192,6 +194,21 @@ def test_a_round_that_goes_on_keeps_the_steps_with_which_it_began(tmp_path: Path
     assert steps_of(state, careful, received, 4) == 3, "an end beyond what it agreed to is no end"
 
 
+@pytest.mark.parametrize(("limit", "steps"), [(0.0, 5), (100.0, 5), (10.0, 5), (9.0, 4), (6.5, 3), (1.0, 2)])
+def test_steps_fit_into_what_is_left_of_the_jobs_own_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: float, steps: int
+):
+    """5 steps of 2 s fit until the round's end, and 2 are the least."""
+    archive = Archive(tmp_path / "archive")
+    start(archive, save_pico(tmp_path / "model"), CoordinatorSettings(federation="f", rounds=9, facilities=["a"]))
+    plain = read_manifest(archive.model_for(0))
+    received = dataclasses.replace(plain, extra=plain.extra | {"ends": {"a": GOOD | {"least": 2}}})
+    settings = FacilitySettings(federation="f", facility="a", rounds=9, seed=1, most_steps=8)
+    monkeypatch.setattr("facility.rounds.steps.time.time", lambda: 4990.0)
+    decide_steps(tmp_path / "state", settings, received, 4, limit=limit)
+    assert steps_of(tmp_path / "state", settings, received, 4) == steps
+
+
 def timed_update(directory: Path, model: Path, name: str) -> Path:
     """An update whose report says how fast the facility was."""
     update = write_update(directory, model, name)
@@ -245,9 +262,91 @@ def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch:
     assert again is not None and again.time == pytest.approx(first.time + 600 + archive.read_round(0).next_end)
 
 
+def test_a_facility_that_is_private_takes_the_steps_of_its_settings_whatever_is_asked(tmp_path: Path):
+    """Its noise is chosen for them, and its settings cannot allow more."""
+    archive = Archive(tmp_path / "archive")
+    start(archive, save_pico(tmp_path / "model"), CoordinatorSettings(federation="f", rounds=1, facilities=["a"]))
+    plain = read_manifest(archive.model_for(0))
+    asked = dataclasses.replace(plain, extra={"ends": {"a": GOOD}, "steps": {"a": 3}})
+    fields = {"federation": "f", "facility": "a", "rounds": 1, "seed": 1}
+    private = DifferentialSettings(epsilon=3.0, delta=1e-5, unit="block")
+    settings = FacilitySettings(**fields, training=TrainingSettings(export_dtype="float32"), differential=private)
+    assert decide_steps(tmp_path / "state", settings, asked, 0) is None
+    assert steps_of(tmp_path / "state", settings, asked, 0) is None
+    with pytest.raises(ConfigurationError, match="beside differential"):
+        dataclasses.replace(settings, most_steps=8)
+
+
 def test_it_is_refused_where_steps_are_agreed_before(tmp_path: Path):
     rounds = {"count": 3, "steps": "elastic"}
     assert read_federation(write_federation(tmp_path, ["a", "b"], rounds=rounds)).even == ELASTIC
     with pytest.raises(ConfigurationError, match="'elastic' with privacy"):
         privacy = {"secure_aggregation": True}
         read_federation(write_federation(tmp_path / "p", ["a", "b", "c"], rounds=rounds, privacy=privacy))
+
+
+LIES = 0
+"""Says that it took 2 steps, and claims the tokens of 32."""
+
+
+def weights_after(folder: Path, taken: list[dict[str, int]], **changes: Any) -> list[dict[str, float]]:
+    """Weights of each round in which facilities took so many steps (8 are set) of one sequence of ten tokens each."""
+    archive, nominal = Archive(folder / "archive"), dict.fromkeys(taken[0], 8)
+    fields = {"sequences": dict.fromkeys(nominal, 32), "claims": ClaimSettings(sequence_tokens=10)} | changes
+    settings = CoordinatorSettings(
+        federation="f", rounds=9, facilities=list(nominal), even=ELASTIC, steps=nominal, **fields
+    )
+    model, number, _ = start(archive, save_pico(folder / "model", dtype="bfloat16"), settings)
+    for steps in taken:
+        updates = []
+        for name, count in steps.items():
+            update = write_update(folder / f"{number}-{name}", model, name, round=number)
+            made, said = (2, 32) if count == LIES else (count, count)
+            write(update, dataclasses.replace(read_report(update), steps=made, samples=said, tokens=10 * said))
+            updates.append(update)
+        model, number, _ = close(archive, model, updates, settings, number)
+    return [{row.facility: row.weight for row in entry.facilities} for entry in archive.history()]
+
+
+def test_where_one_always_takes_fewer_steps_every_facility_weighs_as_its_settings_ask(tmp_path: Path):
+    for found in weights_after(tmp_path, [{"a": 12, "b": 3}] * 3):
+        assert found == pytest.approx({"a": 0.5, "b": 0.5}), "its update is shorter, but counts no less beside that"
+    folder = tmp_path / "limit"
+    assert weights_after(folder, [{"a": 32, "b": 1}])[0]["b"] == pytest.approx(1 * 4 / (1 * 4 + 32 * 16.5 / 32)), (
+        "nothing counts more than four times"
+    )
+
+
+def test_where_steps_vary_from_round_to_round_updates_weigh_by_what_was_done(tmp_path: Path):
+    found = weights_after(tmp_path, [{"a": 12, "b": 4}, {"a": 4, "b": 12}])
+    assert found[1] == pytest.approx({"a": 0.25, "b": 0.75}), "over both rounds they did as much"
+
+
+def test_weights_that_do_not_follow_what_was_done_stay_as_they_are(tmp_path: Path):
+    for place, kind in enumerate(("equal", {"a": 1.0, "b": 3.0})):
+        found = weights_after(tmp_path / str(place), [{"a": 12, "b": 3}], aggregation=AggregationSettings(weights=kind))
+        assert found[0]["a"] == pytest.approx(0.5 if kind == "equal" else 0.25)
+
+
+def test_nobody_gains_by_claiming_many_tokens_in_few_steps(tmp_path: Path):
+    honest = weights_after(tmp_path / "honest", [{"a": 8, "b": 32}])
+    claimed = weights_after(tmp_path / "claimed", [{"a": 8, "b": LIES}])
+    assert claimed == honest
+
+
+@pytest.mark.parametrize("even", [ELASTIC, None])
+def test_an_update_that_is_longer_for_its_steps_stays_in_the_round(tmp_path: Path, even: EvenSettings | None):
+    """Two were held in their queues, one was not; where all are to take the same steps, it is far out of line."""
+    archive, moves = Archive(tmp_path / "archive"), {"a": (2, 0.02), "b": (2, 0.02), "c": (32, 0.32)}
+    steps = dict.fromkeys(moves, 8) if even is not None else {}
+    settings = CoordinatorSettings(federation="f", rounds=9, facilities=list(moves), even=even, steps=steps)
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="float32"), settings)
+    updates = []
+    for name, (taken, move) in moves.items():
+        update = write_update(tmp_path / name, model, name, move=move)
+        write(update, dataclasses.replace(read_report(update), steps=taken, samples=taken, tokens=10 * taken))
+        updates.append(update)
+    close(archive, model, updates, settings)
+    entry = archive.read_round(0)
+    left_out = {row.facility for row in entry.facilities if row.status != "ok" or not row.weight}
+    assert left_out == (set() if even is not None else {"c"})

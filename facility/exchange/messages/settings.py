@@ -300,6 +300,12 @@ class FacilitySettings:
     def __post_init__(self) -> None:
         if self.differential is not None:
             check_differential(self.training, dataset_card=self.dataset_card)
+            if self.most_steps:
+                raise ConfigurationError(
+                    f"most_steps is {self.most_steps} beside differential: noise is chosen for training.steps in every "
+                    "round; expected 0",
+                    key="most_steps",
+                )
 
 
 def describe_codecs() -> list[dict[str, Any]]:

@@ -47,6 +47,7 @@ ORDERS = {
     "rewound to the middle": [(60, 40, RATE), (40, 40, RATE), (40, 40, RATE)],
     "told one round after the other that it is the last": [(10, 10, RATE)] * 2,
     "with other batches": [(60, 30, RATE), (30, 30, 5 * RATE)],
+    "rounds of unlike steps": [(60, 15, RATE), (180, 60, RATE), (8, 4, RATE), (40, 40, RATE)],
 }
 """Steps that are left by the settings of an attempt, those of them that it takes, and its sampling rate."""
 
