@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -75,8 +76,8 @@ def _of_few(names: Sequence[str], norms: Array, settings: ScreenSettings) -> dic
 
 
 def _ratios(norms: Array) -> list[float]:
-    median = float(np.median(norms))
-    return [float(norm) / median if median > 0 else 1.0 for norm in norms]
+    middle = median(norms.tolist())
+    return [float(norm) / middle if middle > 0 else 1.0 for norm in norms]
 
 
 def _out_of_length(
@@ -84,7 +85,7 @@ def _out_of_length(
 ) -> dict[str, str]:
     limit = settings.norm_ratio
     return {
-        name: f"norm {norm:.4g} is {ratio:.3g} times the median {float(np.median(norms)):.4g}, allowed are "
+        name: f"norm {norm:.4g} is {ratio:.3g} times the median {median(norms.tolist()):.4g}, allowed are "
         f"{1 / limit:.3g} to {limit:g}"
         for name, norm, ratio in zip(names, norms, ratios, strict=True)
         if limit and not 1 / limit <= ratio <= limit
@@ -100,7 +101,7 @@ def _turned(
         return {}
     found = {}
     for i in left:
-        cosine = float(np.median([gram[i, j] / (norms[i] * norms[j]) for j in left if j != i]))
+        cosine = float(median(gram[i, j] / (norms[i] * norms[j]) for j in left if j != i))
         if cosine < settings.cosine_minimum:
             found[names[i]] = (
                 f"median cosine {cosine:.3f} to the others, allowed is {settings.cosine_minimum:g} or more"
