@@ -15,6 +15,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.request import Request
@@ -91,6 +92,8 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
     overrides = ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
     if path is None:
         return parse(AggregationSettings, {"rule": "mean"} | overrides)
+    if (plain := _plain_json(path, overrides)) is not None:
+        return plain
     from coordinator.config.yaml_lines import Lined  # 2 MB that an aggregation in a step does not need
 
     lined = Lined(Path(path))
@@ -100,6 +103,24 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
         return parse(AggregationSettings, raw | overrides if isinstance(raw, dict) else raw, where=where)
     except ConfigurationError as error:
         raise lined.error(error.message, error.key or where) from None
+
+
+def _plain_json(path: Path, overrides: Mapping[str, str]) -> AggregationSettings | None:
+    """The settings in a JSON file; None where YAML's reader has to look into it, or to say what is wrong."""
+    try:
+        found = json.loads(Path(path).read_bytes(), object_pairs_hook=_without_repeats)
+        if not isinstance(found, dict) or "facilities" in found:
+            return None
+        return parse(AggregationSettings, {**found.get("aggregation", found), **overrides})
+    except (ValueError, TypeError, OSError, RecursionError, ConfigurationError):
+        return None
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is there twice")
+    return found
 
 
 def rule_help() -> str:

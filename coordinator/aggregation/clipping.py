@@ -7,8 +7,7 @@ arXiv 1911.07963, section 4:  step / max(1, norm / limit).
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from statistics import median  # numpy's loads numpy.ma, 2 MB
 
 
 def limit_of(norms: Sequence[float], *, clip_norm: float, clip_ratio: float) -> float:
@@ -17,8 +16,8 @@ def limit_of(norms: Sequence[float], *, clip_norm: float, clip_ratio: float) -> 
     A median of zero (most facilities did not move) limits nothing.
     """
     limits = [clip_norm] if clip_norm else []
-    if clip_ratio and (median := float(np.median(norms))) > 0:
-        limits.append(clip_ratio * median)
+    if clip_ratio and (middle := median(norms)) > 0:
+        limits.append(clip_ratio * middle)
     return min(limits, default=float("inf"))
 
 

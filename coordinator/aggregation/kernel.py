@@ -14,16 +14,17 @@ sharding. What half precision cannot carry stays in m and is sent when it has gr
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.arenas import share_one_arena
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
+from coordinator.aggregation.sums import PartSums, Sums
+from coordinator.aggregation.turns import Turns
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
@@ -35,8 +36,10 @@ from facility.exchange.errors import CheckpointError
 
 READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
-READ_BYTES = 8 << 20
-"""Buffer bytes of one thread for what it reads, whatever the number of updates (a piece of each at least)."""
+READ_BYTES = 3 << 19
+"""Bytes that one thread reads at a time, of all sources together (a piece of each at least)."""
+STRIDE = PIECE // 4
+"""Elements that the server optimizer moves at a time."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
 
@@ -44,13 +47,11 @@ SAMPLE = 16
 class _Buffers:
     """One thread's memory."""
 
-    def __init__(self, sources: int) -> None:
-        self.elements = max(PIECE, min(READ, READ_BYTES // (4 * max(1, sources)) // PIECE * PIECE))
-        """Elements read at a time from each source."""
-        self.raw = [np.empty(self.elements * 8, np.uint8).data for _ in range(sources)]
+    def __init__(self, sources: int, elements: int) -> None:
+        self.raw = [np.empty(elements * 8, np.uint8).data for _ in range(sources)]
         """Of the widest dtype: what a narrower one does not touch takes no memory."""
+        self.output = np.empty(elements * 8, np.uint8)
         self.blocks: dict[tuple[str, str], Array] = {}
-        self.outputs: dict[int, Array] = {}
         self._steps: dict[str, Steps] = {}
 
     def steps(self, updates: int, dtype: str) -> Steps:
@@ -63,49 +64,68 @@ class _Buffers:
             self.blocks[key, dtype] = np.empty(PIECE, dtype)
         return self.blocks[key, dtype]
 
-    def output(self, number: int, count: int, dtype: str) -> Array:
-        if number not in self.outputs:
-            self.outputs[number] = np.empty(self.elements * 8, np.uint8)
-        return self.outputs[number].view(STORAGE[dtype])[:count]
-
 
 def run(work: Work, *, threads: int) -> Passed:
     """Do one pass. Raises `NotFinite` when the result does not fit."""
-    jobs = spans_of(dict(work.base))
-    local = threading.local()
-    reads = 1 + len(work.updates) + 1 + len(work.slots)
+    share_one_arena()
+    spans = spans_of(dict(work.base))
+    sources, elements = _sources(work), _elements_read(work)
+    sums = Sums(len(work.updates), by_tensor=work.by_tensor, apart=threads > 1)
     with Files(work.hashed) as files:
-        for entries in (work.base, work.master, *work.updates, *work.slots):
+        for entries in sources:
             files.open(list(entries.values()))
 
-        def one(index: int) -> Passed:
-            if not hasattr(local, "buffers"):
-                local.buffers = _Buffers(reads)
-            if index + threads < len(jobs):
-                ahead = jobs[index + threads]
-                for source in (work.base, *work.updates):
-                    files.will_need(source[ahead.name], ahead.start, ahead.count)
-            with np.errstate(all="ignore"):
-                return _span(work, jobs[index], files, local.buffers)
+        def worker() -> Callable[[_Cut], PartSums]:
+            buffers = _Buffers(len(sources), elements)
 
-        if threads == 1:
-            results = [one(index) for index in range(len(jobs))]
-        else:
-            with ThreadPoolExecutor(threads) as pool:
-                results = list(pool.map(one, range(len(jobs))))
-    total = Passed(gram=np.zeros((len(work.updates), len(work.updates))))
-    for job, result in zip(jobs, results, strict=True):  # in the jobs' order: floating-point sums depend on it
-        total.gram += result.gram
-        if work.by_tensor:
-            total.by_tensor[job.name] = total.by_tensor.get(job.name, 0.0) + result.gram
-        for name, products in result.along_momentum.items():
-            total.along_momentum[name] = total.along_momentum.get(name, 0.0) + products
-        total.step_squared += result.step_squared
-        total.elements += result.elements
-        total.counted += result.counted
-        total.bytes_read += result.bytes_read
-        total.bytes_written += result.bytes_written
-    return total
+            def one(cut: _Cut) -> PartSums:
+                if cut.begins and cut.number + 1 < len(spans):
+                    ahead = spans[cut.number + 1]
+                    for source in (work.base, *work.updates):
+                        files.will_need(source[ahead.name], ahead.start, ahead.count)
+                with np.errstate(all="ignore"):
+                    result = sums.part(cut.name, cut.count, begins_span=cut.begins)
+                    _part(work, cut, files, buffers, result)
+                return result
+
+            return one
+
+        Turns(_cuts(spans, elements), sums.take, ahead=threads).run(threads, worker)
+    return sums.passed()
+
+
+def _sources(work: Work) -> Sequence[Mapping[str, TensorEntry]]:
+    return (work.base, *work.updates, work.master, *work.slots)
+
+
+def _elements_read(work: Work) -> int:
+    """Elements read at a time from each source, a number of whole pieces."""
+    widest = max(
+        (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
+        default=1,
+    )
+    return max(PIECE, min(READ, READ_BYTES // widest // PIECE * PIECE))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """What is read at a time: a part of a span."""
+
+    number: int
+    """Of the span."""
+    name: str
+    begin: int
+    """First element, within the tensor."""
+    count: int
+    begins: bool
+    """The span."""
+
+
+def _cuts(spans: Sequence[Span], elements: int) -> Iterator[_Cut]:
+    for number, span in enumerate(spans):
+        end = span.start + span.count
+        for begin in range(span.start, end, elements):
+            yield _Cut(number, span.name, begin, min(elements, end - begin), begin == span.start)
 
 
 @dataclass
@@ -133,28 +153,26 @@ class _Part:
         return steps.take([source[piece] for source in self.sources], self.dtypes, **wanted)
 
 
-def _span(work: Work, span: Span, files: Files, buffers: _Buffers) -> Passed:
-    """One span, read in parts of the buffers' size, worked on in pieces."""
-    result = Passed(gram=np.zeros((len(work.updates), len(work.updates))), elements=span.count)
-    for begin in range(span.start, span.start + span.count, buffers.elements):
-        count = min(buffers.elements, span.start + span.count - begin)
-        part = _read(work, span.name, begin, count, files, buffers, result)
-        if work.values is not None:
-            work.values.take(span.name, begin, part.sources[1:], part.dtypes[1:])
-        outputs = _Outputs(work, span.name, begin, count, buffers)
-        for piece in pieces(count):
-            step = _combined(part, piece, result)
-            if work.model is not None:
-                _move(part, piece, *step, outputs, result)
-        result.bytes_written += outputs.flush()
-        files.settle()
-    return result
+def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> None:
+    """Read one part of a span, and work on it in pieces."""
+    part = _read(work, cut, files, buffers, result)
+    if work.values is not None:
+        work.values.take(cut.name, cut.begin, part.sources[1:], part.dtypes[1:])
+    outputs = _Outputs(work, cut, buffers)
+    for piece in pieces(cut.count):
+        step = _combined(part, piece, result)
+        if work.model is not None:
+            _move(part, piece, *step, outputs, result)
+    outputs.flush()
+    result.bytes_written += outputs.bytes_written
+    files.settle()
 
 
-def _read(work: Work, name: str, begin: int, count: int, files: Files, buffers: _Buffers, result: Passed) -> _Part:
+def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> _Part:
     """The same elements of every source."""
+    name, begin, count = cut.name, cut.begin, cut.count
     base, updates = work.base[name], len(work.updates)
-    entries = [source.get(name) for source in (work.base, *work.updates, work.master, *work.slots)]
+    entries = [source.get(name) for source in _sources(work)]
     arrays: list[Array | None] = []
     for number, (entry, buffer) in enumerate(zip(entries, buffers.raw, strict=True)):
         if isinstance(entry, EncodedTensor):
@@ -195,7 +213,7 @@ def _bytes_of(entry: TensorEntry, count: int) -> int:
     return count * ITEM_BYTES[entry.dtype]
 
 
-def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, bool]:
+def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array, bool]:
     """(base, combined step, whether the piece counts for the statistics); adds to the statistics."""
     work, number = part.work, (part.begin + piece.start) // PIECE
     if work.unmasking is not None:
@@ -203,7 +221,7 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
     counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
     base, steps, combined = part.take(
         piece,
-        gram=result.gram if counted and work.products else None,
+        gram=result.gram(len(work.updates), piece.stop - piece.start) if counted and work.products else None,
         coefficients=work.coefficients,
         rows=work.observe is not None or work.combine is not None or work.momentum or work.walk is not None,
         add=part.added,
@@ -220,10 +238,9 @@ def _combined(part: _Part, piece: slice, result: Passed) -> tuple[Array, Array, 
     if work.momentum and steps is not None:
         steps = _with_momentum(part, piece, steps)
         if work.model is None:
-            total = result.along_momentum.setdefault(part.name, np.zeros(len(steps)))
             pairs = np.zeros((len(steps), len(steps)))
             add_products(pairs, steps)
-            total += pairs[-1]
+            result.along_momentum.append(pairs[-1])
     if work.model is not None and work.combine is not None:
         assert steps is not None
         combined = work.combine(steps, part.name, part.begin + piece.start)
@@ -247,35 +264,55 @@ def _unmasked(part: _Part, piece: slice, unmasking: Unmasking) -> tuple[Array, A
 
 
 def _move(
-    part: _Part, piece: slice, base: Array, combined: Array, counted: bool, outputs: _Outputs, result: Passed
+    part: _Part, piece: slice, base: Array, combined: Array, counted: bool, outputs: _Outputs, result: PartSums
 ) -> None:
     """Move the master by the combined step, and round the result into the outputs."""
     work, buffers, n = part.work, part.buffers, piece.stop - piece.start
-    master = base
-    if part.master is not None:
-        master = buffers.block("master", part.dtype)[:n]
-        np.copyto(master, part.master[piece], casting="same_kind")
+    master = base if part.master is None else _stored(part.master[piece], buffers.block("master", part.dtype)[:n])
     slots: list[Array] = []
     for number, (stored, start) in enumerate(zip(part.slots, work.slot_starts, strict=True)):
         slot = buffers.block(f"slot{number}", part.dtype)[:n]
-        slot[:] = start if stored is None else stored[piece]
-        slots.append(slot)
-    if work.step is not None and not is_running_statistic(part.name):
-        before = master
-        master, slots = work.step(before, combined, slots)
+        if stored is None:
+            slot[:] = start
+        slots.append(slot if stored is None else _stored(stored[piece], slot))
+    bits = buffers.block("bits", "uint32")[:n]
+    if work.step is None or is_running_statistic(part.name):
+        put = outputs.put(piece, master if part.added else np.add(master, combined, out=base), slots, bits)
+    else:
+        moved = buffers.block("scratch", part.dtype)[:n] if master is base else base
+        put = True
+        for some in _strides(n):  # what the step allocates is small
+            after, new_slots = work.step(master[some], combined[some], [slot[some] for slot in slots])
+            np.subtract(after, master[some], out=moved[some])
+            put = put and outputs.put(_within(piece, some), after, new_slots, bits[some])
         if counted:
-            result.step_squared += _squared(master, before, buffers.block("scratch", part.dtype)[:n])
-    elif not part.added:
-        np.add(master, combined, out=master)
-    if not outputs.put(piece, master, slots, buffers.block("bits", "uint32")[:n]):
-        _blame(part, piece, outputs.sinks[0][1])
+            result.step_squared.append(_squared(moved))
+    if not put:
+        _blame(part, piece, outputs.dtype)
 
 
-def _squared(after: Array, before: Array, scratch: Array) -> float:
+def _strides(count: int) -> Iterator[slice]:
+    for start in range(0, count, STRIDE):
+        yield slice(start, min(start + STRIDE, count))
+
+
+def _within(piece: slice, some: slice) -> slice:
+    return slice(piece.start + some.start, piece.start + some.stop)
+
+
+def _stored(values: Array, block: Array) -> Array:
+    """Values of the state in the dtype of the arithmetic, to be read only: they may still be hashed."""
+    if values.dtype != block.dtype:
+        np.copyto(block, values, casting="same_kind")
+        return block
+    values.flags.writeable = False
+    return values
+
+
+def _squared(moved: Array) -> float:
     """Squared L2 norm of a change."""
-    np.subtract(after, before, out=scratch)
     square = np.zeros((1, 1))
-    add_products(square, scratch[None])
+    add_products(square, moved[None])
     return float(square[0, 0])
 
 
@@ -301,30 +338,30 @@ def _refuse_not_finite(name: str, dtype: str, steps: Array | None) -> None:
 
 
 class _Outputs:
-    """What one part of a span writes: the model in its dtype, the master and the slots in float32."""
+    """What one part of a span writes: the model in its dtype, the master and the slots in float32 or float64."""
 
-    def __init__(self, work: Work, name: str, begin: int, count: int, buffers: _Buffers) -> None:
-        self.name, self.begin = name, begin
-        self.sinks: list[tuple[TensorWriter, str, Array]] = []
-        if work.model is None:
-            return
-        writers = (work.model, *([work.new_master] if work.new_master else []), *work.new_slots)
-        for number, writer in enumerate(writers):
-            dtype = writer.places[name][2].dtype
-            self.sinks.append((writer, dtype, buffers.output(number, count, dtype)))
+    def __init__(self, work: Work, cut: _Cut, buffers: _Buffers) -> None:
+        self._cut, self._model, self.bytes_written = cut, work.model, 0
+        self._states = (*([work.new_master] if work.new_master else []), *work.new_slots)
+        if work.model is not None:
+            self.dtype = work.model.places[cut.name][2].dtype
+            self._block = buffers.output.view(STORAGE[self.dtype])[: cut.count]
 
     def put(self, piece: slice, master: Array, slots: Sequence[Array], scratch: Array) -> bool:
-        """Round into the blocks; False when a value of the model is not finite."""
-        values = [master, *([master] if len(self.sinks) > 1 else []), *slots]
-        finite = [
-            narrow(value, dtype, block[piece], scratch)
-            for (_, dtype, block), value in zip(self.sinks, values[: len(self.sinks)], strict=True)
-        ]
-        return finite[0]
+        """Round the model into its block and write the state; False when a value of the model is not finite."""
+        if not narrow(master, self.dtype, self._block[piece], scratch):
+            return False
+        for writer, values in zip(self._states, (master, *slots), strict=False):
+            dtype = writer.places[self._cut.name][2].dtype
+            self._write(writer, piece.start, values.astype(STORAGE[dtype], order="C", casting="same_kind", copy=False))
+        return True
 
-    def flush(self) -> int:
-        written = 0
-        for writer, dtype, block in self.sinks:
-            writer.write(self.name, self.begin * ITEM_BYTES[dtype], block.data.cast("B"))
-            written += block.nbytes
-        return written
+    def flush(self) -> None:
+        """Write the model."""
+        if self._model is not None:
+            self._write(self._model, 0, self._block)
+
+    def _write(self, writer: TensorWriter, start: int, values: Array) -> None:
+        """`values`: of the cut from its element `start` on, in the dtype of the file."""
+        writer.write(self._cut.name, (self._cut.begin + start) * values.itemsize, values.data.cast("B"))
+        self.bytes_written += values.nbytes

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 import numpy as np
 
@@ -85,9 +86,9 @@ def _of_few(
 
 def _ratios(norms: Array, work: Sequence[float] | None = None) -> list[float]:
     """Multiples of the median norm; with `work`, of the median norm per work where that is nearer to 1."""
-    median = float(np.median(norms))
-    plain = [float(norm) / median if median > 0 else 1.0 for norm in norms]
-    if work is None or median <= 0:
+    middle = median(norms.tolist())
+    plain = [float(norm) / middle if middle > 0 else 1.0 for norm in norms]
+    if work is None or middle <= 0:
         return plain
     return [min(pair, key=_length) for pair in zip(plain, _ratios(norms / np.asarray(work)), strict=True)]
 
@@ -102,7 +103,7 @@ def _out_of_length(
 ) -> dict[str, str]:
     limit = settings.norm_ratio
     return {
-        name: f"norm {norm:.4g} is {ratio:.3g} times the median {float(np.median(norms)):.4g}, allowed are "
+        name: f"norm {norm:.4g} is {ratio:.3g} times the median {median(norms.tolist()):.4g}, allowed are "
         f"{1 / limit:.3g} to {limit:g}"
         for name, norm, ratio in zip(names, norms, ratios, strict=True)
         if limit and not 1 / limit <= ratio <= limit
@@ -118,7 +119,7 @@ def _turned(
         return {}
     found = {}
     for i in left:
-        cosine = float(np.median([gram[i, j] / (norms[i] * norms[j]) for j in left if j != i]))
+        cosine = float(median(gram[i, j] / (norms[i] * norms[j]) for j in left if j != i))
         if cosine < settings.cosine_minimum:
             found[names[i]] = (
                 f"median cosine {cosine:.3f} to the others, allowed is {settings.cosine_minimum:g} or more"

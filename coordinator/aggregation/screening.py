@@ -29,7 +29,9 @@ from facility.exchange.masking.weights import capped
 from facility.exchange.messages.manifest import NAME
 
 MOST_WAITING = 6
-"""Updates of which a second thread's pieces may wait in memory, at most 16 MB each."""
+"""Updates of which a second thread's pieces may wait in memory to be hashed."""
+MOST_APART = 32
+"""Updates whose inner products may wait in memory to be added."""
 
 
 def screen_round(aggregation: Aggregation) -> None:
@@ -85,9 +87,11 @@ def threads_of(aggregation: Aggregation) -> int:
     """Worker threads: as many as pay.
 
     One where many updates are verified: a digest is made of bytes in their order, and what a second thread reads too
-    early waits in memory, of every update.
+    early waits in memory, of every update. One where there are very many: inner products that wait for their turn grow
+    with the square of their number.
     """
-    many = aggregation.request.verify_updates and len(aggregation.opened) > MOST_WAITING
+    count = len(aggregation.opened)
+    many = (aggregation.request.verify_updates and count > MOST_WAITING) or count > MOST_APART
     return aggregation.request.threads or (1 if many else min(2, os.cpu_count() or 1))
 
 

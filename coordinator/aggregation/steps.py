@@ -36,8 +36,9 @@ class Steps:
     ) -> tuple[Array, Array | None, Array]:
         """(base, steps or None, weighted sum) of one piece; `sources`: the base and the updates as stored in `dtypes`.
 
-        `gram`: the steps' inner products are added to it. `coefficients`: of the sum, else undefined. `rows`: whether
-        the steps themselves are wanted. `add`: the sum is added to the base in its place.
+        `gram`: the steps' inner products are added to it, or to blocks of it (`add_products`). `coefficients`: of the
+        sum, else undefined. `rows`: whether the steps themselves are wanted. `add`: the sum is added to the base in its
+        place.
         """
         n = len(sources[0])
         base, total = self.base[:n], self.total[:n]
@@ -69,20 +70,25 @@ class Steps:
 def add_products(gram: Array, steps: Array) -> None:
     """Add the inner products of the rows, each row contiguous: the same bits whatever the number of threads.
 
+    `gram`: (rows, rows), or (blocks, rows, rows), one for every `native.RUN` values: then what would be added one after
+    the other to one is in blocks, to be added later in their order.
+
     numpy: dot products of at most BLOCK values, which BLAS never shares among threads.
     """
     count, n = steps.shape
     found = native.library()
     if found is not None and steps.dtype == np.float32 and steps.strides[1] == 4:
-        found.crossfed_products(n, count, native.address(steps), steps.strides[0] // 4, native.address(gram))
+        apart = 0 if gram.ndim == 2 else count * count
+        found.crossfed_products(n, count, native.address(steps), steps.strides[0] // 4, native.address(gram), apart)
         return
     whole = n // BLOCK * BLOCK
     parts = [steps[:, :whole].reshape(count, -1, BLOCK)] if whole else []
     if whole < n:
         parts.append(steps[:, None, whole:])
-    for part in parts:
+    for number, part in enumerate(parts):
+        into = gram if gram.ndim == 2 else gram[number]
         for i in range(count):
             products = np.matmul(part[: i + 1, :, None, :], part[i][None, :, :, None])
             sums = products.reshape(i + 1, -1).sum(axis=1, dtype=np.float64)
-            gram[i, : i + 1] += sums
-            gram[:i, i] += sums[:i]
+            into[i, : i + 1] += sums
+            into[:i, i] += sums[:i]

@@ -59,6 +59,37 @@ def test_size_and_error(pair, tmp_path: Path, encoding: str, most_bytes: float, 
     assert (tmp_path / "decoded" / "report.json").read_bytes() == (update / "report.json").read_bytes()
 
 
+def bytes_read_by_calls() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("rchar"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the kernel's counters are Linux's")
+def test_model_and_update_are_read_once_to_be_encoded(tmp_path: Path):
+    start = make.random_tensors(0, {f"w{number}": (512, 400) for number in range(8)}, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    moved = make.moved({name: t.float() for name, t in start.items()}, 1, 1e-4)
+    update = make.update(tmp_path / "update", moved, base=base, facility="alpha")
+    before = bytes_read_by_calls()
+    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    needed = open_checkpoint(base).bytes + open_checkpoint(update).bytes
+    assert needed <= bytes_read_by_calls() - before <= 1.05 * needed
+
+
+@pytest.mark.parametrize("place", [0, 255, 256, 70_000, 204_799])
+def test_one_value_that_differs_is_sent_wherever_it_is(tmp_path: Path, place: int):
+    start = {"w": torch.ones(512, 400, dtype=torch.bfloat16), "same": torch.ones(300, dtype=torch.bfloat16)}
+    base = make.model(tmp_path / "base", start)
+    after = {name: tensor.float() for name, tensor in start.items()}
+    after["w"].view(-1)[place] += 0.5
+    update = make.update(tmp_path / "update", after, base=base, facility="alpha")
+    done = delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    assert done.unchanged == 1
+    delta.decode(tmp_path / "message", reference=base, out=tmp_path / "decoded")
+    got = make.read_all(tmp_path / "decoded")["w"].view(-1)
+    assert got[place] == pytest.approx(1.5, abs=1e-2) and int((got != 1).sum()) == 1
+
+
 def test_codecs_by_hand():
     values = np.array([127, -63.5, 1, 0], np.float32)
     sent = int8.encode(values)

@@ -7,7 +7,8 @@
 Makes a Llama checkpoint (1.1 GB bfloat16 in four shards at the default size) and updates to it, reads everything once
 so that all contenders find it in the page cache, runs each contender as a process of its own, turn about, and prints
 JSON: seconds (best of --repeat, and all) and peak resident memory of the process. `io` reads and writes the same bytes
-with two threads and no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too. With --norms
+with two threads and no arithmetic; `crossfed_nesterov` takes the outer step of the default rule too, `crossfed_state`
+with the state of the round before, and writes the next. With --norms
 updates state the norms of their steps, as those of facilities do; `crossfed_measured` is the same without. --mergekit
 names a Python interpreter that has mergekit. --growth instead prints the peak memory of averaging 2 and 8 updates of
 1.1 GB and 2 of 4.0 GB (hard links to the base: only their size matters; needs 10 GB). Masked updates: `masking.py`;
@@ -274,6 +275,9 @@ def main() -> None:
         "crossfed_nesterov": [*ours, "--settings", str(settings) + ".nesterov"],
         "plain_script": [sys.executable, "-c", PLAIN, str(base), str(out), *map(str, updates), *weights],
     }
+    state, state_out = a.work / "state", a.work / "state_out"
+    stateful = [*ours, "--settings", str(settings) + ".nesterov", "--state-out"]
+    contenders["crossfed_state"] = [*stateful, str(state_out), "--state-in", str(state)]
     if a.norms:
         bare = [a.work / "bare" / update.name for update in updates]
         for update, copy in zip(updates, bare, strict=True):
@@ -305,9 +309,13 @@ def main() -> None:
     chosen = {name: command for name, command in contenders.items() if not a.only or name in a.only}
     runs: dict[str, list[dict[str, object]]] = {name: [] for name in chosen}
     off: dict[str, float] = {}
+    if "crossfed_state" in chosen:
+        shutil.rmtree(state, ignore_errors=True)
+        measured([*stateful, str(state)])
     for _ in range(a.repeat):
         for name, command in chosen.items():
-            shutil.rmtree(out, ignore_errors=True)
+            for left in (out, state_out):
+                shutil.rmtree(left, ignore_errors=True)
             run = measured(command, {"HF_HUB_OFFLINE": "1"})
             output = str(run.pop("output", ""))
             if "failed" not in run:
@@ -315,7 +323,7 @@ def main() -> None:
                     run["stream_seconds"] = round(float(output), 3)
                 elif name.startswith("crossfed"):
                     run |= {"phases": json.loads(output)["seconds"]}
-                if name not in ("io", "crossfed_nesterov", *off) and a.updates > 1:
+                if name not in ("io", "crossfed_nesterov", "crossfed_state", *off) and a.updates > 1:
                     off[name] = off_share(base, updates, out)
             runs[name].append(run)
     for name, all_runs in runs.items():

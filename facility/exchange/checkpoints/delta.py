@@ -52,6 +52,9 @@ from facility.exchange.messages.settings import SPARSE_DENSITY
 STRIDE = 16
 """A codec that selects takes its threshold, of a large tensor, from a sample of the first values of each part."""
 
+PROBE = 256
+"""Values of each part that are compared first, where it is asked whether a tensor differs at all."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
@@ -268,8 +271,8 @@ def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: f
                 planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
                 moved.append(name)
             continue
-        differs, codes = False, 0
-        for _, _, step, length in _differences(entry, new[name]):
+        codes, differs = 0, codec.selection is None and _differs_early(entry, new[name])
+        for _, _, step, length in _differences(entry, new[name]) if not differs else ():
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -282,6 +285,12 @@ def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: f
                 planned.append(Planned(name=f"{name}::{suffix}", dtype=dtype, shape=(length,)))
     sent = {tensor.name.rpartition("::")[0] for tensor in planned}
     return _Sending(planned=planned, moved=moved, sent=sent, limit=limit)
+
+
+def _differs_early(old: TensorEntry, new: TensorEntry) -> bool:
+    """Whether the first `PROBE` values of some part differ: of what was trained, the first part tells without the rest
+    being read once more."""
+    return any(length > 0 for _, _, _, length in _differences(old, new, PROBE))
 
 
 def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> float:

@@ -170,19 +170,29 @@ static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n
         }
 }
 
-/* Inner products of k rows of n values, `stride` apart, added to gram. */
-void crossfed_products(int64_t n, int64_t k, const float *rows, int64_t stride, double *gram)
+/* Inner products of k rows of n values, `stride` apart, added to gram: of each RUN values to one `apart` after the last
+ * (0: to the same). */
+void crossfed_products(int64_t n, int64_t k, const float *rows, int64_t stride, double *gram, int64_t apart)
 {
-    for (int64_t start = 0; start < n; start += RUN)
+    for (int64_t start = 0; start < n; start += RUN, gram += apart)
         add_products(rows + start, stride, k, n - start < RUN ? n - start : RUN, gram);
+}
+
+/* Add `count` blocks of `size` values that lie beside each other to total, the first first. */
+void crossfed_add_blocks(int64_t count, int64_t size, const double *blocks, double *total)
+{
+    for (int64_t block = 0; block < count; block++)
+        for (int64_t i = 0; i < size; i++)
+            total[i] += blocks[block * size + i];
 }
 
 /* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
  * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
+ * `gram_apart`: values from one gram to that of the next RUN values; 0: all are added to the same.
  * scratch: k times RUN values, used where steps are not wanted. */
 void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
-                    float *widened, float *steps, int64_t stride, double *gram, const float *weights, float *sum,
-                    int add, float *scratch)
+                    float *widened, float *steps, int64_t stride, double *gram, int64_t gram_apart,
+                    const float *weights, float *sum, int add, float *scratch)
 {
     for (int64_t start = 0; start < n; start += RUN) {
         int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
@@ -195,8 +205,10 @@ void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const
             for (int64_t row = 0; row < k; row++)
                 step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0,
                           rows + row * apart, total);
-        if (gram)
+        if (gram) {
             add_products(rows, apart, k, count, gram);
+            gram += gram_apart;
+        }
         for (int64_t i = 0; add && i < count; i++)
             b[i] += total[i];
     }

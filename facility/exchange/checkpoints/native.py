@@ -110,7 +110,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),
         ("narrow_half", number, (size, pointer, pointer)),
-        ("products", None, (size, size, pointer, size, pointer)),
+        ("products", None, (size, size, pointer, size, pointer, size)),
+        ("add_blocks", None, (size, size, pointer, pointer)),
         (
             "steps",
             None,
@@ -125,6 +126,7 @@ def _load(path: Path) -> ctypes.CDLL:
                 pointer,
                 size,
                 pointer,
+                size,
                 pointer,
                 pointer,
                 number,
@@ -167,7 +169,10 @@ def steps(
     scratch: Any,
 ) -> None:
     """`sources`: the base and the updates as stored, `kinds` theirs. Fills `widened`, and what is not None of `rows`
-    (updates, n), `total` (with `weights`, float32) and `gram` (added to). `add`: the total is added to `widened`."""
+    (updates, n), `total` (with `weights`, float32) and `gram` (added to). `add`: the total is added to `widened`.
+
+    `gram`: (updates, updates), or one for every RUN values: (runs, updates, updates).
+    """
     count = len(sources) - 1
     found.crossfed_steps(
         len(widened),
@@ -180,6 +185,7 @@ def steps(
         None if rows is None else address(rows),
         0 if rows is None else rows.strides[0] // 4,
         None if gram is None else address(gram),
+        0 if gram is None or gram.ndim == 2 else count * count,
         None if weights is None else address(weights),
         address(total),
         add,
