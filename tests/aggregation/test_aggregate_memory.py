@@ -28,9 +28,9 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """A process's peak begins with the memory of the one that started it, so a small one starts it."""
 
 
-MOST_MEGABYTES = 60.0
-"""Of an aggregation with up to 16 updates and the state of its server optimizer; about 48 of them are Python, numpy and
-pydantic before a tensor is read."""
+MOST_MEGABYTES = 13.0
+"""Of an aggregation with up to 16 updates and the state of its server optimizer, in addition to Python, numpy and
+pydantic: 47 MB with the pinned versions on two cores, which together is the target of 60."""
 
 AS_A_ROUND = """
 import sys
@@ -103,7 +103,9 @@ def test_the_state_of_the_server_optimizer_fits_the_same_bound(tmp_path: Path, c
     old = read_manifest(tmp_path / "state")
     write_manifest(tmp_path / "state", dataclasses.replace(old, round=0, files={}))
     belong_to(tmp_path / "state", sent)
-    assert peak(str(tmp_path / "state"), updates) <= MOST_MEGABYTES
+    imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+    found = peak(str(tmp_path / "state"), updates)
+    assert found - imports <= MOST_MEGABYTES, (found, imports)
 
 
 def linked_update(base: Path, sent: Manifest, directory: Path) -> Path:
