@@ -127,6 +127,17 @@ def read_policy(path: Path) -> Policy:
     return _Reader(path).policy(root)
 
 
+def named_places(policy: Policy, file: Path) -> Iterator[tuple[str, Path]]:
+    """What a policy names beside its workdir, by its keys. `file`: the policy's."""
+    yield "coordinators", policy.coordinators
+    if policy.peer_signers is not None:
+        yield "peer_signers", policy.peer_signers
+    if policy.template:
+        yield "template", file.absolute().parent / policy.template
+    for name in ("datasets", "task_directories"):
+        yield from ((name, resolve(one)) for one in getattr(policy, name))
+
+
 class _Reader:
     """Turns YAML nodes into the policy's values."""
 
@@ -170,13 +181,7 @@ class _Reader:
 
     def _places(self, policy: Policy) -> Iterator[tuple[str, Path]]:
         """What a coordinator must neither alter nor see, by the key or the variable that names it."""
-        yield "coordinators", policy.coordinators
-        if policy.peer_signers is not None:
-            yield "peer_signers", policy.peer_signers
-        if policy.template:
-            yield "template", self.file.absolute().parent / policy.template
-        for name in ("datasets", "task_directories"):
-            yield from ((name, resolve(one)) for one in getattr(policy, name))
+        yield from named_places(policy, self.file)
         yield from ((name, Path(value)) for name in KEPT if (value := os.environ.get(name)))
         yield "the account's home", Path.home()
         yield "this code", Path(__file__).parents[2]

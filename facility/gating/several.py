@@ -5,20 +5,47 @@
 
 They share the facility's code, environment and `$CROSSFED_STATE`, and with that the account of what all federations may
 learn of a dataset (`dataset_epsilon`): a second home would have a second account. So that neither coordinator reaches
-what is the other's, their policies have no federation, no key and no directory in common.
+what is the other's, their policies have no federation, no key, no name of a job and no directory in common, and nothing
+of the one's lies where the other's coordinator writes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.paths import resolve
-from facility.gating.policy import Policy, read_policy
+from facility.exchange.job_names import job_name, waiting_name
+from facility.gating.policy import STATE, Policy, named_places, read_policy
 
 NAME = "policy.yml"
 FOLDER = "gates"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A policy, and where it lies."""
+
+    file: Path
+    policy: Policy
+
+    @property
+    def state(self) -> Path:
+        return self.file.resolve().parent / STATE
+
+    def job_names(self) -> set[str]:
+        """By which its coordinator asks for jobs of this account, and cancels them."""
+        names = {job_name(federation, self.policy.facility) for federation in self.policy.federations}
+        return names | {waiting_name(name) for name in names}
+
+    def places(self) -> Iterator[tuple[str, Path]]:
+        """What its coordinator, or its jobs, rely on, by a word each."""
+        yield "workdir", self.policy.place
+        yield "policy", self.file
+        yield "log and ledger", self.state
+        yield from named_places(self.policy, self.file)
 
 
 def check_others(file: Path, policy: Policy, home: Path) -> None:
@@ -33,7 +60,7 @@ def check_others(file: Path, policy: Policy, home: Path) -> None:
             other = read_policy(other_file)
         except ConfigurationError:  # that gate is closed
             continue
-        if reason := common(policy, other):
+        if reason := common(Gate(file=file, policy=policy), Gate(file=other_file, policy=other)):
             raise ConfigurationError(f"{reason}; see {other_file} as well", file=file)
 
 
@@ -42,19 +69,26 @@ def policies(home: Path) -> Iterator[Path]:
     yield from (path for path in [home / NAME, *sorted((home / FOLDER).glob(f"*/{NAME}"))] if path.is_file())
 
 
-def common(one: Policy, other: Policy) -> str:
+def common(one: Gate, other: Gate) -> str:
     """What two coordinators would share, or ''."""
     for name in ("federations", "keys"):
-        if both := sorted(set(getattr(one, name)) & set(getattr(other, name))):
+        if both := sorted(set(getattr(one.policy, name)) & set(getattr(other.policy, name))):
             return f"{name} {', '.join(both)} would come in by two gates"
+    if both := sorted(one.job_names() & other.job_names()):
+        return f"jobs called {', '.join(both)} would be of two gates (crossfed-FEDERATION-FACILITY): rename a facility"
     for mine, others in ((one, other), (other, one)):
-        for path in [others.place, others.coordinators, others.peer_signers]:
-            if path is not None and path.resolve().is_relative_to(mine.place):
-                return f"{path}, of one gate, lies in {mine.workdir}, the workdir of the other"
-    data = [{resolve(path).resolve() for path in policy.datasets} for policy in (one, other)]
-    if one.dataset_epsilon != other.dataset_epsilon and data[0] & data[1]:
+        for what, path in others.places():
+            if path.resolve().is_relative_to(mine.policy.place):
+                return f"{path} ({what} of one gate) lies in {mine.policy.workdir}, the workdir of the other"
+        if mine.policy.place.is_relative_to(others.state):
+            return (
+                f"{mine.policy.workdir}, the workdir of one gate, lies in {others.state}, where the other keeps its log"
+            )
+    data = [{resolve(path).resolve() for path in gate.policy.datasets} for gate in (one, other)]
+    epsilons = one.policy.dataset_epsilon, other.policy.dataset_epsilon
+    if epsilons[0] != epsilons[1] and data[0] & data[1]:
         return (
-            f"dataset_epsilon is {one.dataset_epsilon:g} and {other.dataset_epsilon:g} for one dataset, whose account "
-            "all federations share"
+            f"dataset_epsilon is {epsilons[0]:g} and {epsilons[1]:g} for one dataset, whose account all federations "
+            "share"
         )
     return ""

@@ -1,0 +1,89 @@
+"""Gates of several coordinators in one home: nothing by which one reaches the jobs and files of another."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.errors import ConfigurationError
+from facility.gating.policy import read_policy
+from facility.gating.several import check_others
+
+
+def policy(place: Path, name: str, letter: str, **changes: object) -> dict[str, object]:
+    """Of the coordinator `name`, with a dataset, signers and a template of its own."""
+    return {
+        "facility": "alpha",
+        "federations": [name],
+        "keys": [f"SHA256:{letter * 43}"],
+        "coordinators": str(place / f"{name}-signers"),
+        "workdir": str(place / f"{name}-work"),
+        "datasets": [str(place / f"{name}-data")],
+        "scheduler": "slurm",
+        "template": str(place / f"{name}.sh"),
+    } | changes
+
+
+def verdict(home: Path, first: dict[str, object], second: dict[str, object], *, of: str = "ibis") -> str:
+    """Why the second one's gate is closed; '' where it is open."""
+    files = {"heron": home / "policy.yml", "ibis": home / "gates/ibis/policy.yml"}
+    for file, values in zip(files.values(), (first, second), strict=True):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(values))
+    try:
+        check_others(files[of], read_policy(files[of]), home)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+COMMON = {
+    "a federation": ({}, {"federations": ["ibis", "heron"]}, "federations heron would come in by two gates"),
+    "a key": ({}, {"keys": [f"SHA256:{'a' * 43}"]}, "keys SHA256:a.* would come in by two gates"),
+    "a job's name": (
+        {"federations": ["heron-nest"], "facility": "alpha"},
+        {"federations": ["heron"], "facility": "nest-alpha"},
+        "jobs called crossfed-heron-nest-alpha, crossfed-heron-nest-alpha-ahead would be of two gates",
+    ),
+    "the name of a job that waits": (
+        {"facility": "alpha-ahead"},
+        {"federations": ["heron-alpha"], "facility": "ahead"},
+        "jobs called crossfed-heron-alpha-ahead, .* would be of two gates",
+    ),
+    "a job and one that waits": (
+        {"federations": ["b"], "facility": "c"},
+        {"federations": ["b-c"], "facility": "ahead"},
+        "jobs called crossfed-b-c-ahead would be of two gates",
+    ),
+    "a workdir": ({}, {"workdir": "PLACE/heron-work/below"}, "the workdir of the other"),
+    "a workdir around another": ({"workdir": "PLACE/ibis-work/below"}, {}, "the workdir of the other"),
+    "signers": ({"coordinators": "PLACE/ibis-work/signers"}, {}, "signers .coordinators of one gate. lies in"),
+    "a dataset": ({"datasets": ["PLACE/ibis-work/data"]}, {}, "data .datasets of one gate. lies in"),
+    "the later one's dataset": ({}, {"datasets": ["PLACE/heron-work/data"]}, "data .datasets of one gate. lies in"),
+    "a template": ({"template": "PLACE/ibis-work/job.sh"}, {}, "job.sh .template of one gate. lies in"),
+    "tasks": ({"task_directories": ["PLACE/ibis-work/t"]}, {}, "t .task_directories of one gate. lies in"),
+    "a policy": ({"workdir": "PLACE/home/gates"}, {}, "policy.yml .policy of one gate. lies in"),
+    "a log": ({}, {"workdir": "PLACE/home/gate/below"}, "lies in .*home/gate, where the other keeps its log"),
+    "a later one's log": ({"workdir": "PLACE/home/gates/ibis/gate/w"}, {}, "lies in .*ibis/gate, where the other"),
+}
+
+
+@pytest.mark.parametrize("what", COMMON)
+def test_a_gate_that_has_something_in_common_with_an_earlier_one_is_closed(what: str, tmp_path: Path):
+    first, second, reason = COMMON[what]
+    place = str(tmp_path)
+    made = [
+        json.loads(json.dumps(policy(tmp_path, name, letter) | changes).replace("PLACE", place))
+        for name, letter, changes in (("heron", "a", first), ("ibis", "b", second))
+    ]
+    with pytest.raises(ConfigurationError, match=reason):
+        raise ConfigurationError(verdict(tmp_path / "home", *made))
+    assert verdict(tmp_path / "home", *made, of="heron") == "", "the earlier one stays open"
+
+
+def test_gates_that_have_nothing_in_common_are_open(tmp_path: Path):
+    data = [str(tmp_path / "data")]
+    one, other = (policy(tmp_path, name, letter, datasets=data) for name, letter in (("heron", "a"), ("ibis", "b")))
+    assert verdict(tmp_path / "home", one, other) == "", "one dataset may serve both"
