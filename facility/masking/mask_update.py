@@ -27,6 +27,7 @@ from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files.durable import new_directory
+from facility.exchange.files.keyed_checksum import KeyedChecksum
 from facility.exchange.masking.fixed_point import FixedPoint, clip_of, fixed_point
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shares import write_shares
@@ -58,8 +59,9 @@ def mask_update(
 ) -> tuple[Manifest, dict[str, str]]:
     """Write the masked form of `update`, trained from `received`, and what it leaves to send.
 
-    Returns its manifest, and the sha256 of each file of what it leaves, made of what is written. Neither `out` nor
-    `residual_out` may exist. Raises `InputError` where the roster is for another model.
+    Returns its manifest, and a checksum of each file of what it leaves, made of what is written (`KeyedChecksum`:
+    sha256 would take as long as the masks). Neither `out` nor `residual_out` may exist. Raises `InputError` where the
+    roster is for another model.
     """
     roster, manifest = member.roster, read_manifest(update)
     check_base(roster, received)
@@ -77,8 +79,9 @@ def mask_update(
             writer = open_files.enter_context(
                 TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])), hashed=True)
             )
+            rest_layout = layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits]))
             rests = open_files.enter_context(
-                TensorWriter(rest_directory, layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits])), hashed=True)
+                TensorWriter(rest_directory, rest_layout, hashed=True, digest=KeyedChecksum)
             )
             piece = piece_of(len(masks), bits)
             masker = Masker(masks, piece=piece, bits=bits, weight=weights[member.facility], factor=factor)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.keyed_checksum import is_checksum, matches
 from facility.exchange.messages.manifest import sha256_of
 from facility.rounds.kept import latest_before
 
@@ -33,7 +34,10 @@ SELF_CHECKED = ("finished", "models", ASIDE)
 
 
 def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the digests of the files of a complete directory. `known`: those of files hashed as they were written."""
+    """Write the digests of the files of a complete directory.
+
+    `known`: those of files hashed as they were written: sha256, or a `KeyedChecksum`.
+    """
     paths = [path for path in sorted(directory.iterdir()) if path.is_file() and path.name not in (SEAL, UNCHANGED)]
     write_json(directory / SEAL, {path.name: (known or {}).get(path.name) or sha256_of(path) for path in paths})
     _outlast_clock_tick(paths)
@@ -70,11 +74,15 @@ def flaw(directory: Path) -> str:
             path = directory / name
             if not path.is_file():
                 return f"{path} is missing"
-            if noted.get(name) != identity(path) and sha256_of(path) != digest:
+            if noted.get(name) != identity(path) and not _has(path, digest):
                 return f"{path} was altered"
     except (OSError, ValueError, AttributeError) as error:
         return f"{directory / SEAL} cannot be read: {error}"
     return ""
+
+
+def _has(path: Path, digest: str) -> bool:
+    return matches(path, digest) if is_checksum(digest) else sha256_of(path) == digest
 
 
 def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]:

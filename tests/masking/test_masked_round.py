@@ -17,7 +17,7 @@ from facility.exchange.messages.settings import FacilitySettings, TrainingSettin
 from facility.masking.private_keys import PrivateKeys
 from facility.rounds import sealed
 from facility.rounds.masked import Masked
-from facility.rounds.sealed import check_kept, flaw
+from facility.rounds.sealed import UNCHANGED, check_kept, flaw
 from facility.rounds.smaller import unsent
 from tests.aggregation import make
 from tests.masking.federation import Masking, error, mean_of, moved, steps
@@ -179,6 +179,8 @@ def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_tol
     assert not [name for name in again if name.endswith(".safetensors")]
     residual = unsent(state, 1, training, masked=True)
     assert residual is not None and flaw(residual) == "" and check_kept(state, 1) == []
+    (residual / UNCHANGED).unlink()
+    assert flaw(residual) == "", "read again, and as it was"
     (weights,) = residual.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     for _ in range(2):

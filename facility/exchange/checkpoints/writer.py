@@ -6,16 +6,18 @@ to their places with `pwrite`. Call inside `durable.new_directory`.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, Checkpoint
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.keyed_checksum import Digest
 from facility.exchange.files.streamed_digest import StreamedDigest
 
 
@@ -91,9 +93,10 @@ def write_index(directory: Path, layout: Layout) -> None:
 class TensorWriter:
     """Open files of the final size; `write` fills them. Closing checks nothing: write every byte.
 
-    `hashed`: the files' sha256 is made of what is written, for `digests`. `present`: files of the layout that lie there
-    already; they get their places in the index, and are not written. `as_listed`: tensors lie in the file in the order
-    of the layout, for a file that is written and read in that order only; else the widest dtype comes first.
+    `hashed`: the files' digests are made of what is written, for `digests`, by `digest` (sha256). `present`: files of
+    the layout that lie there already; they get their places in the index, and are not written. `as_listed`: tensors lie
+    in the file in the order of the layout, for a file that is written and read in that order only; else the widest
+    dtype comes first.
     """
 
     def __init__(
@@ -103,13 +106,14 @@ class TensorWriter:
         metadata: Mapping[str, str] | None = None,
         *,
         hashed: bool = False,
+        digest: Callable[[], Digest] = hashlib.sha256,
         present: Collection[str] = (),
         as_listed: bool = False,
     ) -> None:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
         self._descriptors: list[int] = []
-        self._hashed, self._as_listed = hashed, as_listed
+        self._hashed, self._digest, self._as_listed = hashed, digest, as_listed
         self._digests: dict[int, StreamedDigest] = {}
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
         try:
@@ -132,7 +136,7 @@ class TensorWriter:
         _write_exactly(descriptor, memoryview(header), 0)
         os.ftruncate(descriptor, size)
         if self._hashed:
-            self._digests[descriptor] = StreamedDigest(self.directory / file, size)
+            self._digests[descriptor] = StreamedDigest(self.directory / file, size, self._digest)
             self._digests[descriptor].feed(0, header)
         for tensor in ordered:
             self.places[tensor.name] = (descriptor, starts[tensor.name], tensor)
@@ -146,7 +150,7 @@ class TensorWriter:
             self._digests[descriptor].feed(start + offset, content)
 
     def digests(self) -> dict[str, str]:
-        """sha256 of each file by its name, once every byte is written; nothing unless `hashed`."""
+        """The digest of each file by its name, once every byte is written; nothing unless `hashed`."""
         return {digest.path.name: digest.finish() for digest in self._digests.values()}
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The sha256 of a file whose bytes go by in pieces, so that the file need not be read again for it.
+"""The digest of a file whose bytes go by in pieces, so that the file need not be read again for it.
 
 Writers feed what they write, readers what they read. Pieces may come in any order and from any thread: what comes too
 early waits in memory up to `MOST_WAITING` bytes; what never went by, and what could not wait, is read from the file.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+
+from facility.exchange.files.keyed_checksum import Digest
 
 MOST_WAITING = 16 << 20
 """Bytes of one file that wait for their turn in memory."""
@@ -20,9 +22,10 @@ READ_BYTES = 4 << 20
 class StreamedDigest:
     """Of one file of known size. The same bytes must lie in the file, at latest when their turn comes."""
 
-    def __init__(self, path: Path, size: int) -> None:
-        self.path, self.size = Path(path), size
-        self._hash = hashlib.sha256()
+    def __init__(self, path: Path, size: int, begin: Callable[[], Digest] = hashlib.sha256) -> None:
+        """`begin`: makes the digest of no bytes."""
+        self.path, self.size, self._begin = Path(path), size, begin
+        self._hash = begin()
         self._position = 0
         """Bytes that are in the digest."""
         self._busy = self._again = False
@@ -103,9 +106,9 @@ class StreamedDigest:
         return done - start
 
     def finish(self) -> str:
-        """The hex digest; reads what did not go by."""
+        """The digest in hexadecimal; reads what did not go by."""
         if self._again:
-            self._hash, self._position, self._waiting = hashlib.sha256(), 0, {}
+            self._hash, self._position, self._waiting = self._begin(), 0, {}
         while self._position < self.size:
             following = min((at for at in self._waiting if at > self._position), default=self.size)
             count = self._read(self._position, following)
