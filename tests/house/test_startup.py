@@ -27,3 +27,11 @@ def test_nothing_heavy_is_imported_before_it_is_needed(name: str):
     script = f"import sys, {', '.join(COMMANDS[name])}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not done.stdout.split()
+
+
+def test_what_a_gate_does_for_most_requests_begins_without_pydantic_and_numpy():
+    """It starts once for every request; what trains or masks needs both."""
+    modules = ("facility.gate", "facility.gating.transfers", "facility.gating.queue")
+    script = f"import sys, {', '.join(modules)}; print(*(set(sys.modules) & {{'pydantic', 'numpy'}}))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert not done.stdout.split()

@@ -18,7 +18,7 @@ from typing import Any
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.evaluation import MOST_SCORES, SCORE, score_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
-from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
 from facility.exchange.messages.strict_json import Fields
 
 MODELS, ALONE = "models", "alone"

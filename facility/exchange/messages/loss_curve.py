@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS, Report
+from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.report import Report
 
 KEY = "training_losses"
 """In `details`: pairs of a step, counted from 1, and the mean loss of the steps since the pair before."""

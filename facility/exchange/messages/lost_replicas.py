@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.messages.report import MOST_COUNT, MOST_REASON, Report
+from facility.exchange.messages.plausible import MOST_COUNT
+from facility.exchange.messages.report import MOST_REASON, Report
 from facility.exchange.messages.strict_json import Fields
 
 KEY = "lost_replicas"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from facility.exchange.messages.report import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
 from facility.exchange.messages.strict_json import Fields, parse_json
 
 FILE = "progress.json"
