@@ -121,10 +121,11 @@ def federate(
     prelude: str = "",
     training: dict[str, object] | None = None,
     gated: list[str] | None = None,
+    gates_home: str = "",
 ) -> Run:
     """Write and render a federation over the testbed. Jobs wait `delay` seconds, or five minutes if `~/slow` exists.
 
-    `gated`: facilities behind gates; None: as `gates.gated_sites` says.
+    `gated`: facilities behind gates; None: as `gates.gated_sites` says. `gates_home`: `home` of `gates.behind_gates`.
     """
     prelude = prelude or f"if [ -e ~/slow ]; then sleep 300; fi; sleep {delay}"
     file = write_federation(
@@ -143,7 +144,7 @@ def federate(
         **({"training": training} if training else {}),
     )
     write(read_federation(file))
-    behind_gates(testbed, file, gated_sites() if gated is None else gated)
+    behind_gates(testbed, file, gated_sites() if gated is None else gated, home=gates_home)
     return Run(testbed=testbed, file=file)
 
 

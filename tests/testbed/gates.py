@@ -53,17 +53,22 @@ def put(testbed: Testbed, site: Site, name: str, text: str, *, home: str = "gate
     ssh(testbed, site, f"umask 077; mkdir -p {home} && cat > {home}/{name}", stdin=text.encode())
 
 
-def open_gate(testbed: Testbed, site: Site, public_key: Path, *, home: str = "gated") -> None:
-    """Install the gate for a key, once; the testbed's sshd reads a file of its own."""
+def open_gate(testbed: Testbed, site: Site, public_key: Path, *, home: str = "gated", coordinator: str = "") -> None:
+    """Install the gate for a key, once; the testbed's sshd reads a file of its own.
+
+    `coordinator`: its gate is one of several in `home`, each with a policy of its own.
+    """
     allowed = site.etc / "authorized_keys"
     if public_key.read_text().split()[1] in allowed.read_text():
         return
-    put(testbed, site, public_key.name, public_key.read_text(), home=home)
-    setup = f"bash crossfed/facility/setup.sh --home ~/{home} --as-is --no-self-check --authorized-keys ~/{home}/keys"
-    said = ssh(testbed, site, f"{setup} --gate ~/{home}/{public_key.name}").stdout.decode()
+    place = f"{home}/gates/{coordinator}" if coordinator else home
+    put(testbed, site, public_key.name, public_key.read_text(), home=place)
+    setup = f"bash crossfed/facility/setup.sh --home ~/{home} --as-is --no-self-check --authorized-keys ~/{place}/keys"
+    setup += f" --gate ~/{place}/{public_key.name}" + (f" --coordinator {coordinator}" if coordinator else "")
+    said = ssh(testbed, site, setup).stdout.decode()
     assert "and nothing else" in said, said
     with open(allowed, "a") as file:
-        file.write((site.home / home / "keys").read_text())
+        file.write((site.home / place / "keys").read_text())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,42 +99,51 @@ class Keys:
         return told.split()[1]
 
 
+def keys_of(testbed: Testbed, federation: str) -> Keys:
+    """Those of a federation that `behind_gates` puts behind gates."""
+    return Keys(folder=testbed.root / "coordinator" / "gates" / federation)
+
+
 def gate_of(testbed: Testbed, site: Site, federation: str) -> str:
     """The forced command of a federation's gate, as a certificate may name it too."""
-    keys = Keys(folder=testbed.root / "coordinator" / "gates" / federation)
-    return f"{site.home}/gate-{federation}/crossfed-gate {keys.fingerprint}"
+    return f"{site.home}/gate-{federation}/crossfed-gate {keys_of(testbed, federation).fingerprint}"
 
 
-def behind_gates(testbed: Testbed, file: Path, names: list[str]) -> None:
-    """Change a rendered federation: these facilities are reached through gates, with the same template and workdir."""
+def behind_gates(testbed: Testbed, file: Path, names: list[str], *, home: str = "") -> None:
+    """Change a rendered federation: these facilities are reached through gates, with the same template and workdir.
+
+    `home`: one in which coordinators have a gate each (`setup.sh --coordinator`); '': the federation has its own.
+    """
     if not names:
         return
     raw = yaml.safe_load(file.read_text())
-    keys = Keys(folder=testbed.root / "coordinator" / "gates" / raw["name"])
+    keys = keys_of(testbed, raw["name"])
     keys.make()
     raw["sending"] = raw.get("sending", {}) | {"signing_key": str(keys.signer)}
     for facility in raw["facilities"]:
         if facility["name"] in names:
-            _put_behind(testbed, raw["name"], facility, folder=file.parent, keys=keys)
+            _put_behind(testbed, raw["name"], facility, folder=file.parent, keys=keys, home=home)
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
     write(read_federation(file))
 
 
-def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Path, keys: Keys) -> None:
+def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Path, keys: Keys, home: str) -> None:
     """Make the gate of one facility of `folder/federation.yml`, and have its deployment go through."""
-    site, deployment, home = testbed.site(facility["name"]), facility["deployment"], f"gate-{federation}"
+    site, deployment = testbed.site(facility["name"]), facility["deployment"]
+    place = f"{home}/gates/{federation}" if home else f"gate-{federation}"
     signer = " ".join(Path(f"{keys.signer}.pub").read_text().split()[:2])
-    put(testbed, site, "job.sh", (folder / deployment.pop("template")).read_text(), home=home)
-    put(testbed, site, "coordinators", f'{federation} namespaces="crossfed" {signer}\n', home=home)
+    put(testbed, site, "job.sh", (folder / deployment.pop("template")).read_text(), home=place)
+    put(testbed, site, "coordinators", f'{federation} namespaces="crossfed" {signer}\n', home=place)
     changes = {
         "federations": [federation],
-        "coordinators": f"{site.home}/{home}/coordinators",
+        "coordinators": f"{site.home}/{place}/coordinators",
         "workdir": deployment["workdir"],
         "datasets": [facility["dataset"]],
         "scheduler": deployment["type"],
-        "template": f"{site.home}/{home}/job.sh",
+        "template": f"{site.home}/{place}/job.sh",
         "fill": deployment.pop("fill", {}) | deployment.pop("environment", {}),
     }
-    put(testbed, site, "policy.yml", policy(site, keys.fingerprint, **changes), home=home)
-    open_gate(testbed, site, Path(f"{keys.gate}.pub"), home=home)
+    put(testbed, site, "policy.yml", policy(site, keys.fingerprint, **changes), home=place)
+    gate = {"home": home, "coordinator": federation} if home else {"home": place}
+    open_gate(testbed, site, Path(f"{keys.gate}.pub"), **gate)
     deployment |= {"gate": True, "key": str(keys.gate)}

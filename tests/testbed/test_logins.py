@@ -172,7 +172,8 @@ def test_models_go_over_the_data_transfer_host_and_commands_to_the_login_node(se
 def test_a_held_job_costs_its_facility_the_round_and_the_user_is_told(testbed, material, tmp_path):
     a, b = testbed.sites
     run = federate(testbed, tmp_path, *material, name="held", rounds=1)
-    job = run.file.parent / "jobs" / f"{a.name}.sh"
+    gate = a.home / "gate-held" / "job.sh"
+    job = gate if a.name in gated_sites() else run.file.parent / "jobs" / f"{a.name}.sh"
     job.write_text(job.read_text().replace("#SBATCH --nodes=1", "#SBATCH --nodes=1\n#SBATCH --hold"))
     supervisor = run.supervisor(look_seconds=1.0)
     supervisor.queues = read_queues(run.file.parent / "streamflow.yml", {a.name: 4.0, b.name: 4.0})
@@ -181,6 +182,22 @@ def test_a_held_job_costs_its_facility_the_round_and_the_user_is_told(testbed, m
     assert any("goes on without it" in line for line in run.said)
     assert any(f"round 0 goes on without {a.name}" in line for line in run.log), run.text()
     assert len(run.archive.rounds()) == 1
+
+
+def test_a_job_that_waits_for_longer_than_the_federation_allows_is_its_facilitys_absence(testbed, material, tmp_path):
+    a, b = testbed.sites
+    run = federate(
+        testbed, tmp_path, *material, name="overdue", rounds={"count": 1, "longest_queue_hours": 0.01}, minimum=1
+    )
+    call(*namespaces.enter(b, "scontrol", "update", "PartitionName=main", "State=DOWN"))
+    try:
+        assert run.run() == 0, run.text()
+    finally:
+        call(*namespaces.enter(b, "scontrol", "update", "PartitionName=main", "State=UP"))
+    rows = {row.facility: row for row in run.archive.history()[0].facilities}
+    assert rows[a.name].status == "ok" and rows[b.name].status != "ok", run.text()
+    assert "still waits" in rows[b.name].reason and "longest_queue_hours is 0.01" in rows[b.name].reason, rows
+    assert ssh(testbed, b, "squeue -h").stdout == "", "it was cancelled"
 
 
 def test_a_partition_that_is_down_is_told(testbed, material, tmp_path):
