@@ -184,6 +184,7 @@ def test_a_held_job_costs_its_facility_the_round_and_the_user_is_told(testbed, m
     assert len(run.archive.rounds()) == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_waits_for_longer_than_the_federation_allows_is_its_facilitys_absence(testbed, material, tmp_path):
     a, b = testbed.sites
     run = federate(
