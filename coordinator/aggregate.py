@@ -15,7 +15,6 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.request import Request
@@ -27,6 +26,7 @@ from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.strict_json import no_duplicates
 from facility.exchange.validation import parse
 
 log = logging.getLogger("coordinator.aggregate")
@@ -108,19 +108,12 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 def _plain_json(path: Path, overrides: Mapping[str, str]) -> AggregationSettings | None:
     """The settings in a JSON file; None where YAML's reader has to look into it, or to say what is wrong."""
     try:
-        found = json.loads(Path(path).read_bytes(), object_pairs_hook=_without_repeats)
+        found = json.loads(Path(path).read_bytes(), object_pairs_hook=no_duplicates)
         if not isinstance(found, dict) or "facilities" in found:
             return None
         return parse(AggregationSettings, {**found.get("aggregation", found), **overrides})
     except (ValueError, TypeError, OSError, RecursionError, ConfigurationError):
         return None
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is there twice")
-    return found
 
 
 def rule_help() -> str:

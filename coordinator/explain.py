@@ -47,7 +47,7 @@ def _key_or_facility(word: str, file: Path | None) -> str:
 def _explained(federation: Federation, name: str) -> str:
     """A facility's standing, and how many steps its jobs take where those are not `training.steps`."""
     text = explain_facility(federation, name)
-    if federation.even is None or federation.even.steps != "elastic":
+    if not federation.elastic:
         return text
     from coordinator.steps.outlook import explained
 

@@ -189,7 +189,7 @@ def outlook_of(path: Path, *, queues: list[str], samples: float | None) -> Outlo
     from coordinator.config.federation import read_federation
 
     federation = read_federation(path)
-    if federation.even is None or federation.even.steps != "elastic":
+    if not federation.elastic:
         return None
     if samples is not None:
         raise ConfigurationError(

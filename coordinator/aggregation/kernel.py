@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.arenas import share_one_arena
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from coordinator.aggregation.sums import PartSums, Sums
@@ -33,6 +32,7 @@ from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import CheckpointError
+from facility.exchange.malloc import share_one_arena
 
 READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
@@ -281,7 +281,7 @@ def _move(
     else:
         moved = buffers.block("scratch", part.dtype)[:n] if master is base else base
         put = True
-        for some in _strides(n):  # what the step allocates is small
+        for some in pieces(n, STRIDE):  # what the step allocates is small
             after, new_slots = work.step(master[some], combined[some], [slot[some] for slot in slots])
             np.subtract(after, master[some], out=moved[some])
             put = put and outputs.put(_within(piece, some), after, new_slots, bits[some])
@@ -289,11 +289,6 @@ def _move(
             result.step_squared.append(_squared(moved))
     if not put:
         _blame(part, piece, outputs.dtype)
-
-
-def _strides(count: int) -> Iterator[slice]:
-    for start in range(0, count, STRIDE):
-        yield slice(start, min(start + STRIDE, count))
 
 
 def _within(piece: slice, some: slice) -> slice:

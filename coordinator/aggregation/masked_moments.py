@@ -35,7 +35,7 @@ from facility.exchange.checkpoints.second_moments import (
     write_factors,
 )
 from facility.exchange.errors import CheckpointError, UpdateRefused
-from facility.exchange.masking.moments import BITS, MARK, Place, Units, places, seed_of
+from facility.exchange.masking.moments import BITS, MARK, Place, Units, add_streams, places, seed_of
 from facility.exchange.masking.streams import DTYPES, MaskBuffer
 from facility.exchange.messages.masking import GROWTH, MaskedMoments
 
@@ -128,11 +128,7 @@ def unmasked(
             total = np.zeros(place.values, np.uint64)
             for entries in sent:
                 total += _numbers(entries[name], opened[entries[name].file])
-            for start in range(0, place.values, PART):
-                piece = total[start : start + PART]
-                for sign, seed in streams:
-                    stream = buffer.read(seed, place.start + start, len(piece))
-                    (np.add if sign > 0 else np.subtract)(piece, stream, out=piece)
+            add_streams(total, place, streams, buffer)
             mean = factors_from(place, units.decode(total, weight), largest)
             if mean is None:
                 impossible += 1

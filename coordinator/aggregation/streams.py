@@ -122,7 +122,7 @@ class Files:
         self.close()
 
 
-def pieces(count: int) -> Iterator[slice]:
+def pieces(count: int, size: int = PIECE) -> Iterator[slice]:
     """`count` elements cut into pieces."""
-    for start in range(0, count, PIECE):
-        yield slice(start, min(start + PIECE, count))
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))

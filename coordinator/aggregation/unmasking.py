@@ -71,8 +71,7 @@ class Unmasking:
             np.add(total, source, out=total)
         buffer = self._buffer()
         for sign, seed in self.seeds:
-            stream = buffer.read(seed, self._places[name] + begin, len(total))
-            (np.add if sign > 0 else np.subtract)(total, stream, out=total)
+            buffer.add_to(total, sign, seed, self._places[name] + begin)
         self._points[name].decode(total, math.fsum(self.weights[one] for one in self.survivors), out)
         self._squares[name, begin] = float(np.square(out, dtype=np.float64).sum())
 

@@ -173,6 +173,11 @@ class Federation(FederationFile):
         return ahead_of(self.submit_ahead, [(one.name, one.deployment, one.submit_ahead) for one in self.facilities])
 
     @property
+    def elastic(self) -> bool:
+        """Whether each job takes the steps that fit until its round's end."""
+        return self.even is not None and self.even.steps == "elastic"
+
+    @property
     def archive_path(self) -> Path:
         return self.path(self.archive or f"../.crossfed/{self.name}/archive")
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coordinator.config.federation import Facility
+from coordinator.preflight.alike import others_than_most
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility.exchange.messages.strict_json import clean
 
@@ -36,16 +37,15 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
 
 def check_same_base(answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """A row for each facility whose base model is not the one that most have; `answers`: what each probe said of it."""
-    digests = {name: str(one["sha256"]) for name, one in answers.items() if one.get("sha256")}
-    usual = max(digests.values(), key=list(digests.values()).count, default="")
+    digests = {name: clean(str(one["sha256"]), 64) for name, one in answers.items() if one.get("sha256")}
+    usual, others = others_than_most(digests)
     return [
         fail(
             name,
             CHECK,
-            f"its base model has the digest {clean(digest, 64)}, most have {clean(usual, 64)}: adapters of different "
+            f"its base model has the digest {digest}, most have {usual}: adapters of different "
             "models would be averaged",
             "fetch the same model at all facilities, and state training.lora.base_sha256",
         )
-        for name, digest in digests.items()
-        if digest != usual
+        for name, digest in others.items()
     ]

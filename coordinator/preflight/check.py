@@ -21,6 +21,7 @@ from coordinator.config.firecrest import FIRECREST
 from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
+from coordinator.preflight.alike import others_than_most
 from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
@@ -78,17 +79,10 @@ def check(
             },
             progress,
         )
-    datasets = {
-        facility.name: (answer or {}).get("dataset", {})
-        for facility, (_, answer) in zip(federation.facilities, found, strict=True)
-    }
-    same = check_same_base(
-        {
-            facility.name: (answer or {}).get("base_model", {})
-            for facility, (_, answer) in zip(federation.facilities, found, strict=True)
-            if not facility.training.lora.base_sha256
-        }
-    )
+    answered = {one.name: answer or {} for one, (_, answer) in zip(federation.facilities, found, strict=True)}
+    datasets = {name: answer.get("dataset", {}) for name, answer in answered.items()}
+    unstated = [one.name for one in federation.facilities if not one.training.lora.base_sha256]
+    same = check_same_base({name: answered[name].get("base_model", {}) for name in unstated})
     if model is not None:
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
@@ -121,18 +115,17 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     rows = []
     for key, subject in ALIKE:
         values = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
-        usual = max(values.values(), key=list(values.values()).count, default="")
-        for name, value in values.items():
-            if value != usual:
-                rows.append(
-                    fail(
-                        name,
-                        "dataset",
-                        f"its dataset has the {subject} {value or 'none'}, most have {usual or 'none'}",
-                        f"prepare the datasets of all facilities with the same {subject}"
-                        + (" (--classes)" if subject == "classes" else ""),
-                    )
+        usual, others = others_than_most(values)
+        for name, value in others.items():
+            rows.append(
+                fail(
+                    name,
+                    "dataset",
+                    f"its dataset has the {subject} {value or 'none'}, most have {usual or 'none'}",
+                    f"prepare the datasets of all facilities with the same {subject}"
+                    + (" (--classes)" if subject == "classes" else ""),
                 )
+            )
     return rows
 
 

@@ -11,8 +11,7 @@ CHECK = "steps"
 
 def outlook_if_elastic(federation: Federation) -> Outlook | None:
     """What elastic steps are expected to mean; None where steps are not elastic."""
-    elastic = federation.even is not None and federation.even.steps == "elastic"
-    return outlook(federation) if elastic else None
+    return outlook(federation) if federation.elastic else None
 
 
 def check_elastic(federation: Federation, ahead: Outlook | None) -> list[Row]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,6 @@ class Elastic:
     """Of the update's way back."""
     own_seconds: float = 0.0
     """Of loading, evaluating and saving: what a job counts that has not measured what comes beside its training."""
-
-    def samples_until(self, seconds: float) -> float:
-        """Expected samples of a round that ends `seconds` after its model was made."""
-        room = seconds - self.pace.fixed_seconds
-        steps = (min(max((room - wait) / self.pace.seconds_per_step, self.least), self.most) for wait in self.waits)
-        return fmean(steps) * self.pace.samples_per_step
 
 
 @dataclass(frozen=True, kw_only=True)

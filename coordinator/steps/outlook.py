@@ -22,7 +22,7 @@ from coordinator.planning.pace import sound_rows
 from coordinator.rounds.participation import participation
 from coordinator.simulation import described
 from coordinator.simulation.facilities import simulate_federation
-from coordinator.steps.elastic import Elastic, Ends, ends_ahead, loads_of
+from coordinator.steps.elastic import Elastic, Ends, common_end, ends_ahead, loads_of
 from facility.exchange.errors import ConfigurationError
 
 ROUNDS = 400
@@ -218,7 +218,7 @@ def _with_queues(ends: Ends, queues: Mapping[str, float], nominal: Mapping[str, 
         for name, one in ends.facilities.items()
     }
     wanted = sum(nominal[name] * one.pace.samples_per_step for name, one in facilities.items())
-    return Ends(seconds=loads_of(list(facilities.values())).end(wanted), facilities=facilities)
+    return Ends(seconds=common_end(list(facilities.values()), wanted), facilities=facilities)
 
 
 def _expected(ends: Ends) -> dict[str, float]:

@@ -49,7 +49,7 @@ from facility.exchange.messages.manifest import (
     sha256_of,
     verify_manifest,
 )
-from facility.exchange.messages.masking import ENCODING
+from facility.exchange.messages.masking import ENCODING, due_after
 from facility.exchange.messages.signatures import verify
 from facility.exchange.messages.strict_json import clean
 
@@ -219,7 +219,7 @@ def log_received(
 def expected_of(settings: CoordinatorSettings, facility: str, round: int, model: Path, archive: str | None) -> Expected:
     """What the federation's settings say of a facility's update. `archive`: where late updates find their models."""
     earlier = Earlier(archive=Archive(resolve(archive)), facility=facility, seed=settings.seed) if archive else None
-    refuses, moments = settings.claims.action == "refuse", settings.masked_moments
+    refuses = settings.claims.action == "refuse"
     return Expected(
         facility=facility,
         round=round,
@@ -228,7 +228,7 @@ def expected_of(settings: CoordinatorSettings, facility: str, round: int, model:
         settings=settings.aggregation,
         weight_limit=weight_limit_of(settings, facility, model) if refuses else None,
         masks=settings.masks,
-        moments=moments if moments is not None and moments.due(round) else None,
+        moments=due_after(settings.masked_moments, round),
         adapters=settings.lora,
         earlier=earlier,
         content=not verified_as_averaged(settings),

@@ -10,15 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import numpy as np
-
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.delta_parts import as_bytes
 from facility.exchange.checkpoints.second_moments import FOLDER, Factors, has_factors, header, kept_of, read_factors
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 from facility.exchange.errors import ManifestError
-from facility.exchange.masking.moments import BITS, MARK, Units, places, seed_of
+from facility.exchange.masking.moments import BITS, MARK, Units, add_streams, places, seed_of
 from facility.exchange.masking.streams import DTYPES, MaskBuffer
 from facility.exchange.messages.manifest import check_digest, read_manifest, sha256_of
 from facility.exchange.messages.masking import GROWTH, MaskedMoments
@@ -55,11 +53,7 @@ def mask_moments(
         for name, place in laid.items():
             values = place.joined(limited(found.get(name), before.get(name)), sent.range)
             numbers = units.encode(values, weights[facility])
-            for start in range(0, len(numbers), PART):
-                piece = numbers[start : start + PART]
-                for sign, seed in streams:
-                    stream = buffer.read(seed, place.start + start, len(piece))
-                    (np.add if sign > 0 else np.subtract)(piece, stream, out=piece)
+            add_streams(numbers, place, streams, buffer)
             writer.write(name + MARK, 0, as_bytes(numbers))
 
 

@@ -30,26 +30,15 @@ log = logging.getLogger(__name__)
 
 def base_digest(directory: Path) -> str:
     """Digest of the tensor files of the checkpoint in `directory`. Raises `CheckpointError` where it is none."""
-    known, found = _remembered(), {}
-    for file in tensor_files(directory):
-        path = file.resolve()
-        looks, (looked, digest) = _looks(path), known.get(str(path), ([], ""))
-        if looks != looked:
-            log.info("hashing %s (%.1f GB) for the digest of the base model", path, path.stat().st_size / 1e9)
-            digest = sha256_of(path)
-            if _looks(path) == looks:
-                _remember(path, looks, digest)
-        found[file.name] = digest
-    return content_digest(found)
+    known = _remembered()
+    return content_digest({file.name: _known(file, known) or _hashed(file) for file in tensor_files(directory)})
 
 
 def remembered_digest(directory: Path) -> str | None:
     """The same where every file was hashed before and has not changed since; None: `base_digest` would read files."""
     known, found = _remembered(), {}
     for file in tensor_files(directory):
-        path = file.resolve()
-        looked, digest = known.get(str(path), ([], ""))
-        if _looks(path) != looked:
+        if (digest := _known(file, known)) is None:
             return None
         found[file.name] = digest
     return content_digest(found)
@@ -67,6 +56,24 @@ def check_base(directory: Path, expected: str) -> None:
 def tensor_files(directory: Path) -> list[Path]:
     """The checkpoint's tensor files, sorted."""
     return sorted({entry.file for entry in open_checkpoint(directory).tensors.values()})
+
+
+def _known(file: Path, known: Known) -> str | None:
+    """The digest of a file that looks as it did when it was hashed, else None."""
+    path = file.resolve()
+    looks, digest = known.get(str(path), ([], ""))
+    return digest if _looks(path) == looks else None
+
+
+def _hashed(file: Path) -> str:
+    """The digest of a file, remembered unless it changed meanwhile."""
+    path = file.resolve()
+    before = _looks(path)
+    log.info("hashing %s (%.1f GB) for the digest of the base model", path, path.stat().st_size / 1e9)
+    digest = sha256_of(path)
+    if _looks(path) == before:
+        _remember(path, before, digest)
+    return digest
 
 
 def _looks(path: Path) -> list[int]:

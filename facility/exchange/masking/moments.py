@@ -17,14 +17,15 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.second_moments import Factors
-from facility.exchange.masking.streams import places_of
+from facility.exchange.masking.streams import MaskBuffer, places_of
 
 BITS = 64
 MARK = "::masked"
@@ -84,6 +85,14 @@ def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
     sizes = {name: Place(shape=tuple(shape), start=0).values for name, shape in sorted(shapes.items())}
     starts = places_of(sizes)
     return {name: Place(shape=tuple(shapes[name]), start=starts[name]) for name in sizes}
+
+
+def add_streams(numbers: Array, place: Place, streams: Sequence[tuple[int, bytes]], buffer: MaskBuffer) -> None:
+    """Add mask streams to a parameter's whole numbers, in place. `streams`: 1 or -1, and the seed of each."""
+    for start in range(0, len(numbers), PART):
+        piece = numbers[start : start + PART]
+        for sign, seed in streams:
+            buffer.add_to(piece, sign, seed, place.start + start)
 
 
 @dataclass(frozen=True, kw_only=True)

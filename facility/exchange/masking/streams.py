@@ -51,6 +51,10 @@ class MaskBuffer:
             self._fill(row, seed, start, count)
         return self._space[: len(seeds), :count]
 
+    def add_to(self, numbers: Array, sign: int, seed: bytes, start: int) -> None:
+        """Add a stream's elements from `start` on to whole numbers of its size, in place; -1: subtract them."""
+        (np.add if sign > 0 else np.subtract)(numbers, self.read(seed, start, len(numbers)), out=numbers)
+
     def _fill(self, space: memoryview, seed: bytes, start: int, count: int) -> None:
         item = self.bits // 8
         encryptor, at = self._streams.get(seed, (None, -1))

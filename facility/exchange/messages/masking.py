@@ -29,14 +29,15 @@ class MaskedMoments:
     every: Positive[int] = 1
     """They are sent after every so many rounds."""
 
-    def due(self, round: int) -> bool:
-        """Whether they are sent after a round, counted from 0."""
-        return (round + 1) % self.every == 0
-
     @property
     def common(self) -> dict[str, float]:
         """What must be equal at every facility, and what each signs that it has kept to."""
         return {"range": float(self.range), "every": self.every, "growth": GROWTH}
+
+
+def due_after(moments: MaskedMoments | None, round: int) -> MaskedMoments | None:
+    """The moments where they are sent after a round, counted from 0; else None."""
+    return moments if moments is not None and (round + 1) % moments.every == 0 else None
 
 
 @validated(frozen=True, kw_only=True)
@@ -63,7 +64,7 @@ class MaskingSettings:
 
     def moments_due(self, round: int) -> MaskedMoments | None:
         """`moments` in a round after which they are sent, else None."""
-        return self.moments if self.moments is not None and self.moments.due(round) else None
+        return due_after(self.moments, round)
 
     @property
     def common(self) -> dict[str, Any]:

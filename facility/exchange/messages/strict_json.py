@@ -53,7 +53,7 @@ def parse_json(text: str, *, where: Path | str) -> dict[str, Any]:
             parse_int=_whole,
             parse_float=_real,
             parse_constant=_no_constant,
-            object_pairs_hook=_no_duplicates,
+            object_pairs_hook=no_duplicates,
         )
     except RecursionError:
         raise ManifestError(f"{path} is malformed: lists or mappings are nested more than {DEPTH} deep") from None
@@ -232,7 +232,8 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number in JSON")
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """For `object_pairs_hook`: raises `ValueError` where a key is repeated."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("a key appears twice in one mapping")

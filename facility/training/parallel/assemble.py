@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import Grid
+from facility.exchange.malloc import return_what_is_freed
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
@@ -32,7 +33,6 @@ from facility.training.parallel.compute import Compute, Precision, Whole
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import Stage
 from facility.training.parallel.structure import ModelStructure
-from facility.training.processes.malloc import return_what_is_freed
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import (
     QuantizedShard,
