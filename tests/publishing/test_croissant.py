@@ -25,6 +25,7 @@ CARDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_every_card_is_valid_by_croissants_own_library(tmp_path: Path):

@@ -339,67 +339,85 @@ def a_further_coordinator_has_a_gate_of_its_own(place: Path, setup: list[str]) -
     assert ask(home / "crossfed-gate", first["keys"][0]).returncode == 0, "the first one's stays open"
 
 
-def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
-    out = tmp_path / "b"
+def tiny_bundle(out: Path) -> list[str]:
+    """A bundle of one tiny wheel in `out`; the options by which it is installed."""
 
     def run(_: list[str]) -> int:
         tiny_wheel(out / "wheelhouse")
         return 0
 
     bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", sbom=True, run=run)
+    return ["--home", str(out.parent / "home"), "--python", sys.executable, "--as-is", "--no-self-check"]
+
+
+def installed(out: Path, options: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
+
+
+def refused(out: Path, options: list[str]) -> str:
+    done = installed(out, options)
+    assert done.returncode == 2 and "packages:" not in done.stdout, done.stdout
+    return done.stdout + done.stderr
+
+
+WHEEL = "wheelhouse/tiny_thing-1.2-py3-none-any.whl"
+
+
+def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
+    out = tmp_path / "b"
+    options = tiny_bundle(out)
     (component,) = json.loads((out / "sbom.json").read_text())["components"]
     assert component["purl"] == "pkg:pypi/tiny-thing@1.2" and len(component["hashes"][0]["content"]) == 64
     lock = ["--require-hashes", "--no-deps", "--no-index", "-r", str(out / "wheelhouse/requirements.txt")]
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--target",
-        str(tmp_path / "t"),
-        "--find-links",
-        str(out / "wheelhouse"),
-    ]
+    pip = [sys.executable, "-m", "pip", "install", "--target", str(tmp_path / "t")]
+    pip += ["--find-links", str(out / "wheelhouse")]
     assert subprocess.run([*pip, *lock], capture_output=True).returncode == 0
-    options = ["--home", str(tmp_path / "home"), "--python", sys.executable, "--as-is", "--no-self-check"]
-    told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
-    assert told.returncode == 0 and "every file is what SHA256SUMS says" in told.stdout, told.stderr
+    with (out / WHEEL).open("ab") as wheel:
+        wheel.write(b"\n")
+    assert "is not what its SHA256SUMS says" in (said := refused(out, options)) and WHEEL in said
 
-    def refused() -> str:
-        told = subprocess.run(["bash", out / "crossfed/facility/setup.sh", *options], capture_output=True, text=True)
-        assert told.returncode == 2 and "packages:" not in told.stdout, told.stdout
-        return told.stdout + told.stderr
 
-    wheel = "wheelhouse/tiny_thing-1.2-py3-none-any.whl"
-    for name in (wheel, "wheelhouse/requirements.txt", "crossfed/facility/round.py", "sbom.json"):
+def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
+    out = tmp_path / "b"
+    tiny_bundle(out)
+    tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
+    tiny_wheel(out / "wheelhouse")
+    with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
+        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
+
+
+@pytest.mark.slow
+def test_a_bundle_is_refused_whatever_was_changed_lost_or_added(tmp_path: Path):
+    """And installed when it is whole: then gates that are made of it keep coordinators apart."""
+    out = tmp_path / "b"
+    options = tiny_bundle(out)
+    done = installed(out, options)
+    assert done.returncode == 0 and "every file is what SHA256SUMS says" in done.stdout, done.stderr
+    for name in (WHEEL, "wheelhouse/requirements.txt", "crossfed/facility/round.py", "sbom.json"):
         kept = (out / name).read_bytes()
         (out / name).write_bytes(kept + b"\n")
-        assert "is not what its SHA256SUMS says" in (said := refused()) and name in said
+        assert "is not what its SHA256SUMS says" in (said := refused(out, options)) and name in said
         (out / name).unlink()
-        assert "is not what its SHA256SUMS says" in refused(), "one that was lost"
+        assert "is not what its SHA256SUMS says" in refused(out, options), "one that was lost"
         (out / name).write_bytes(kept)
     for name in ("crossfed/yaml.py", "crossfed/facility/sitecustomize.py", "wheelhouse/other.whl"):
         (out / name).write_text("raise SystemExit('somebody else's code')")
-        assert "does not name" in (said := refused()) and name in said
+        assert "does not name" in (said := refused(out, options)) and name in said
         (out / name).unlink()
     (out / "crossfed/yaml").symlink_to(tmp_path)
-    assert "does not name, such as crossfed/yaml" in refused()
+    assert "does not name, such as crossfed/yaml" in refused(out, options)
     (out / "crossfed/yaml").unlink()
     compiled = out / "crossfed/facility/__pycache__/x.pyc"
     compiled.parent.mkdir(exist_ok=True)
     compiled.write_bytes(b"somebody else's code")
     kept = (out / "SHA256SUMS").read_bytes()
     (out / "SHA256SUMS").unlink()
-    assert "has no SHA256SUMS" in refused()
+    assert "has no SHA256SUMS" in refused(out, options)
     (out / "SHA256SUMS").write_bytes(kept)
     setup = ["bash", str(out / "crossfed/facility/setup.sh"), *options]
     what_a_client_sends_reaches_nothing(tmp_path, setup)
     a_further_coordinator_has_a_gate_of_its_own(tmp_path, setup)
     assert not compiled.exists()
-    tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
-    tiny_wheel(out / "wheelhouse")
-    with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
-        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
 
 
 @pytest.mark.parametrize(("python", "platform"), [("3.9", "manylinux_2_28_x86_64"), ("3.11", "windows")])

@@ -175,6 +175,7 @@ def test_the_mean_is_that_of_the_walks_and_corrections_cancel_in_it(begun: Feder
         assert ((received - mean).abs() <= mean.abs() / 16 + 2e-5).all()
 
 
+@pytest.mark.slow
 def test_every_layout_takes_the_corrected_steps_of_one_process(begun: Federated):
     cases: dict[int, list[tuple[str, list[str]]]] = {}
     for ranks, layouts in (

@@ -56,9 +56,7 @@ def test_the_update_is_bit_for_bit_that_of_a_base_in_float32(
     assert any(one.abs().max() > 0 for name, one in weights(updates["bfloat16"]).items() if "lora_B" in name)
 
 
-@pytest.mark.parametrize(
-    "layout", ["fsdp", *(pytest.param(one, marks=pytest.mark.slow) for one in ("1f1b", "replicas"))]
-)
+@pytest.mark.parametrize("layout", [pytest.param(one, marks=pytest.mark.slow) for one in ("fsdp", "1f1b", "replicas")])
 def test_in_layouts_too(tmp_path: Path, bases: dict[str, Path], layout: str):
     updates = trained(tmp_path, bases, TWO[layout], ranks=2)
     assert largest_difference(updates["bfloat16"], updates["float32"]) == 0

@@ -89,6 +89,7 @@ def dpo(margin: torch.Tensor) -> torch.Tensor:
     return (-(1 - SMOOTHING) * F.logsigmoid(BETA * margin) - SMOOTHING * F.logsigmoid(-BETA * margin)).mean()
 
 
+@pytest.mark.slow
 def test_preferences_are_a_plain_loop_over_single_answers_in_every_layout(tmp_path: Path):
     from transformers import AutoModelForCausalLM
 

@@ -34,6 +34,7 @@ def with_factors_of_another(model: Path, out: Path) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data")
     received = save_pico(tmp_path / "received")

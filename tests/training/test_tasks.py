@@ -77,6 +77,7 @@ def save_classifier(directory: Path, layers: int, family: str = "bert", **change
 PIPELINE = {"layout": {"stages": 2, "units": [[0, 2], [2, 6]]}}
 
 
+@pytest.mark.slow
 def test_adapters_travel_alone_and_train_alike_in_every_layout(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data")
     model = save_pico(tmp_path / "model", "llama", tie_word_embeddings=True)

@@ -52,7 +52,11 @@ ORDERS = {
 """Steps that are left by the settings of an attempt, those of them that it takes, and its sampling rate."""
 
 
-@pytest.mark.parametrize("order", ORDERS)
+LONG = ("rewound to the middle", "rounds of unlike steps")
+"""Orders whose accounts take seconds to work out."""
+
+
+@pytest.mark.parametrize("order", [pytest.param(o, marks=pytest.mark.slow) if o in LONG else o for o in ORDERS])
 def test_in_whatever_order_a_coordinator_asks_the_budget_is_spent_once(order: str):
     """The ledger stays at the facility: a rewound federation has given away what it gave away."""
     before: list[Releases] = []
