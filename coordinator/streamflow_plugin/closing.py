@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,13 +54,18 @@ KEPT_TIMES = 16
 """Rounds whose times are kept."""
 
 
+def now() -> float:
+    """Seconds on the clock of the event loop, which its timers follow."""
+    return asyncio.get_running_loop().time()
+
+
 @dataclass(kw_only=True)
 class Gate:
     """Whether one attempt at a round has closed."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     closed_to_unreached: asyncio.Event = field(default_factory=asyncio.Event)
-    opened: float = field(default_factory=lambda: time.monotonic())
+    opened: float = field(default_factory=now)
     delivered: set[str] = field(default_factory=set)
     discounted: set[str] = field(default_factory=set)
     """Facilities that make no quorum: what they delivered in an earlier attempt was refused."""
@@ -121,7 +125,7 @@ class Closing:
         if self.settings.grace != "auto" or not math.isfinite(grace):
             return grace
         usual = usual_quorum([self._history[n] for n in sorted(self._history)], self.quorum)
-        return closes_after(time.monotonic(), gate.opened, usual, grace)
+        return closes_after(now(), gate.opened, usual, grace)
 
     async def run(self, job: Any, errand: Errand) -> Any | None:
         """What the engine's own `execute` returns for `job`, or None where the round closed before.
@@ -161,7 +165,7 @@ class Closing:
         found = self._remembered(number, facility) if before is None and takes else None
         if found is None:
             return self._new(number, errand, after=before)
-        work = Work(round=found.round, began=time.monotonic(), directory=found.directory, searching=True)
+        work = Work(round=found.round, began=now(), directory=found.directory, searching=True)
         work.task = asyncio.ensure_future(self._search(work, errand, found))
         return work
 
@@ -169,7 +173,7 @@ class Closing:
         self._handed.pop(errand.facility, None)
         if self.workdir is not None:
             forget_job(self.workdir, errand.facility)
-        work = Work(round=number, began=time.monotonic(), after=after)
+        work = Work(round=number, began=now(), after=after)
         work.task = asyncio.ensure_future(self._begin(work, errand))
         return work
 
@@ -203,7 +207,7 @@ class Closing:
 
     async def _reached(self, errand: Errand) -> None:
         """Wait until the facility answers; being cancelled here leaves the connection as it is."""
-        self._away.setdefault(errand.facility, time.monotonic())
+        self._away.setdefault(errand.facility, now())
         before = self._reaching.get(errand.facility)
         if before is not None and not before.done():
             await asyncio.wait([before])
@@ -242,7 +246,7 @@ class Closing:
         """Whether the round is closed to this work now."""
         if work.reached.is_set() or work.busy:
             return gate.closed.is_set() and not stays
-        tried_long = time.monotonic() - self._away.get(facility, math.inf) >= self.settings.away
+        tried_long = now() - self._away.get(facility, math.inf) >= self.settings.away
         return gate.closed_to_unreached.is_set() and (tried_long or not stays)
 
     def _leave(self, number: int, job: Any, errand: Errand, work: Work) -> None:
@@ -281,7 +285,7 @@ class Closing:
         if self.workdir is not None:
             handed_on(self.workdir, facility, number)
         if result.status is Status.COMPLETED and result.exit_code == 0:
-            self._history.setdefault(number, {})[facility] = time.monotonic() - work.began
+            self._history.setdefault(number, {})[facility] = now() - work.began
             self._history = {n: self._history[n] for n in sorted(self._history)[-KEPT_TIMES:]}
             if self.workdir is not None:
                 write_times(self.workdir, self._history)

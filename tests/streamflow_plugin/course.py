@@ -3,44 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from streamflow.core.workflow import Status
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.streamflow_plugin import closing as closing_module
 from coordinator.streamflow_plugin.closing import INPUT, Closing
 from coordinator.streamflow_plugin.errand import Errand
+from tests.streamflow_plugin.virtual_time import JumpingLoop
 
 DONE = SimpleNamespace(status=Status.COMPLETED, exit_code=0)
 Seconds = Callable[[str, int], float]
 """How long a facility's job of a round takes, queue included."""
 MOST_LATE = 8
-
-
-class JumpingLoop(asyncio.SelectorEventLoop):
-    """An event loop whose clock jumps to the next timer instead of waiting for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def _run_once(self) -> None:
-        loop: Any = self
-        while loop._scheduled and loop._scheduled[0]._cancelled:
-            heapq.heappop(loop._scheduled)._scheduled = False
-            loop._timer_cancelled_count -= 1
-        if not loop._ready and loop._scheduled:
-            self.now = max(self.now, loop._scheduled[0]._when)
-        super()._run_once()  # type: ignore[misc]
 
 
 @dataclass(kw_only=True)
@@ -100,7 +78,6 @@ def course_of(
             await asyncio.gather(*(step(name, number) for name in names))
             course.closed.append(loop.now)
 
-    with mock.patch.object(closing_module, "time", SimpleNamespace(monotonic=loop.time)):
-        loop.run_until_complete(everything())
+    loop.run_until_complete(everything())
     loop.close()
     return course

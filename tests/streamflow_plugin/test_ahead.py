@@ -32,8 +32,8 @@ from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
 from tests.schedulers.wording import ENDED as OVER
 from tests.schedulers.wording import WORDINGS, Wording
 from tests.security.test_gate import Gate
-from tests.streamflow_plugin.course import JumpingLoop
 from tests.streamflow_plugin.gated_site import gated
+from tests.streamflow_plugin.virtual_time import JumpingLoop
 
 HERE: Any = object()
 WAIT, ROUNDS = 300.0, 10

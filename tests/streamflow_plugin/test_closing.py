@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,9 +29,11 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import read_lost, write_lost
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
+from tests.streamflow_plugin.virtual_time import Clock
 
 DONE = SimpleNamespace(status=Status.COMPLETED, exit_code=0)
 FAILED = SimpleNamespace(status=Status.COMPLETED, exit_code=7)
+CLOCK = Clock()
 TICK = 0.002
 """Seconds of the unit in which speeds are drawn."""
 NAMES = ("f0", "f1", "f2")
@@ -40,7 +41,7 @@ NAMES = ("f0", "f1", "f2")
 
 @dataclass
 class World:
-    """Facilities whose jobs run on whatever becomes of the engine; times are seconds of `time.monotonic`."""
+    """Facilities whose jobs run on whatever becomes of the engine; times are seconds of `CLOCK`."""
 
     speeds: list[list[int]]
     failing: set[tuple[int, int]] = field(default_factory=set)
@@ -55,13 +56,13 @@ class World:
         place = NAMES.index(name)
 
         async def reach() -> None:
-            while time.monotonic() < self.away.get(name, 0):
+            while CLOCK.now < self.away.get(name, 0):
                 await asyncio.sleep(TICK)
 
         async def execute() -> Any:
             result = FAILED if (number, place) in self.failing else DONE
             seconds = TICK * self.speeds[number % len(self.speeds)][place]
-            self.jobs[directory] = (name, number, time.monotonic() + seconds, result)
+            self.jobs[directory] = (name, number, CLOCK.now + seconds, result)
             await asyncio.sleep(seconds)
             return result
 
@@ -69,7 +70,7 @@ class World:
             if late.directory not in self.jobs:
                 return None
             *_, end, result = self.jobs[late.directory]
-            await asyncio.sleep(max(0.0, end - time.monotonic()))
+            await asyncio.sleep(max(0.0, end - CLOCK.now))
             return result if result is DONE else None
 
         return Errand(facility=name, reach=reach, execute=execute, directory=lambda: directory, find=find)
@@ -117,7 +118,7 @@ INPUT = "round"
 
 def run(closing: Closing, speeds: list[list[int]], **world: Any) -> Engine:
     engine = Engine(World(speeds, **world))
-    asyncio.run(engine.everything(closing))
+    CLOCK.run(engine.everything(closing))
     return engine
 
 
@@ -171,8 +172,8 @@ def test_killed_at_any_moment_no_late_update_is_lost_or_used_twice(
 
     with tempfile.TemporaryDirectory() as folder:
         for ticks in kills:
-            asyncio.run(until_killed(closing_of(Path(folder), quorum=quorum, grace=0.0), ticks * TICK))
-        asyncio.run(engine.everything(closing_of(Path(folder), quorum=quorum, grace=0.0)))
+            CLOCK.run(until_killed(closing_of(Path(folder), quorum=quorum, grace=0.0), ticks * TICK))
+        CLOCK.run(engine.everything(closing_of(Path(folder), quorum=quorum, grace=0.0)))
     for name in NAMES:
         used = engine.used(name)
         assert used == sorted(set(used)), "no update twice, none overtakes an earlier one"
@@ -194,11 +195,11 @@ def test_after_a_kill_a_late_update_is_found_where_it_was_left(tmp_path: Path):
             await asyncio.sleep(TICK)
         task.cancel()
 
-    asyncio.run(killed_in_round_1())
+    CLOCK.run(killed_in_round_1())
     assert engine.handed["f2", 0] is None
     left = remembered_job(tmp_path, "f2")
     assert left is not None and (left.round, left.handed) == (0, None)
-    asyncio.run(engine.everything(closing_of(tmp_path, quorum=3, grace=0.0)))
+    CLOCK.run(engine.everything(closing_of(tmp_path, quorum=3, grace=0.0)))
     assert engine.used("f2") == [0, 2, 3, 4]
     assert sum(who == "f2" and number == 0 for who, number, *_ in engine.world.jobs.values()) == 1, "trained once"
 
@@ -215,7 +216,7 @@ def test_a_round_that_is_asked_for_again_gets_the_same_late_update(tmp_path: Pat
         second = await asyncio.gather(*(engine._step(closing, name, 1) for name in NAMES))
         return first[2], second[2]
 
-    assert asyncio.run(again()) == (0, 0)
+    assert CLOCK.run(again()) == (0, 0)
 
 
 @settings(max_examples=10, deadline=None)
@@ -232,7 +233,7 @@ def test_dropped_a_job_that_nobody_waits_for_holds_no_round_up():
 
 
 def test_a_facility_that_is_away_holds_no_round_up_and_begins_with_the_newest_model(tmp_path: Path):
-    world = {"away": {"f2": time.monotonic() + 60 * TICK}}
+    world = {"away": {"f2": CLOCK.now + 60 * TICK}}
     closing = closing_of(tmp_path, quorum=2, grace="auto", rounds=40, away=3 * TICK)
     engine = run(closing, [[3, 3, 3]], **world)
     handed = [engine.handed["f2", number] for number in range(40)]
@@ -247,7 +248,7 @@ def test_a_facility_that_is_away_holds_no_round_up_and_begins_with_the_newest_mo
 
 
 def test_away_for_ever_it_holds_not_even_the_last_round_up():
-    engine = run(closing_of(quorum=2, grace=0.0, away=3 * TICK), [[1, 1, 1]], away={"f2": time.monotonic() + 3600})
+    engine = run(closing_of(quorum=2, grace=0.0, away=3 * TICK), [[1, 1, 1]], away={"f2": CLOCK.now + 3600})
     assert all(engine.handed["f2", number] is None for number in range(5))
     assert engine.complete == 5
 
@@ -285,21 +286,21 @@ def test_the_step_that_commits_a_round_is_told_how_long_it_was_open(tmp_path: Pa
                 await asyncio.gather(*(self._step(closing, name, number) for name in NAMES))
                 told[number] = read_wait(tmp_path / "a-job", number)
 
-    asyncio.run(Committing(World([[2, 2, 40]] * 6)).everything(closing_of(tmp_path, quorum=2, grace="auto", rounds=5)))
+    CLOCK.run(Committing(World([[2, 2, 40]] * 6)).everything(closing_of(tmp_path, quorum=2, grace="auto", rounds=5)))
     until_all = Wait(quorum=2, seconds=None)
     assert [told[number] for number in (0, 1, 4)] == [until_all] * 3, "learning, learning and the last"
     for number in (2, 3):
         wait = told[number]
         assert wait is not None and wait.learned and wait.seconds is not None and 0 <= wait.seconds < 60 * TICK
     assert told[5] is None and read_wait(tmp_path / "a-job", 3) is None, "an evaluation; another round"
-    asyncio.run(
+    CLOCK.run(
         Committing(World([[2, 2, 40]], failing={(0, 0), (0, 1)})).everything(
             closing_of(tmp_path, quorum=2, grace=3 * TICK, rounds=2)
         )
     )
     assert told[0] is None, "there was no quorum, and the note of an earlier run is gone"
     forget_all(tmp_path)
-    asyncio.run(Committing(World([[2, 2, 40]])).everything(closing_of(tmp_path, quorum=2, grace=3 * TICK, rounds=2)))
+    CLOCK.run(Committing(World([[2, 2, 40]])).everything(closing_of(tmp_path, quorum=2, grace=3 * TICK, rounds=2)))
     assert told[0] == Wait(quorum=2, seconds=3 * TICK)
 
 

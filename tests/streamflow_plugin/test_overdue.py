@@ -34,7 +34,7 @@ from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 from tests.federations import write_federation
 from tests.schedulers.wording import ENDED, PENDING, RUNNING, WORDINGS
 from tests.security.test_gate import Gate
-from tests.streamflow_plugin.course import JumpingLoop
+from tests.streamflow_plugin.virtual_time import JumpingLoop
 
 LIMITS = {
     "slurm": "#SBATCH --time=01:00:00",
