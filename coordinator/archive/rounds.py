@@ -171,6 +171,8 @@ class RoundFile:
     """Why that changed in this round; empty: it did not."""
     decay: float = 1.0
     """What the schedule of the server learning rate multiplied it by."""
+    present: float = 1.0
+    """What `aggregation.incomplete_rate` multiplied it by: the share of the facilities' weight that was there."""
     finished: str = ""
     """UTC, ISO 8601."""
     seconds: float = 0.0

@@ -62,6 +62,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
         row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
         row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
+        row["present"] = entry.present
         row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
         row["next_end"] = entry.next_end
         row["wait"] = None if entry.wait is None else dataclasses.asdict(entry.wait)
@@ -256,6 +257,9 @@ def remarks(data: dict[str, Any]) -> list[str]:
     if data.get("masking"):
         budgets.append(masked_sentence(data["masking"]))
     lines = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
+    if shares := [row["present"] for row in data["rounds"] if row.get("present", 1.0) < 1]:
+        some = f"{min(shares):.2f} to {max(shares):.2f}" if len(shares) > 1 else f"{shares[0]:.2f}"
+        lines.append(f"rounds that facilities missed: {len(shares)}, at {some} of the server learning rate")
     lines += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:
         if row.get("next_steps_reason", "").startswith("moved") and not row.get("next_end"):

@@ -13,7 +13,14 @@ from pydantic import BeforeValidator
 
 from coordinator.aggregation.settings import AUTO
 from coordinator.config.ahead import AheadSettings, OfFacility, OfFederation, ahead_of
-from coordinator.config.closing import LONGEST_QUEUE_HOURS, ClosingSettings, EvenSettings, LimitSettings, Rounds
+from coordinator.config.closing import (
+    LONGEST_QUEUE_HOURS,
+    ClosingSettings,
+    EvenSettings,
+    LimitSettings,
+    Rounds,
+    carries,
+)
 from coordinator.config.compatibility import (
     check_adapters,
     check_comparison,
@@ -287,8 +294,10 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         dataclasses.replace(facility, training=one)
         for facility, one in zip(federation.facilities, training, strict=True)
     ]
-    aggregation = resolve_aggregation(given, settings, choice)
+    aggregation = resolve_aggregation(given, settings, choice, carried=carries(federation.closing))
     reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
+    if aggregation.incomplete_rate == "share":
+        reason += "; a round that some facilities miss moves the model by the present share of their weights"
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)
 
 

@@ -22,8 +22,22 @@ OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup", "momentu
 """Keys of `aggregation:` that `auto` chooses, unless they are given."""
 
 
-def resolve_aggregation(given: Mapping[str, Any], settings: AggregationSettings, choice: Choice) -> AggregationSettings:
-    """The settings with `auto` replaced. `given`: the section as written; values given there are kept."""
+def resolve_aggregation(
+    given: Mapping[str, Any], settings: AggregationSettings, choice: Choice, *, carried: bool = False
+) -> AggregationSettings:
+    """The settings with `auto` replaced. `given`: the section as written; values given there are kept.
+
+    `carried`: late updates are averaged in later rounds.
+    """
+    found = _resolved_rule(given, settings, choice)
+    if found.incomplete_rate != AUTO:
+        return found
+    pays = settings.rule == AUTO and found.server_optimizer == "nesterov" and not carried
+    return dataclasses.replace(found, incomplete_rate="share" if pays else "full")
+
+
+def _resolved_rule(given: Mapping[str, Any], settings: AggregationSettings, choice: Choice) -> AggregationSettings:
+    """The same for `rule` and what goes with it."""
     if settings.rule != AUTO:
         return settings
     if settings.lora == "product":

@@ -30,6 +30,7 @@ from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.late import read_wait
 from coordinator.rounds.participation import Done, Work, delivered, participation, work_in_a_delivery
+from coordinator.rounds.presence import present_share
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import Arrived
@@ -80,6 +81,8 @@ class Commit:
     watched: Guard = field(default_factory=Guard)
     decay: float = 1.0
     """Of the server learning rate, over the last rounds."""
+    present: float = 1.0
+    """Of the server learning rate, in a round that facilities miss."""
     aggregation: AggregationSettings = field(init=False)
     """As the settings say, with these weights and factors of the server learning rate."""
 
@@ -137,10 +140,16 @@ def commit(
 
 
 def open_round(round: Commit) -> None:
-    """Limit the weights that the facilities report, and settle the server learning rate by guard and schedule."""
+    """Limit the weights that the facilities report, and settle the server learning rate by guard, schedule and who is
+    there."""
     round.aggregation = round.settings.aggregation
     if round.unmasking is None:
         round.capped = cap(round.settings, round.arrived.reports, round.model)
+    if round.aggregation.incomplete_rate == "share":
+        kind, reports = round.settings.aggregation.weights, round.arrived.reports
+        now = {name: _counted(name, report, kind) for name, report in reports.items()} | round.capped.weights
+        names = round.settings.facilities
+        round.present = present_share(round.archive.history(), now, names, round.settings.aggregation)
     if round.capped.weights:
         round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
     closing = round.settings.closing
@@ -152,7 +161,7 @@ def open_round(round: Commit) -> None:
         round.watched = guard(global_losses(plausible([*map(losses_of, round.archive.history()), now])))
     share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
-    round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay)
+    round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay * round.present)
 
 
 def counts_work(round: Commit) -> bool:
@@ -166,7 +175,7 @@ def by_participation(round: Commit, *, by_rounds: bool) -> AggregationSettings:
     `by_rounds`: in place of those by lateness.
     """
     kind, reports = round.aggregation.weights, round.arrived.reports
-    own = kind if isinstance(kind, dict) else {name: _counted(report, kind) for name, report in reports.items()}
+    own = kind if isinstance(kind, dict) else {n: _counted(n, report, kind) for n, report in reports.items()}
     history = round.archive.history()
     shares = delivered(history, reports) if by_rounds else dict.fromkeys(reports, 1.0)
     if counts_work(round):
@@ -209,8 +218,10 @@ def work_of(settings: CoordinatorSettings, model: Path) -> Work:
     return work
 
 
-def _counted(report: Report, kind: str) -> float:
-    """What a report says of its update's weight."""
+def _counted(name: str, report: Report, kind: str | dict[str, float]) -> float:
+    """What an update weighs: by its report, or as the settings say."""
+    if isinstance(kind, dict):
+        return kind.get(name, 0.0)
     return 1.0 if kind == "equal" else float(getattr(report, kind))
 
 
@@ -268,6 +279,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         guard=round.watched.reason,
         scores=round.arrived.scores,
         decay=round.decay,
+        present=round.present,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),
         changes=changes_told(archive),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from facility.exchange.checkpoints.moments import BLOCKS, block_means, decoded, encoded, spread
 from facility.exchange.checkpoints.second_moments import Factors, mean_of
+from tests.bench.federated_optimizers import named
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +45,8 @@ class Local:
     clip_norm: float = 1.0
     proximal: float = 0.0
     """FedProx's mu; 0 is off."""
+    optimizer: str = "adamw"
+    """One of `training.optimizer`."""
     keep_optimizer: bool = True
     optimizer_state: str = "personal"
     """`shared`: second moments are averaged between rounds; first moments stay personal."""
@@ -96,6 +99,9 @@ class Learner:
         self._fresh()
 
     def _fresh(self) -> None:
+        if self.local.optimizer != "adamw":
+            self.optimizer = named(self.local, self.model)
+            return
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=0.0, betas=self.local.betas, weight_decay=self.local.weight_decay, fused=True
         )
@@ -257,31 +263,3 @@ class Curve:
     perplexities: list[dict[str, float]] = field(default_factory=list)
     last: dict[str, dict[str, float]] = field(default_factory=dict)
     """The same of the mean of so many models of the last rounds."""
-
-
-def pool(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, seed: int) -> Curve:
-    """One model over all texts with all facilities' batches in every step: the same tokens as the federation."""
-    feeds = [batches(text.train, local.batch, seed * 1000 + number) for number, text in enumerate(texts.values())]
-
-    def joined() -> Iterator[Tensor]:
-        while True:
-            yield torch.cat([next(loader) for loader in feeds])
-
-    learner = Learner(model, joined(), local, steps)
-    learner.train(steps)
-    return Curve(rounds=[1], perplexities=[{n: perplexity(learner.model, t.validation) for n, t in texts.items()}])
-
-
-def alone(model: nn.Module, texts: dict[str, Text], *, steps: int, local: Local, seed: int) -> Curve:
-    """Each facility by itself with its own batches and steps; its perplexity on its own validation text."""
-    final = {}
-    for number, (name, text) in enumerate(texts.items()):
-        learner = Learner(model, batches(text.train, local.batch, seed * 1000 + number), local, steps)
-        learner.train(steps)
-        final[name] = perplexity(learner.model, text.validation)
-    return Curve(rounds=[1], perplexities=[final])
-
-
-def untrained(model: nn.Module, texts: dict[str, Text]) -> Curve:
-    """The base model as it is."""
-    return Curve(rounds=[0], perplexities=[{name: perplexity(model, text.validation) for name, text in texts.items()}])

@@ -38,8 +38,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
+from tests.bench.federated_baselines import alone, pool, untrained
 from tests.bench.federated_codecs import DeltaCodec
-from tests.bench.federated_learner import Curve, Learner, Local, Text, alone, batches, pool, untrained
+from tests.bench.federated_learner import Curve, Learner, Local, Text, batches
 from tests.bench.federated_lora import ProductMean, adapt
 from tests.bench.federated_rounds import federate
 from tests.bench.federated_sparseloco import SparseLoCo
@@ -157,10 +158,11 @@ def key_of(cell: Cell) -> dict[str, Any]:
     arm = cell.arm
     rounds, steps = map(int, cell.schedule.split("x"))
     names = ["aggregation", "local", *(["codec", "density"] if arm.codec else [])]
-    names += [name for name in ("unlike", "lora") if getattr(arm, name)]
+    names += [name for name in ("unlike", "lora", "incomplete") if getattr(arm, name)]
+    by_round = arm.kind == "federated" or (arm.kind == "pooled" and arm.unlike)
     return {
         "experiment": cell.experiment,
-        "schedule": {"federated": cell.schedule, "base": "0 steps"}.get(arm.kind, f"{rounds * steps} steps"),
+        "schedule": cell.schedule if by_round else "0 steps" if arm.kind == "base" else f"{rounds * steps} steps",
         "seed": cell.seed,
         "width": cell.width,
         **({"layers": layers} if (layers := size_of(cell.width).layers) != 2 else {}),
@@ -221,7 +223,7 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell, device: st
     if arm.kind == "alone":
         return alone(model, texts, steps=rounds * steps, local=local, seed=cell.seed)
     if arm.kind == "pooled":
-        return pool(model, texts, steps=rounds * steps, local=local, seed=cell.seed)
+        return pool(model, texts, steps=rounds * steps, local=local, seed=cell.seed, unlike=arm.unlike, span=steps)
     coders: list[Any] = [None, None]
     if arm.codec == "sparseloco":
         coders[0] = SparseLoCo()
@@ -244,6 +246,7 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell, device: st
         unlike=arm.unlike,
         server=ProductMean(aggregation) if arm.lora.get("product") else None,
         trained_ranks=arm.lora.get("trained", ()),
+        incomplete=arm.incomplete,
     )
 
 

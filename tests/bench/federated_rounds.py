@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.steps.schedule import decay_factor, with_rate
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_drift import Drift
+from tests.bench.federated_incomplete import Outer
 from tests.bench.federated_learner import (
     Curve,
     Learner,
@@ -29,6 +29,7 @@ from tests.bench.federated_learner import (
     trained,
 )
 from tests.bench.federated_lora import train_components
+from tests.bench.federated_optimizers import share_state
 from tests.bench.federated_unlike import is_late, steps_of, text_of
 from tests.reproductions.server_in_memory import Server
 
@@ -121,6 +122,9 @@ class Federation:
     def share(self, begun: Mapping[str, float]) -> None:
         """Average the moments that travel, over the facilities of the round."""
         there, weights = [self.learners[who] for who in begun], list(begun.values())
+        if self.local.optimizer != "adamw":
+            share_state(there, weights, list(self.learners.values()))
+            return
         if self.local.optimizer_state == "shared":
             shared = mean_second_moments(there, weights)
             for learner in self.learners.values():
@@ -170,12 +174,14 @@ def federate(
     unlike: str = "",
     server: Aggregator | None = None,
     trained_ranks: Sequence[int] = (),
+    incomplete: str = "",
 ) -> Curve:
     """Rounds of local training and outer steps, weighted by tokens (without `unlike` all take the same number).
 
-    `trained_ranks`: components of its adapters that each facility trains, in turn; none: all.
+    `trained_ranks`: components of its adapters that each facility trains, in turn; none: all. `incomplete`: what the
+    server does in rounds that facilities miss (`federated_incomplete.py`).
     """
-    server = server or Outer(aggregation, rounds)
+    server = server or Outer(aggregation, rounds, facilities=len(texts), incomplete=incomplete)
     federation = Federation(
         model,
         texts,
@@ -209,22 +215,3 @@ def federate(
             mean = rounded([torch.stack(values).mean(0) for values in zip(*kept, strict=True)])
             curve.last[str(count)] = measured(mean)
     return curve
-
-
-class Outer(Server):
-    """The server, whose learning rate decays over the last rounds where the settings say so."""
-
-    def __init__(self, settings: AggregationSettings, rounds: int) -> None:
-        super().__init__(settings)
-        self.whole, self.rounds = settings, rounds
-
-    def step(
-        self,
-        base: Mapping[str, Tensor],
-        updates: Mapping[str, Mapping[str, Tensor]],
-        weights: Mapping[str, float],
-        staleness: Mapping[str, int] | None = None,
-    ) -> dict[str, Tensor]:
-        share, to = self.whole.server_decay_share, self.whole.server_decay_to
-        self.settings = with_rate(self.whole, decay_factor(self.round, self.rounds, share=share, to=to))
-        return super().step(base, updates, weights, staleness)

@@ -25,6 +25,8 @@ class Arm:
     """Of `sparse`."""
     unlike: str = ""
     """How facilities differ beside their text (`federated_unlike.UNLIKE`)."""
+    incomplete: str = ""
+    """What the server does in rounds that some facilities miss (`federated_incomplete.WAYS`)."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Adapters of `rank` alone are trained; `product`: the mean of their products, not of the factors; `trained`: the
     components that each facility trains, in turn. Empty: the whole model."""

@@ -123,7 +123,7 @@ def test_auto_is_replaced_everywhere_and_says_why(tmp_path: Path):
     assert states(federation) == {best.optimizer_state}
     for name, value in best.aggregation.items():
         assert getattr(federation.aggregation, name) == value
-    assert federation.chosen == best.reason
+    assert federation.chosen.startswith(best.reason) and "some facilities miss" in federation.chosen
 
 
 def test_settings_of_training_that_were_measured_with_the_choice_come_with_it(tmp_path: Path):
@@ -196,3 +196,28 @@ def test_a_new_model_is_told_from_a_trained_one(tmp_path: Path):
     assert parameters_of(model_at(tmp_path / "new")) == sum(p.numel() for p in model.parameters())
     assert parameters_of(model_at(tmp_path / "absent")) is None
     assert looks_pretrained(model_at(tmp_path / "trained")) and looks_pretrained(model_at(tmp_path / "absent"))
+
+
+ABSENT = {
+    "": "share",
+    "aggregation: {incomplete_rate: full}": "full",
+    "aggregation: {rule: nesterov}": "full",
+    "aggregation: {rule: mean, incomplete_rate: share}": "share",
+    "aggregation: {lora: product}": "full",
+}
+
+
+@pytest.mark.parametrize(("more", "rate"), ABSENT.items())
+def test_the_rate_of_rounds_that_facilities_miss_goes_with_the_momentum_that_auto_chooses(
+    tmp_path: Path, more: str, rate: str
+):
+    lora = ", lora: {rank: 4}" if "product" in more else ""
+    assert read(tmp_path, more, lora).aggregation.incomplete_rate == rate
+
+
+@pytest.mark.parametrize(("late", "rate"), [("carry", "full"), ("drop", "share"), ("wait", "share")])
+def test_an_update_that_is_carried_over_is_not_missing(tmp_path: Path, late: str, rate: str):
+    file = tmp_path / "federation.yml"
+    rounds = f"rounds: {{count: 30, quorum: 1, late: {late}}}"
+    file.write_text(FILE.format(more="", training="").replace("rounds: 30", rounds))
+    assert read_federation(file).aggregation.incomplete_rate == rate

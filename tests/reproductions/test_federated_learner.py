@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from tests.bench.federated_baselines import pool
 from tests.bench.federated_drift import Drift
-from tests.bench.federated_learner import Learner, Local, Text, batches, perplexity, pool, rounded
+from tests.bench.federated_learner import Learner, Local, Text, batches, perplexity, rounded
 from tests.bench.federated_rounds import Federation, federate
 from tests.pico import pico_config
 from tests.reproductions.server_in_memory import Server

@@ -1,0 +1,62 @@
+"""How much of a federation's weight is present in a round: `aggregation.incomplete_rate`.
+
+The mean of the updates that are there moves the model by a whole step towards these facilities' data, and a server
+momentum carries it on for rounds: with one of two facilities absent in every third round that led away from the
+other's. Multiplied by the present share, an update moves the model as far as it would with all facilities there, as if
+those that are absent had not moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.rounds import FacilityRow, RoundFile
+from facility.exchange.masking.weights import capped
+
+WINDOW = 5
+"""A facility that has missed so many rounds in a row, this one with them, is no longer waited for."""
+
+
+def present_share(
+    history: Sequence[RoundFile], now: Mapping[str, float], facilities: Sequence[str], settings: AggregationSettings
+) -> float:
+    """The weights of the updates of this round (`now`) over those of all facilities that are expected, at most 1.
+
+    An absent facility weighs what its last update did; one without any, the mean of the others. No facility's part of
+    the whole is more than `maximum_share`, where that holds for updates.
+    """
+    weights = dict(now)
+    absent = [name for name in facilities if name not in now and _expected(name, history)]
+    known = {name: weight for name in absent if (weight := _last_weight(name, history, settings)) > 0}
+    usual = fmean([*now.values(), *known.values()]) if now else 1.0
+    weights |= {name: known.get(name, usual) for name in absent}
+    if not absent or not now:
+        return 1.0
+    names, total = sorted(weights), math.fsum(weights.values())
+    shares = [weights[name] / total for name in names]
+    if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
+        shares = capped(shares, settings.maximum_share)
+    return min(1.0, math.fsum(share for name, share in zip(names, shares, strict=True) if name in now))
+
+
+def _expected(name: str, history: Sequence[RoundFile]) -> bool:
+    """Whether an absent facility has delivered lately, or has not had the rounds to."""
+    rows = [row for entry in history for row in entry.facilities if row.facility == name][-(WINDOW - 1) :]
+    return len(rows) < WINDOW - 1 or any(row.status == "ok" for row in rows)
+
+
+def _last_weight(name: str, history: Sequence[RoundFile], settings: AggregationSettings) -> float:
+    """What a facility's last update weighed; 0: it has none."""
+    kind = settings.weights
+    if isinstance(kind, dict):
+        return kind.get(name, 0.0)
+    rows = (row for entry in reversed(history) for row in entry.facilities if _delivered(name, row))
+    row = next(rows, None)
+    return 0.0 if row is None else 1.0 if kind == "equal" else float(getattr(row, kind))
+
+
+def _delivered(name: str, row: FacilityRow) -> bool:
+    return row.facility == name and row.status == "ok"
