@@ -3,7 +3,8 @@
 `automatic.json` holds one row for each federation of `tests/bench/federated_quality.py`, written by
 `tests/bench/federated_quality_choose.py` from that benchmark's results: the server optimizer with the lowest perplexity
 among those whose second moments are shared, and among those whose second moments are personal. No row's choice is worse
-than the plain mean there.
+than the plain mean there. Rows of other inner optimizers and of adapters are few: of those with the same the nearest
+counts, and those of AdamW over whole models where there are none.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Situation:
     """The model of round 0 was trained before."""
     parameters: int | None = None
     """Of the model; None: not known."""
+    optimizer: str = "adamw"
+    """The facilities' inner optimizer."""
+    adapters: bool = False
+    """Adapters are trained, not the whole model."""
 
     def distance(self, other: Situation) -> float:
         """How unlike another federation is: factors of two in facilities, rounds and steps, a quarter of those in
@@ -103,8 +108,10 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
         "trained before" if near.pretrained else "with random weights"
     )
     like += f" of {near.parameters / 1e6:.2g} million parameters" if near.parameters else ""
+    like += ", adapters" if near.adapters else ""
+    like += f", {near.optimizer}" if near.optimizer != "adamw" or situation.optimizer != "adamw" else ""
     reason = (
-        f"{_described(best.aggregation | best.training)}, {state} second moments: best of those measured in the most "
+        f"{_described(best.aggregation | best.training)}{_told(state, near)}: best of those measured in the most "
         f"similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
         f"{row.mean:.2f}, {best.seeds} run{'s' if best.seeds > 1 else ''})"
     )
@@ -117,11 +124,19 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
     )
 
 
-def _order(row: Situation, asked: Situation) -> tuple[float, int, int]:
-    """The row that counts comes first: the most similar; of such the one with most rounds, then the largest model."""
-    return row.distance(asked), -row.rounds, -(row.parameters or 0)
+def _order(row: Situation, asked: Situation) -> tuple[bool, bool, float, int, int]:
+    """The row that counts comes first: of those that train the same, with the same optimizer, the most similar; of
+    such the one with most rounds, then the largest model."""
+    unlike = row.adapters != asked.adapters, row.optimizer != asked.optimizer
+    return *unlike, row.distance(asked), -row.rounds, -(row.parameters or 0)
+
+
+def _told(state: str, row: Situation) -> str:
+    """Whose the second moments are, where facilities could share them."""
+    return "" if row.adapters or row.optimizer != "adamw" else f", {state} second moments"
 
 
 def _described(settings: dict[str, Any]) -> str:
-    numbers = ", ".join(f"{name} {value:g}" for name, value in settings.items() if name != "rule")
+    words = {name: value if isinstance(value, str) else f"{value:g}" for name, value in settings.items()}
+    numbers = ", ".join(f"{name} {value}" for name, value in words.items() if name != "rule")
     return f"{settings['rule']} ({numbers})" if numbers else str(settings["rule"])

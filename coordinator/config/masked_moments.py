@@ -21,6 +21,12 @@ def masked_moments(training: Sequence[TrainingSettings]) -> MaskedMoments | None
 def obstacle(training: TrainingSettings, facilities: int) -> tuple[str, str] | None:
     """The key of `training:` that keeps second moments from being shared under masks, and why; None: nothing does."""
     secure = "with privacy.secure_aggregation"
+    if training.optimizer != "adamw":
+        return (
+            "optimizer",
+            f"is {training.optimizer!r}, which keeps second moments of some parameters alone, and which is not agreed "
+            f"under masks; expected 'adamw' where optimizer_state is 'shared' {secure}, or 'personal' there",
+        )
     if training.optimizer_state_form != "factors":
         return (
             "optimizer_state_form",

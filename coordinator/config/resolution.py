@@ -63,11 +63,12 @@ def with_measured(
     """Every facility's settings with those that were measured with the choice of `rule: auto`.
 
     `given`: the keys of `training:` that federation.yml writes for each facility; they are kept. What was measured was
-    AdamW with the choice's optimizer state: where a facility has others, its settings stay as they are.
+    one optimizer with the choice's optimizer state: where a facility has others, its settings stay as they are.
     """
+    optimizer = "adamw" if choice.row is None else choice.row.optimizer
     return [
         dataclasses.replace(one, **{key: value for key, value in choice.training.items() if key not in own})
-        if (one.optimizer, one.optimizer_state) == ("adamw", choice.optimizer_state)
+        if (one.optimizer, one.optimizer_state) == (optimizer, choice.optimizer_state)
         else one
         for one, own in zip(training, given, strict=True)
     ]
@@ -89,12 +90,15 @@ def situation_of(
 ) -> Situation:
     """What `auto` looks at."""
     steps = math.exp(sum(math.log(one.steps) for one in training) / len(training))
+    optimizers = {one.optimizer for one in training}
     return Situation(
         facilities=len(training),
         rounds=rounds,
         steps=max(1, round(steps)),
         pretrained=pretrained,
         parameters=parameters,
+        optimizer=optimizers.pop() if len(optimizers) == 1 else "adamw",
+        adapters=any(one.lora.rank for one in training),
     )
 
 

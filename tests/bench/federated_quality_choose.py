@@ -3,9 +3,9 @@
     python tests/bench/federated_quality_choose.py
 
 Reads `federated_quality.jsonl` beside this file (a copy of the benchmark's results.jsonl) and the rows of earlier runs
-in `federated_quality_earlier.json` (0.16 M parameters). Compared are federations of one size of model at one learning
-rate that differ in server optimizer and optimizer state alone; means over seeds of the perplexity over that of pooled
-training with the same seed and tokens.
+in `federated_quality_earlier.json` (0.16 M parameters). Compared are federations of one size of model, inner optimizer
+and learning rate that differ in server optimizer and optimizer state alone; means over seeds of the perplexity over
+that of pooled training with the same seed and tokens.
 """
 
 from __future__ import annotations
@@ -29,19 +29,28 @@ HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
 SEEDS = {64: 3, 384: 1}
 """Widths of the models that have rows, and with how many seeds the plain mean must have been measured."""
-LOCAL = {"learning_rate", "optimizer_state", "warmup_steps", "betas"}
+SEEDS_OF_OTHERS = 1
+"""The same with another inner optimizer than AdamW, or with adapters."""
+RATES = {"adafactor": 3e-2}
+"""Learning rate of an inner optimizer, where it is not the size's."""
+ADAPTERS, ADAPTERS_RATE = {"rank": 8}, 1e-2
+"""Those that have rows, and their learning rate."""
+LOCAL = {"learning_rate", "optimizer", "optimizer_state", "warmup_steps", "betas", "first_moments"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose."""
 BETA1, BETA2 = 0.9, 0.95
 """AdamW's, unless an arm says otherwise."""
 
-Federation = tuple[str, str, int]
-"""Experiment, schedule and width of the model."""
+Kind = tuple[str, bool]
+"""Inner optimizer, and whether adapters are trained."""
+Federation = tuple[str, str, int, Kind]
+"""Experiment, schedule, width of the model and what trains it."""
 Way = tuple[str, str, str]
 """Aggregation settings as JSON, optimizer state, and settings of training that are not the defaults, as JSON."""
 Run = tuple[str, int]
 """Experiment and seed."""
-Situation = tuple[int, int, int, bool, int]
-"""Facilities, rounds, steps a round, whether the model was trained before, and its width."""
+Situation = tuple[int, int, int, bool, int, Kind]
+"""Facilities, rounds, steps a round, whether the model was trained before, its width and what trains it."""
+PLAIN: Kind = ("adamw", False)
 Found = dict[Federation, dict[Way, dict[int, float]]]
 """Perplexity over pooled, by seed."""
 
@@ -50,34 +59,60 @@ def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]
     """Every comparable federation; rows of the results replace earlier ones of the same seed."""
     found: Found = defaultdict(lambda: defaultdict(dict))
     for row in earlier:
-        _add(found, (row["experiment"], row["schedule"], min(SEEDS)), row, dict(enumerate(row["over_pooled"], start=1)))
-    rows = list(results)
-    pooled = {_place(row["key"]): row["geometric_mean"] for row in rows if row["name"] == "pooled"}
+        where = row["experiment"], row["schedule"], min(SEEDS), PLAIN
+        _add(found, where, row, dict(enumerate(row["over_pooled"], start=1)))
+    rows = [row for row in results if _comparable(row["key"])]
+    pooled = {
+        _place(row["key"]): row["geometric_mean"]
+        for row in rows
+        if row["key"]["arm"]["aggregation"] is None and "betas" not in row["key"]["arm"]["local"]
+    }
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
-        other = {"codec", "unlike", "lora"} & set(key["arm"]) or key["width"] not in SEEDS
-        if key["arm"]["aggregation"] is not None and against is not None and not other:
+        if key["arm"]["aggregation"] is not None and against is not None:
             over = {key["seed"]: row["geometric_mean"] / against}
-            _add(found, (key["experiment"], key["schedule"], key["width"]), key["arm"], over)
+            where = key["experiment"], key["schedule"], key["width"], _kind(key["arm"])
+            _add(found, where, key["arm"], over)
     return found
+
+
+def _comparable(key: dict[str, Any]) -> bool:
+    """Whether nothing differs that `auto` does not look at."""
+    arm = key["arm"]
+    other = {"codec", "unlike", "incomplete", "kind"} & set(arm)
+    return not other and arm.get("lora", ADAPTERS) == ADAPTERS and key["width"] in SEEDS
+
+
+def _kind(arm: dict[str, Any]) -> Kind:
+    return arm["local"].get("optimizer", "adamw"), "lora" in arm
+
+
+def _rate(kind: Kind, width: int) -> float:
+    """Learning rate at which federations of a kind are compared."""
+    optimizer, adapters = kind
+    return ADAPTERS_RATE if adapters else RATES.get(optimizer, size_of(width).rate)
 
 
 def _place(key: dict[str, Any]) -> tuple[Any, ...]:
     """Pooled training and the federations to compare with it have the same."""
-    schedule = key["schedule"]
+    schedule, arm = key["schedule"], key["arm"]
     rounds, _, steps = schedule.partition("x")
     total = f"{int(rounds) * int(steps)} steps" if steps else schedule
-    return key["experiment"], total, key["seed"], key["width"]
+    return key["experiment"], total, key["seed"], key["width"], _kind(arm), arm["local"].get("learning_rate")
 
 
 def _add(found: Found, where: Federation, arm: dict[str, Any], over: dict[int, float]) -> None:
-    local = arm["local"]
-    if set(local) <= LOCAL and local.get("learning_rate") == size_of(where[2]).rate:
+    local, (_, _, width, kind) = arm["local"], where
+    shared = local.get("optimizer_state") == "shared"
+    if kind != PLAIN and shared:  # the product shares the second moments of AdamW over whole models
+        return
+    if set(local) <= LOCAL and local.get("learning_rate") == _rate(kind, width):
         beta1, beta2 = local.get("betas", (BETA1, BETA2))
-        if beta1 != BETA1:
+        if beta1 != BETA1 or (kind == PLAIN and "first_moments" in local):
             return
         training = {} if beta2 == BETA2 else {"beta2": beta2}
+        training |= {name: local[name] for name in ("first_moments",) if name in local}
         way = (
             json.dumps(arm["aggregation"], sort_keys=True),
             local.get("optimizer_state", "personal"),
@@ -89,10 +124,10 @@ def _add(found: Found, where: Federation, arm: dict[str, Any], over: dict[int, f
 def by_situation(found: Found) -> dict[Situation, dict[Way, dict[Run, float]]]:
     """Federations over other languages that are alike in all that `auto` looks at count together."""
     joined: dict[Situation, dict[Way, dict[Run, float]]] = defaultdict(lambda: defaultdict(dict))
-    for (experiment, schedule, width), ways in found.items():
+    for (experiment, schedule, width, kind), ways in found.items():
         which = experiment_of(experiment)
         rounds, steps = map(int, schedule.split("x"))
-        situation = len(which.languages), rounds, steps, bool(which.base), width
+        situation = len(which.languages), rounds, steps, bool(which.base), width, kind
         for way, over in ways.items():
             joined[situation][way] |= {(experiment, seed): value for seed, value in over.items()}
     return joined
@@ -112,8 +147,8 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
     No choice is worse than the plain mean, and none was measured in fewer runs than another of its optimizer state.
     """
     mean = json.dumps({"rule": "mean"}), "personal", "{}"
-    *federation, width = situation
-    if len(ways.get(mean, ())) < SEEDS[width]:
+    *federation, width, kind = situation
+    if len(ways.get(mean, ())) < (SEEDS[width] if kind == PLAIN else SEEDS_OF_OTHERS):
         return None
     plain = mean_of(ways[mean])
     best: dict[str, Any] = {}
@@ -125,6 +160,7 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
             best[state] |= {"training": json.loads(training)} if training != "{}" else {}
     names = ("facilities", "rounds", "steps", "pretrained")
     where = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
+    where |= {"optimizer": kind[0], "adapters": kind[1]} if kind != PLAIN else {}
     return {"situation": where, "mean": round(plain, 4), "best": best}
 
 

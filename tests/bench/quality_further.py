@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from tests.bench.federated_incomplete import WAYS
 from tests.bench.quality_arms import ARMS, DEFAULT, NESTEROV, RATE, SHARED, Arm, Cell, Group, ordered, short, unlike
 
 FOUR_LONG, FOUR_SHORT, TWO_LONG, TWO_SHORT = (
@@ -106,6 +107,8 @@ def adapters() -> list[tuple[str, Arm]]:
         one("pooled, rank 2", None, {"rank": 2}),
         one("nesterov, rank 2", NESTEROV, {"rank": 2}),
         one("pooled at 0.02", None, RANK, learning_rate=2e-2),
+        one("nesterov 0.5", NESTEROV | {"momentum": 0.5}, RANK),
+        one("nesterov 0.3", NESTEROV | {"momentum": 0.3}, RANK),
         one("nesterov at 0.02", NESTEROV, RANK, learning_rate=2e-2),
     ]
 
@@ -170,6 +173,37 @@ def forms() -> list[tuple[str, Arm]]:
     ]
 
 
+def absences() -> list[tuple[str, Arm]]:
+    """Each facility absent in a third of the rounds: pooled training with the same tokens, and what a server may do."""
+    absent = replace(ARMS[DEFAULT], local=RATE | SHARED | {"betas": SLOW}, unlike="absent")
+    found = [("pooled, absent", replace(ARMS["pooled"], unlike="absent")), unlike("mean", "absent")]
+    named = [(f"{DEFAULT}, beta2 0.99, absent" + f", {way}" * bool(way), way) for way in WAYS]
+    return [*found, *((name, replace(absent, incomplete=way)) for name, way in named)]
+
+
+def optimizers(optimizer: str, rate: float) -> list[tuple[str, Arm]]:
+    """Another inner optimizer: pooled, plain mean, the server's momentum, and what it keeps averaged."""
+    local = {"learning_rate": rate, "optimizer": optimizer}
+    first = {"first_moments": "mean"}
+    at = "" if rate == RATE["learning_rate"] else f" at {rate:g}"
+    half = NESTEROV | {"momentum": 0.5}
+    return [
+        (f"pooled, {optimizer}{at}", Arm(aggregation=None, local=local)),
+        (f"mean, {optimizer}{at}", Arm(aggregation={"rule": "mean"}, local=local)),
+        (f"nesterov, {optimizer}{at}", Arm(aggregation=NESTEROV, local=local)),
+        (f"nesterov, {optimizer}{at}, second moments averaged", Arm(aggregation=NESTEROV, local=local | SHARED)),
+        (f"nesterov, {optimizer}{at}, momentum 0.5", Arm(aggregation=half, local=local)),
+        *(
+            [
+                (f"nesterov, {optimizer}, first moments averaged", Arm(aggregation=NESTEROV, local=local | first)),
+                (f"nesterov, {optimizer}, both averaged", Arm(aggregation=NESTEROV, local=local | first | SHARED)),
+            ]
+            if optimizer == "muon"
+            else []
+        ),
+    ]
+
+
 def drift() -> list[tuple[str, Arm]]:
     """What the product's correction of drift changes, with the momentum that grows and with a constant one."""
     fixed = {"momentum_warmup": False}
@@ -209,6 +243,8 @@ def parts() -> list[list[Group]]:
             ([TWO_SHORT, FOUR_SHORT], larger_steps()[1:3]),
             ([FOUR_LONG], larger_steps()[3:]),
             ([TWO_LONG], forms()),
+            ([TWO_SHORT, FOUR_SHORT], absences()),
+            ([TWO_SHORT, FOUR_SHORT], [*optimizers("muon", 2e-3), *optimizers("adafactor", 3e-2)]),
         ],
     ]
 

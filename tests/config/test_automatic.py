@@ -7,14 +7,15 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.automatic import TABLE, Choice, Measured, MeasuredFederation, Situation, choose, read_table
 from coordinator.config.federation import Federation, read_federation
-from coordinator.config.resolution import looks_pretrained, model_at, parameters_of, with_measured
-from facility.exchange.messages.settings import TrainingSettings
+from coordinator.config.resolution import looks_pretrained, model_at, parameters_of, situation_of, with_measured
+from facility.exchange.messages.settings import LoraSettings, TrainingSettings
 from tests.pico import pico_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,45 @@ def test_the_best_of_the_most_similar_federation_is_chosen(asked, may_share, sta
     choice = choose(asked, may_share=may_share, table=ROWS)
     assert (choice.optimizer_state, choice.aggregation["momentum"]) == (state, momentum)
     assert choice.row == ROWS[near].situation and state in choice.reason and "mean" in choice.reason
+
+
+OTHERS = tuple(
+    row(dataclasses.replace(situation(2, 30, steps), **kind), shared=0.5, personal=1.0)  # type: ignore[arg-type]
+    for kind, steps in (({"optimizer": "muon"}, 10), ({"optimizer": "muon"}, 30), ({"adapters": True}, 10))
+)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "near"),
+    [
+        ({}, 10, ROWS[0]),
+        ({"optimizer": "muon"}, 25, OTHERS[1]),
+        ({"optimizer": "muon"}, 10, OTHERS[0]),
+        ({"adapters": True}, 30, OTHERS[2]),
+        ({"adapters": True, "optimizer": "muon"}, 30, OTHERS[2]),
+        ({"optimizer": "adafactor"}, 10, ROWS[0]),
+    ],
+)
+def test_another_optimizer_and_adapters_have_rows_of_their_own(kind: dict[str, Any], steps: int, near):
+    asked = dataclasses.replace(situation(2, 30, steps), **kind)
+    choice = choose(asked, may_share=False, table=ROWS + OTHERS)
+    assert choice.row == near.situation
+    assert ("adapters" in choice.reason) == near.situation.adapters
+    assert (near.situation.optimizer in choice.reason) == ("optimizer" in kind)
+    assert ("second moments" in choice.reason) == (near in ROWS)
+
+
+def test_what_trains_is_read_from_the_facilities():
+    muon, adapters = TrainingSettings(optimizer="muon"), TrainingSettings(lora=LoraSettings(rank=4))
+    known = {"pretrained": True, "parameters": None}
+
+    def kind(*training: TrainingSettings) -> tuple[str, bool]:
+        found = situation_of(training, 30, **known)
+        return found.optimizer, found.adapters
+
+    assert kind(muon, muon) == ("muon", False)
+    assert kind(muon, TrainingSettings()) == ("adamw", False)
+    assert kind(adapters, adapters) == ("adamw", True)
 
 
 def test_one_facility_has_nothing_to_share():

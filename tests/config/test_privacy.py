@@ -65,6 +65,10 @@ def read(tmp_path: Path, content: dict[str, Any]):
             {"training": SHARED | {"optimizer_state_form": "int8"}},
             "optimizer_state_form of 'a' is 'int8': .* expected 'factors'",
         ),
+        (
+            {"training": SHARED | {"optimizer": "muon"}},
+            "optimizer of 'a' is 'muon', which keeps second moments of some",
+        ),
         ({"training": SHARED | {"clip_norm": 0}}, "clip_norm of 'a' is 0: .* has to be known before a round"),
         ({"training": SHARED | {"clip_norm": 50}}, "off by up to 2.9e-08, more than epsilon .* expected at most 18 "),
         (

@@ -31,7 +31,7 @@ def test_muon_adafactor_and_adamw_train_adapters_of_differing_ranks_together(tmp
         one["training"] = OWN[one["name"]]
     path.write_text(yaml.safe_dump(told, sort_keys=False))
     federation = read_federation(path)
-    assert federation.aggregation.rule == "nesterov" and "second moments" in federation.chosen  # `auto` chose
+    assert federation.aggregation.rule == "mean" and "adapters" in federation.chosen  # `auto` chose
     write(federation)
     result = streamflow(path, tmp_path / "engine", timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from facility.exchange.checkpoints.second_moments import (
     write_factors,
 )
 from facility.exchange.errors import CheckpointError
+from facility.exchange.messages.settings import TrainingSettings
+from facility.training.optimizers.protocol import optimizer_of
 from facility.training.shards import LocalShard
 from facility.training.state.second_moments import take_over
 from tests.examples import examples
@@ -109,15 +112,13 @@ def test_factors_that_fit_no_parameter_are_refused(tmp_path: Path, tensors: dict
         read_factors(tmp_path, SHAPES)
 
 
-def optimizer_over(
-    values: dict[str, torch.Tensor], first: dict[str, int]
-) -> tuple[torch.optim.AdamW, list[LocalShard]]:
+def optimizer_over(values: dict[str, torch.Tensor], first: dict[str, int]) -> tuple[Any, list[LocalShard]]:
     parts = []
     for name, value in values.items():
         parameter = torch.nn.Parameter(value)
         shape = (SHAPES[name][0], *value.shape[1:])
         parts.append(LocalShard(name=name, shape=shape, first=first[name], tensor=parameter, parameter=parameter))
-    return torch.optim.AdamW([part.tensor for part in parts], lr=0.1, betas=(0.9, 0.95)), parts
+    return optimizer_of(parts, TrainingSettings(beta1=0.9, beta2=0.95)), parts
 
 
 @pytest.mark.parametrize("rank", [0, 1])

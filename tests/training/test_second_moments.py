@@ -35,7 +35,9 @@ def with_factors_of_another(model: Path, out: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path, optimizer: str):
+    """Of Muon those of what AdamW trains; what comes for its matrices is passed over."""
     dataset = write_dataset(tmp_path / "data")
     received = save_pico(tmp_path / "received")
     following = with_factors_of_another(received, tmp_path / "following")
@@ -43,7 +45,7 @@ def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
     for ranks, names in ((1, ["one", "personal"]), (2, ["fsdp", "1f1b"])):
         cases = []
         for name in names:
-            settings = {} if name == "personal" else SHARED | layouts[name]
+            settings = {"optimizer": optimizer} | ({} if name == "personal" else SHARED | layouts[name])
             first = arguments(tmp_path / name / "0", received, dataset, **settings)
             second = arguments(tmp_path / name / "1", following, dataset, 1, **settings)
             second[second.index("--state") + 1] = str(tmp_path / name / "0" / "state")
@@ -53,7 +55,8 @@ def test_the_layouts_send_and_take_over_the_same_second_moments(tmp_path: Path):
     shapes = {name: entry.shape for name, entry in open_checkpoint(received).tensors.items()}
     one, steps = read_factors(tmp_path / "one" / "0" / "out", shapes)
     state = open_checkpoint(tmp_path / "one" / "0" / "state" / "round-0").tensors
-    assert steps == 3 and one.keys() == shapes.keys()
+    kept = {key.removeprefix("exp_avg_sq.") for key in state if key.startswith("exp_avg_sq.")}
+    assert steps == 3 and one.keys() == kept and (kept == shapes.keys()) == (optimizer == "adamw") and len(kept) > 1
     for name, found in one.items():
         expected = factors_of(state[f"exp_avg_sq.{name}"], 1 / (1 - BETA2**3))
         assert np.array_equal(found.rows, expected.rows)

@@ -14,7 +14,8 @@ class InnerOptimizer(Declaration):
     state_bytes: float = 8.0
     """Bytes of state a trained parameter, at most, for predictions of memory and disk."""
     shares_second_moments: bool = False
-    """True if every parameter has a second moment of its own, which `optimizer_state: shared` averages."""
+    """True if it keeps second moments value by value, as AdamW does (`exp_avg_sq`), of all parameters or of some, which
+    `optimizer_state: shared` averages."""
     first_moments: tuple[str, ...] = ()
     """Kinds of state that are running means of gradients, which `first_moments: mean` averages."""
 

@@ -151,8 +151,8 @@ class TrainingSettings:
         entry.values(self.optimizer_parameters, "optimizer_parameters")
         if self.optimizer_state == "shared" and not entry.shares_second_moments:
             raise ConfigurationError(
-                f"optimizer_state is 'shared' with optimizer {self.optimizer!r}, which keeps no second moment of every "
-                "parameter; expected 'personal' or 'auto', or optimizer 'adamw'"
+                f"optimizer_state is 'shared' with optimizer {self.optimizer!r}, which keeps no second moment of each "
+                "value; expected 'personal' or 'auto', or optimizer 'adamw' or 'muon'"
             )
         if self.optimizer_state == "shared" and not self.keep_optimizer:
             raise ConfigurationError(

@@ -23,10 +23,12 @@ from facility.exchange.checkpoints.second_moments import (
     read_factors,
     write_factors,
 )
+from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
 from facility.training.state.leaving import leaving
 
-STORED = "exp_avg_sq."
+SECOND = "exp_avg_sq"
+STORED = f"{SECOND}."
 
 
 def held_whole(parts: Sequence[LocalShard]) -> dict[str, torch.Tensor]:
@@ -82,30 +84,32 @@ def _reader(flat: torch.Tensor) -> Callable[[int, int], np.ndarray]:
 @torch.no_grad()
 def take_over(
     model: Path,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     parts: Sequence[LocalShard],
     *,
     beta2: float,
     steps: int,
 ) -> tuple[int, str]:
-    """Replace AdamW's second moments by those received with the model; returns the step count and a reason.
+    """Replace second moments by those received with the model, of the parameters that have one; returns the step count
+    and a reason.
 
     A facility without state of its own (`steps` is 0) begins with the others' step count, since a zero step count would
-    make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own.
+    make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own, and
+    Muon's matrices have none.
     """
     if not has_factors(model):
         return steps, "the model brings no second moments: this facility's own are used"
     factors, seen = read_factors(model, {part.name: part.shape for part in parts} | _unknown_shapes(model, parts))
     own = steps or max(1, round(seen))
     for part in parts:
+        if SECOND not in optimizer.kept(part.name, part.shape):
+            continue
+        optimizer.shards(part)
         state = optimizer.state[part.tensor]
-        if not state:
-            for moment in ("exp_avg", "exp_avg_sq"):
-                state[moment] = torch.zeros_like(part.tensor)
         state["step"] = torch.tensor(float(own), device=part.tensor.device)
         if (one := factors.get(part.name)) is not None and part.tensor.numel():
             values = one.rebuilt(part.first, len(part.tensor) if part.shape else 1) * np.float32(1.0 - beta2**own)
-            state["exp_avg_sq"].copy_(torch.from_numpy(values).reshape(part.tensor.shape))
+            state[SECOND].copy_(torch.from_numpy(values).reshape(part.tensor.shape))
     return own, f"second moments of {len(factors)} parameters came with the model"
 
 
