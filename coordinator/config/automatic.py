@@ -111,7 +111,7 @@ def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFedera
     like += ", adapters" if near.adapters else ""
     like += f", {near.optimizer}" if near.optimizer != "adamw" or situation.optimizer != "adamw" else ""
     reason = (
-        f"{_described(best.aggregation | best.training)}{_told(state, near)}: best of those measured in the most "
+        f"{_described(best.aggregation | best.training)}{_told(state, row)}: best of those measured in the most "
         f"similar federation ({like}), {best.over_pooled:.2f} of pooled training's perplexity (plain mean "
         f"{row.mean:.2f}, {best.seeds} run{'s' if best.seeds > 1 else ''})"
     )
@@ -131,12 +131,11 @@ def _order(row: Situation, asked: Situation) -> tuple[bool, bool, float, int, in
     return *unlike, row.distance(asked), -row.rounds, -(row.parameters or 0)
 
 
-def _told(state: str, row: Situation) -> str:
-    """Whose the second moments are, where facilities could share them."""
-    return "" if row.adapters or row.optimizer != "adamw" else f", {state} second moments"
+def _told(state: str, row: MeasuredFederation) -> str:
+    """Whose the second moments are, where both were measured."""
+    return f", {state} second moments" if len(row.best) > 1 else ""
 
 
 def _described(settings: dict[str, Any]) -> str:
-    words = {name: value if isinstance(value, str) else f"{value:g}" for name, value in settings.items()}
-    numbers = ", ".join(f"{name} {value}" for name, value in words.items() if name != "rule")
+    numbers = ", ".join(f"{name} {value:g}" for name, value in settings.items() if name != "rule")
     return f"{settings['rule']} ({numbers})" if numbers else str(settings["rule"])

@@ -1,8 +1,9 @@
 """The product's inner optimizers in the experiments, and the means of what they keep.
 
 `training.optimizer` with the arithmetic of `facility.training.optimizers`; AdamW is torch's, whose second moments
-travel as `federated_learner.py` has them. Averaged here are the first moments that `first_moments: mean` averages, and,
-which the product does not offer, the second moments that Muon's AdamW and Adafactor keep (`optimizer_state: shared`).
+travel as `federated_learner.py` has them. Averaged here are the first moments that `first_moments: mean` averages and
+the second moments of what AdamW trains beside Muon (`optimizer_state: shared`), and, which the product does not offer,
+Adafactor's.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def share_state(learners: Sequence[Learner], weights: Sequence[float], takers: S
             mean, decay = torch.zeros_like(states[0][kind]), decay_of(kind, local)
             for learner, state, weight in zip(learners, states, weights, strict=True):
                 mean.add_(state[kind], alpha=weight / total / (1 - decay**learner.adam_steps))
+            if kind == "exp_avg_sq" and mean.ndim > 1 and local.form == "factors":
+                mean = mean.mean(1, keepdim=True) * mean.mean(0, keepdim=True) / mean.mean()
             for learner in takers:
                 if learner.adam_steps:
                     own = learner.optimizer.state[learner.parameters[number]]

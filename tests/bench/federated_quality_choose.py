@@ -31,12 +31,15 @@ SEEDS = {64: 3, 384: 1}
 """Widths of the models that have rows, and with how many seeds the plain mean must have been measured."""
 SEEDS_OF_OTHERS = 1
 """The same with another inner optimizer than AdamW, or with adapters."""
+SHARING = ("adamw", "muon")
+"""Inner optimizers whose second moments `auto` shares, over whole models."""
 RATES = {"adafactor": 3e-2}
 """Learning rate of an inner optimizer, where it is not the size's."""
 ADAPTERS, ADAPTERS_RATE = {"rank": 8}, 1e-2
 """Those that have rows, and their learning rate."""
-LOCAL = {"learning_rate", "optimizer", "optimizer_state", "warmup_steps", "betas", "first_moments"}
-"""What may differ from the benchmark's defaults in a federation that `auto` could choose."""
+LOCAL = {"learning_rate", "optimizer", "optimizer_state", "warmup_steps", "betas"}
+"""What may differ from the benchmark's defaults in a federation that `auto` could choose: nothing that travels in a
+model's bytes, as first moments do."""
 BETA1, BETA2 = 0.9, 0.95
 """AdamW's, unless an arm says otherwise."""
 
@@ -105,14 +108,13 @@ def _place(key: dict[str, Any]) -> tuple[Any, ...]:
 def _add(found: Found, where: Federation, arm: dict[str, Any], over: dict[int, float]) -> None:
     local, (_, _, width, kind) = arm["local"], where
     shared = local.get("optimizer_state") == "shared"
-    if kind != PLAIN and shared:  # the product shares the second moments of AdamW over whole models
+    if shared and (kind[1] or kind[0] not in SHARING):
         return
     if set(local) <= LOCAL and local.get("learning_rate") == _rate(kind, width):
         beta1, beta2 = local.get("betas", (BETA1, BETA2))
-        if beta1 != BETA1 or (kind == PLAIN and "first_moments" in local):
+        if beta1 != BETA1:
             return
         training = {} if beta2 == BETA2 else {"beta2": beta2}
-        training |= {name: local[name] for name in ("first_moments",) if name in local}
         way = (
             json.dumps(arm["aggregation"], sort_keys=True),
             local.get("optimizer_state", "personal"),

@@ -82,7 +82,9 @@ def test_another_optimizer_and_adapters_have_rows_of_their_own(kind: dict[str, A
     assert choice.row == near.situation
     assert ("adapters" in choice.reason) == near.situation.adapters
     assert (near.situation.optimizer in choice.reason) == ("optimizer" in kind)
-    assert ("second moments" in choice.reason) == (near in ROWS)
+    assert "personal second moments" in choice.reason
+    alone = dataclasses.replace(near, best={"personal": near.best["personal"]})
+    assert "second moments" not in choose(asked, may_share=True, table=(alone,)).reason
 
 
 def test_what_trains_is_read_from_the_facilities():

@@ -20,7 +20,7 @@ __all__ = ["model", "text"]
 pytestmark = pytest.mark.slow  # no part of the product
 MEANS: list[dict[str, Any]] = [
     {"optimizer": "muon", "first_moments": "mean"},
-    {"optimizer": "muon", "first_moments": "mean", "optimizer_state": "shared"},
+    {"optimizer": "muon", "first_moments": "mean", "optimizer_state": "shared", "form": "full"},
     {"optimizer": "adafactor", "optimizer_state": "shared"},
 ]
 
