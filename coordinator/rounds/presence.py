@@ -2,8 +2,8 @@
 
 The mean of the updates that are there moves the model by a whole step towards these facilities' data, and a server
 momentum carries it on for rounds: with one of two facilities absent in every third round that led away from the
-other's. Multiplied by the present share, an update moves the model as far as it would with all facilities there, as if
-those that are absent had not moved.
+other's. Multiplied by the present share, an update moves the model as far as if those that are absent had not moved,
+and the momentum by as much less.
 """
 
 from __future__ import annotations
