@@ -10,14 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import HEADS, is_adapter, saves, targeted
+from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, A, B, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
-from facility.exchange.memory.units import state_bytes
+from facility.exchange.memory.optimizer_state import state_bytes
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -65,22 +65,31 @@ class ModelFigures:
 
     def trained_shapes(self, training: TrainingSettings) -> list[tuple[int, ...]]:
         """Of the tensors that are trained; empty where they are not known."""
+        return [shape for _, shape in self.trained_tensors(training)]
+
+    def trained_tensors(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
+        """Names and shapes of the tensors that are trained; empty where they are not known."""
         lora = training.lora
         if not lora.rank:
-            return [tuple(shape) for shape in self.shapes.values()]
-        if own := [tuple(shape) for name, shape in self.shapes.items() if is_adapter(name)]:
+            return [(name, tuple(shape)) for name, shape in self.shapes.items()]
+        if own := [(name, tuple(shape)) for name, shape in self.shapes.items() if is_adapter(name)]:
             return own
         saved = lora.modules_to_save or HEADS
-        found: list[tuple[int, ...]] = []
+        found: list[tuple[str, tuple[int, ...]]] = []
         for name, shape in self.shapes.items():
             module = name.rpartition(".")[0]
             if saves(module, saved):
-                found.append(tuple(shape))
+                found.append((name, tuple(shape)))
             elif is_matrix_of_a_block(name, shape):
                 if not lora.targets or targeted(module, lora.targets):
-                    found += [(lora.rank, shape[1]), (shape[0], lora.rank), *([(shape[0],)] if lora.dora else [])]
+                    found += [
+                        (f"{module}{A}weight", (lora.rank, shape[1])),
+                        (f"{module}{B}weight", (shape[0], lora.rank)),
+                    ]
+                    found += [(f"{module}{MAGNITUDE}", (shape[0],))] if lora.dora else []
             elif targeted(name, lora.parameters) and len(shape) == 3:
-                found += [(lora.rank * shape[0], size) for size in shape[1:]]
+                pairs = zip((A, B), shape[1:], strict=True)
+                found += [(f"{name}{factor}weight", (lora.rank * shape[0], size)) for factor, size in pairs]
         return found
 
     def written(self, training: TrainingSettings) -> int:
@@ -150,6 +159,8 @@ MEAN_WALK_BYTES = 1
 """Of a parameter in the mean walk that is sent with a model."""
 
 
-def moments_bytes(training: TrainingSettings) -> float:
-    """Optimizer state, bytes a parameter; with it the facility's own walk where drift is corrected."""
-    return state_bytes(training) + (WALK_BYTES if training.drift_correction else 0)
+def moments_bytes(model: ModelFigures, training: TrainingSettings) -> int:
+    """Bytes of the optimizer's state; with it those of the facility's own walk where drift is corrected."""
+    trained = model.trained(training)
+    tensors = model.trained_tensors(training) or [("", (trained,))]
+    return round(state_bytes(training, tensors)) + (WALK_BYTES * trained if training.drift_correction else 0)

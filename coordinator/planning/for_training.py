@@ -21,7 +21,7 @@ from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import logits_bytes
-from facility.exchange.memory.units import memory_of_units, state_bytes
+from facility.exchange.memory.units import memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -104,7 +104,7 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
             replace(
                 measured,
                 parameter_bytes=4.0 * unit.trained,
-                state_bytes=unit.weights + unit.trained * (4 + state_bytes(training)) + unit.copies,
+                state_bytes=unit.weights + 4 * unit.trained + unit.state + unit.copies,
                 stored_bytes=trained.tokens * (unit.kept + unit.cast + (a_token if number == head else 0.0)),
             )
             for number, (measured, unit) in enumerate(zip(timed, units, strict=True))

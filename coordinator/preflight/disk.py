@@ -47,9 +47,10 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     encoding of received models, which refer to one that is kept.
     """
     trained = model.trained(training)
-    moments = round(moments_bytes(training) * trained) if training.keep_optimizer else 0
+    state = moments_bytes(model, training)
     walk = WALK_BYTES if training.drift_correction else 0
-    paused = round((MASTER_BYTES + moments_bytes(training) - walk) * trained)
+    moments = state if training.keep_optimizer else 0
+    paused = state + (MASTER_BYTES - walk) * trained
     moments_sent = model.moments(training)
     update = model.written(training)
     encoded = training.encoding != "full"

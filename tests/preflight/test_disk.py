@@ -35,6 +35,24 @@ def test_a_facility_holds_two_models_an_update_a_state_and_what_a_round_writes_a
     assert facility_disk(MODEL, encoded).bytes == 2 * 2 * P + 4 * P + (P + 4 * P // 256) + 2 * 4 * P + 12 * P
 
 
+def test_an_optimizers_state_follows_from_the_shapes():
+    shapes = {"model.embed_tokens.weight": (16, 30), "a.weight": (16, 30), "a.bias": (64,)}
+    model = dataclasses.replace(MODEL, shapes=shapes)
+    expected = {
+        "adamw": 8 * P,
+        "muon": 8 * 480 + 4 * 480 + 8 * 64,
+        "adafactor": 4 * (16 + 30) + 4 * (16 + 30) + 4 * 64,
+    }
+    for name, state in expected.items():
+        training = TrainingSettings(optimizer=name)
+        disk = facility_disk(model, training)
+        assert disk.parts["optimizer state"] == state, name
+        assert disk.bytes == 2 * 2 * P + 2 * P + state + (4 * P + state), name
+        needed = needed_bytes(model, training, 10, 1)
+        assert needed - needed_bytes(model, TrainingSettings(), 10, 1) == state - 8 * P, name
+    assert facility_disk(MODEL, TrainingSettings(optimizer="muon")).parts["optimizer state"] == 8 * P
+
+
 def test_correcting_drift_takes_a_walk_with_every_state_and_a_byte_a_parameter_with_every_model():
     plain, drift = TrainingSettings(), TrainingSettings(drift_correction=True)
     more = facility_disk(MODEL, drift).bytes - facility_disk(MODEL, plain).bytes

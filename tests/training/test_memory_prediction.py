@@ -128,7 +128,13 @@ def sharded(**training: Any) -> dict[str, int]:
 
 def unit(weights: int, kept: float) -> UnitMemory:
     return UnitMemory(
-        weights=4 * weights, trained=weights, copies=0, gathered=4 * weights, largest_in_bits=0, kept=kept
+        weights=4 * weights,
+        trained=weights,
+        state=8 * weights,
+        copies=0,
+        gathered=4 * weights,
+        largest_in_bits=0,
+        kept=kept,
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.memory.optimizer_state import state_bytes
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import optimizer_of
@@ -89,9 +89,18 @@ def test_what_is_kept_has_the_names_and_shapes_that_are_stored(name: str):
     kept = kept_of(optimizer, ())
     assert held == {f"{kind}.{n}": whole for n, shape in SHAPES.items() for kind, whole in kept(n, shape)}
     values = sum(torch.Size(shape).numel() for shape in held.values())
-    trained = sum(torch.Size(shape).numel() for shape in SHAPES.values())
-    if name != "adafactor":  # its row and column means are a small share of large matrices only
-        assert values * 4 <= OPTIMIZERS.get(name).state_bytes * trained
+    assert values * 4 == state_bytes(TrainingSettings(optimizer=name), SHAPES.items())
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("shape", [(5,), (5, 7), (3, 5, 7)], ids=str)
+def test_what_is_kept_of_any_shape_is_predicted(name: str, shape: tuple[int, ...]):
+    given: dict[str, Any] = {"adamw": "one.*"} if name == "muon" else {}
+    settings = TrainingSettings(optimizer=name, optimizer_parameters=given)
+    kept = kept_of(optimizer_of(shards(), settings), ())
+    for weight in ("one.weight", "other.weight"):
+        values = sum(torch.Size(whole).numel() for _, whole in kept(weight, shape))
+        assert state_bytes(settings, [(weight, shape)]) == 4 * values, weight
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from facility.exchange.memory.units import Dimensions, UnitMemory, state_bytes, width_of
+from facility.exchange.memory.units import Dimensions, UnitMemory, width_of
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.schedules.ops import Op, peak
 from facility.exchange.schedules.registry import SCHEDULES
@@ -63,7 +63,7 @@ def rank_memory(
     parts = {
         "weights": int(sum(unit.weights for unit in held)) // layout.shards,
         "gradients": 4 * trained // layout.shards,
-        "optimizer": int(state_bytes(training) * trained) // layout.shards,
+        "optimizer": int(sum(unit.state for unit in held)) // layout.shards,
         "activations": round(activations),
         "logits": round(logits + once * has_head),
     }

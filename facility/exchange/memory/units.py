@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from facility.exchange.checkpoints.adapters import A, B
-from facility.exchange.messages.optimizers import OPTIMIZERS
+from facility.exchange.memory.optimizer_state import state_bytes
 from facility.exchange.messages.settings import TrainingSettings
 
 
@@ -52,6 +52,8 @@ class UnitMemory:
     weights: float
     trained: int
     """Number of weights that are trained."""
+    state: float
+    """Of the optimizer, of those."""
     copies: int
     """In half precision, of what autocast casts."""
     gathered: float
@@ -74,11 +76,6 @@ and an input in half precision for each of five layers, in place of one value of
 def width_of(training: TrainingSettings) -> int:
     """Bytes of a value that is computed with."""
     return 4 if training.compute_dtype == "float32" else 2
-
-
-def state_bytes(training: TrainingSettings) -> float:
-    """Optimizer state, bytes a trained weight."""
-    return OPTIMIZERS.get(training.optimizer).state_bytes
 
 
 def memory_of_units(
@@ -114,6 +111,7 @@ def _memory_of_unit(
     return UnitMemory(
         weights=sum(one.count * one.held_bytes for one in held),
         trained=sum(one.count for one in held if one.trained),
+        state=state_bytes(training, [(one.name, one.shape) for one in held if one.trained]),
         copies=sum(2 * one.count for one in held if one.copied),
         gathered=sum(one.count * (one.held_bytes if one.in_bits else width) for one in held),
         largest_in_bits=max((one.count for one in held if one.in_bits), default=0),

@@ -32,6 +32,7 @@ DECLARATION = InnerOptimizer(
     ),
     needs=("a learning rate that is relative to the parameters' size, 1e-2 in the paper",),
     state_bytes=0.1,
+    matrices="factors",
 )
 ROWS, COLUMNS, VALUES = "row_var", "col_var", "variance"
 

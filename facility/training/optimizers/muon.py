@@ -54,6 +54,8 @@ DECLARATION = InnerOptimizer(
     needs=("beta1, beta2 and epsilon of `training:`, for what AdamW trains",),
     state_bytes=8.0,
     shares_second_moments=True,
+    matrices="momentum",
+    moments_of="adamw",
     first_moments=("momentum_buffer", "exp_avg"),
 )
 BUFFER = "momentum_buffer"
