@@ -48,6 +48,14 @@ def parser() -> argparse.ArgumentParser:
         help="what earlier updates of this facility left out: added to the received weights before the first step",
     )
     p.add_argument(
+        "--unsent-out",
+        type=Path,
+        metavar="DIR",
+        help="write the update as a message in the settings' encoding, straight from memory, and what it leaves out "
+        "here; must not exist. Where several ranks train, or the model is stored in other pieces, the update is "
+        "written whole",
+    )
+    p.add_argument(
         "--plan",
         type=Path,
         metavar="FILE",

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.delta_codecs import FULL
 from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.trainer import BUILT_IN
 from facility.launch import launch, limits_from
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -20,7 +22,7 @@ from facility.rounds.kept import compared_place
 from facility.rounds.masked import unmasked_path
 from facility.rounds.models import Models, digest_of
 from facility.rounds.personal import Personal
-from facility.rounds.smaller import unsent
+from facility.rounds.smaller import pending_residual, unsent
 from facility.rounds.steps import steps_of
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -73,6 +75,14 @@ class Job:
         return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
 
     @property
+    def writes_messages(self) -> bool:
+        """May the trainer write its update as a message at once? CrossFed's own does, in a round that takes steps,
+        where nothing is to be taken out of the update or masked before it is encoded."""
+        own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
+        encoded = self.settings.training.encoding != FULL and self.round < self.settings.rounds
+        return own and encoded and not self.personal.any and self.settings.masking is None
+
+    @property
     def keeps_models(self) -> bool:
         return self.settings.model_encoding != "full" and self.kind not in (MODELS, ALONE)
 
@@ -100,6 +110,8 @@ class Work:
     state: Path
     unsent: Path | None = None
     """What earlier updates left out."""
+    unsent_out: Path | None = None
+    """Where the trainer leaves what its update leaves out; None: it writes the update whole."""
     steps: int | None = None
     """Steps that the coordinator asks for; None: those of the settings."""
     own_models: Path | None = None
@@ -118,6 +130,7 @@ def work_of_round(job: Job) -> Work:
         out=job.trained,
         state=job.state,
         unsent=ahead if trains else None,
+        unsent_out=pending_residual(job.state) if job.writes_messages else None,
         steps=steps_of(job.state, job.settings, read_manifest(a.model), a.round) if trains else None,
         own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
     )
@@ -144,6 +157,8 @@ def start_ranks(job: Job, work: Work) -> Ending:
         command += ["--own-models", str(work.own_models)]
     if work.unsent is not None:
         command += ["--unsent", str(work.unsent)]
+    if work.unsent_out is not None:
+        command += ["--unsent-out", str(work.unsent_out)]
     if work.steps is not None:
         command += ["--steps", str(work.steps)]
     return launch(

@@ -32,7 +32,7 @@ from facility.rounds.masked import Masked, masked
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
-from facility.rounds.smaller import make_smaller
+from facility.rounds.smaller import drop_pending, make_smaller
 from facility.rounds.steps import decide_steps, remember_beside
 from facility.rounds.sweep import forget_earlier, sweep
 
@@ -109,6 +109,7 @@ class OneRound:
         job = self.job
         self.finished.drop_before(job.round)
         clear(job.out)
+        drop_pending(job.state)
         for warning in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
             log.warning(warning)
         if (job.dataset / DATASET).is_file():

@@ -13,10 +13,16 @@ from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
+from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.kept import by_round, latest_before
-from facility.rounds.sealed import seal
+from facility.rounds.sealed import SEAL, seal
+
+PENDING = "pending"
+"""In the residual's directory: of an update that is not complete."""
 
 
 def make_smaller(
@@ -33,8 +39,11 @@ def make_smaller(
 
     The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
     trained from `unsent`, so its difference to `model` holds what was not sent before. `norms`: state the norm of the
-    step that the message decodes to.
+    step that the message decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
+    if (update / FILE).is_file():
+        _keep_pending(state, round)
+        return None
     if settings.encoding == "full" or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
         return None
     message = update.with_name(f".{update.name}.message")
@@ -57,6 +66,29 @@ def make_smaller(
     return done
 
 
+def pending_residual(state: Path) -> Path:
+    """Where the trainer seals what its message leaves out; it counts once the round has that message."""
+    return _home(state) / PENDING
+
+
+def drop_pending(state: Path) -> None:
+    """Remove what an earlier attempt left there."""
+    shutil.rmtree(pending_residual(state), ignore_errors=True)
+
+
+def _keep_pending(state: Path, round: int) -> None:
+    """Make what the trainer sealed the residual of `round`. Raises `InputError` where it left none."""
+    if not (pending_residual(state) / SEAL).is_file():
+        raise InputError(
+            f"the update is a difference, but {pending_residual(state)} does not hold what it leaves out: "
+            "run the round again"
+        )
+    shutil.rmtree(residual_path(state, round), ignore_errors=True)  # of an earlier attempt at the same round
+    pending_residual(state).rename(residual_path(state, round))
+    fsync_directory(_home(state))
+    _drop_before(state, round)
+
+
 def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
     """The residual of messages before `round`: a checkpoint of the tensors concerned; None if there is none."""
     found = latest_before(_home(state), round) if masked or settings.encoding != "full" else None
@@ -73,6 +105,10 @@ def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = Non
     repeated. `known`: digests of files hashed as they were written."""
     if (directory := residual_path(state, round)).is_dir():
         seal(directory, known)
+    _drop_before(state, round)
+
+
+def _drop_before(state: Path, round: int) -> None:
     kept = by_round(_home(state))
     for number in sorted(number for number in kept if number < round)[:-1]:
         shutil.rmtree(kept[number], ignore_errors=True)

@@ -54,11 +54,12 @@ def finish_round(round: Round) -> None:
     if walked is not None:
         figures["details"][drift.KEY] = walked.to_json()
     adapters = held.shapes if request.training.lora.rank else None
+    tensors = outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype)
     write_update(
         request.out,
         request.model,
         inputs.checkpoint,
-        outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype),
+        tensors,
         held.names,
         inputs.base,
         outgoing_parts([*held.parts, *held.statistics], held.names.repeats),
@@ -66,12 +67,16 @@ def finish_round(round: Round) -> None:
         round.writes,
         request.settings,
         request.round,
-        lambda directory: add_files(round, figures, directory),
+        lambda directory: add_files(round, figures, directory, {name: shape for name, _, shape in tensors}),
+        request.unsent_out,
     )
 
 
-def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
-    """What an update holds beside its tensors: the report, and the moments that facilities average."""
+def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict[str, tuple[int, ...]]) -> None:
+    """What an update holds beside its tensors: the report, and the moments that facilities average.
+
+    `sent`: shapes of its tensors.
+    """
     reports.write(directory, report_of(round, figures))
     request, training = round.request, round.request.training
     steps = round.progress.optimizer_steps
@@ -87,11 +92,12 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path) -> None:
             steps=steps,
             before=before,
             federated=federated,
+            sent=sent,
             held=held_in_memory(round),
             matrices=training.optimizer_state_form == "factors",
         )
     if training.travelling_moments:
-        moments.write_outgoing(directory, kept, training, steps=steps, before=before, federated=federated)
+        moments.write_outgoing(directory, kept, training, steps=steps, before=before, federated=federated, sent=sent)
 
 
 def take_walk(round: Round) -> drift.DriftReport | None:

@@ -33,6 +33,8 @@ class RoundRequest:
     """What this facility keeps between rounds."""
     unsent: Path | None
     """What earlier updates left out; None: nothing."""
+    unsent_out: Path | None = None
+    """Where to leave what this update leaves out, if it is written as a message; None: it is written whole."""
     plan: Plan | None
     """The layout by a planner; None: by the settings."""
     asked_steps: int | None = None
@@ -89,6 +91,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         job_directory=arguments.job_directory or arguments.out.absolute().parent,
         state=arguments.state or default_directory(settings, arguments.dataset),
         unsent=arguments.unsent,
+        unsent_out=arguments.unsent_out,
         plan=read_plan(plan) if plan else None,
         asked_steps=arguments.steps,
         every_step=arguments.progress,

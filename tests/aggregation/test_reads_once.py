@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,9 +15,9 @@ from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.verify import check_update
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.delta import decode, encode
-from facility.exchange.checkpoints.delta_parts import READ
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.delta import decode, encode, write_tensors
+from facility.exchange.checkpoints.delta_parts import FILE, READ, HeldTensor, as_bytes
 from facility.exchange.errors import ManifestError, UpdateRefused
 from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
@@ -113,6 +114,41 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
     found = read_by(lambda: decode(message, reference=base, out=out))
     assert found <= 2 * size(message) + size(base) + SLACK
     assert verify_manifest(out).encoding == "full"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+def test_of_an_update_in_memory_only_the_received_model_is_read(second_round, tmp_path: Path, encoding: str):
+    base, _, (update, _) = second_round
+    directory, kept = tmp_path / "message", tmp_path / "unsent"
+    values = {entry.name: widened(update, entry) for entry in open_checkpoint(base).tensors.values()}
+
+    def held(entry: TensorEntry) -> HeldTensor:
+        array = values[entry.name]
+        return HeldTensor(
+            name=entry.name,
+            file=directory,
+            dtype="F32",
+            shape=entry.shape,
+            start=0,
+            size=array.nbytes,
+            values=lambda begin, count: as_bytes(array[begin : begin + count]),
+        )
+
+    for folder in (directory, kept):
+        folder.mkdir()
+    old = open_checkpoint(base)
+    new = {name: held(entry) for name, entry in old.tensors.items()}
+    found = read_by(lambda: write_tensors(directory, kept, old=old, new=new, encoding=encoding))
+    before = size(base) + size(base) // 8 if encoding == "sparse" else 3 * 2 * READ
+    assert found <= before + size(base) + size(directory) + SLACK
+    encode(full=update, reference=base, encoding=encoding, out=tmp_path / "whole", residual_out=tmp_path / "left")
+    assert (directory / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
+
+
+def widened(update: Path, entry: TensorEntry) -> np.ndarray:
+    """The values of an update's tensor in float32."""
+    return open_checkpoint(update).read(entry.name).float().numpy().reshape(-1)
 
 
 @pytest.mark.parametrize("values", ["finite", "nan"])

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from facility.exchange.checkpoints.checkpoint import ADAPTER
+from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
-from facility.rounds.smaller import make_smaller
+from facility.rounds.sealed import flaw, seal
+from facility.rounds.smaller import drop_pending, make_smaller, pending_residual, residual_path, unsent
+
+SETTINGS = TrainingSettings(encoding="delta-int8", export_dtype="float32")
 
 
 def test_the_first_adapters_of_a_whole_model_travel_in_full(tmp_path: Path):
@@ -21,3 +28,59 @@ def test_the_first_adapters_of_a_whole_model_travel_in_full(tmp_path: Path):
     assert make_smaller(update, model=model, state=state, round=0, settings=settings, patterns=patterns) is None
     assert [path.name for path in update.iterdir()] == [ADAPTER] and (update / ADAPTER).read_bytes() == b"adapters"
     assert not state.exists(), "and nothing is left unsent"
+
+
+def written_by_the_trainer(tmp_path: Path, round: int, left_out: bytes) -> Path:
+    """A message, and in the state what it leaves out, as a trainer leaves them."""
+    message, pending = tmp_path / f"update-{round}", pending_residual(tmp_path / "state")
+    message.mkdir()
+    (message / FILE).write_bytes(b"a difference")
+    pending.mkdir(parents=True)
+    (pending / "model.safetensors").write_bytes(left_out)
+    seal(pending)
+    return message
+
+
+def finish(tmp_path: Path, message: Path, round: int) -> None:
+    made = make_smaller(
+        message,
+        model=tmp_path / "model",
+        state=tmp_path / "state",
+        round=round,
+        settings=SETTINGS,
+        patterns=Patterns(),
+    )
+    assert made is None and (message / FILE).read_bytes() == b"a difference", "it is not encoded again"
+
+
+def test_what_a_message_leaves_out_counts_once_its_round_is_complete(tmp_path: Path):
+    state = tmp_path / "state"
+    for round in range(3):
+        message = written_by_the_trainer(tmp_path, round, b"%d" % round)
+        before = unsent(state, round, SETTINGS)
+        assert (before.name if before else None) == (f"round-{round - 1}" if round else None)
+        assert unsent(state, round + 1, SETTINGS) == before, "the trainer may have died: nothing was sent"
+        finish(tmp_path, message, round)
+        kept = unsent(state, round + 1, SETTINGS)
+        assert kept == residual_path(state, round) and flaw(kept) == ""
+        assert (kept / "model.safetensors").read_bytes() == b"%d" % round
+    assert sorted(path.name for path in (state / "residual").iterdir()) == ["round-1", "round-2"]
+
+
+def test_of_a_repeated_round_the_last_attempt_counts(tmp_path: Path):
+    state = tmp_path / "state"
+    finish(tmp_path, written_by_the_trainer(tmp_path, 0, b"first"), 0)
+    (tmp_path / "update-0").rename(tmp_path / "lost")
+    written_by_the_trainer(tmp_path, 0, b"killed")
+    drop_pending(state)  # as every attempt begins
+    (tmp_path / "update-0").rename(tmp_path / "lost too")
+    finish(tmp_path, written_by_the_trainer(tmp_path, 0, b"second"), 0)
+    assert (residual_path(state, 0) / "model.safetensors").read_bytes() == b"second"
+    assert [path.name for path in (state / "residual").iterdir()] == ["round-0"]
+
+
+def test_a_message_without_what_it_leaves_out_is_no_update(tmp_path: Path):
+    message = written_by_the_trainer(tmp_path, 0, b"lost")
+    drop_pending(tmp_path / "state")
+    with pytest.raises(InputError, match="run the round again"):
+        finish(tmp_path, message, 0)

@@ -24,7 +24,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ from facility.exchange.delta_codecs import Codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
 STRIDE = 16
@@ -70,6 +70,8 @@ class Encoded:
     """Root mean square of what was lost, over that of the differences."""
     residual_sha256: dict[str, str] = field(default_factory=dict)
     """Of the residual's files by name, made as they were written."""
+    message_sha256: dict[str, str] = field(default_factory=dict)
+    """Of the message's tensor file."""
 
 
 def encode(
@@ -90,43 +92,63 @@ def encode(
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
     federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to.
     """
-    if not 0 < density <= 1:
-        raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
-    codec = load_codec(encoding)
-    manifest, reference_digest = read_manifest(full), {"reference_sha256": read_manifest(reference).content_sha256}
-    old = open_checkpoint(reference)
+    manifest, old = read_manifest(full), open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
-        sending = _plan(codec, old, new, density)
-        with ExitStack() as files:
-            writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
-            message = files.enter_context(writer)
-            residual = None
-            if residual_out is not None:
-                kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
-                kept = stack.enter_context(new_directory(residual_out))
-                if kinds:
-                    residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds), hashed=True))
-            with StepNorms(old) as steps:
-                squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None)
-                steps.unmoved(old.tensors[name] for name in old.tensors.keys() - set(sending.moved))
-            digests, made = residual.digests() if residual is not None else {}, message.digests()
+        kept = stack.enter_context(new_directory(residual_out)) if residual_out is not None else None
+        done = write_tensors(directory, kept, old=old, new=new, encoding=encoding, density=density, norms=norms)
         copy_companions(Path(full), directory, leave=(NORMS,))
-        if norms:
-            steps.write(directory)
-        write_manifest(
-            directory,
-            dataclasses.replace(manifest, encoding=encoding, files={}, extra=manifest.extra | reference_digest),
-            made,
-        )
-        size = (directory / FILE).stat().st_size
+        write_manifest(directory, as_message(manifest, encoding, reference), done.message_sha256)
+    return done
+
+
+def as_message(manifest: Manifest, encoding: str, reference: Path) -> Manifest:
+    """The manifest of a full directory, of its message to the model `reference`; without its files."""
+    extra = manifest.extra | {"reference_sha256": read_manifest(reference).content_sha256}
+    return dataclasses.replace(manifest, encoding=encoding, files={}, extra=extra)
+
+
+def write_tensors(
+    directory: Path,
+    kept: Path | None,
+    *,
+    old: Checkpoint,
+    new: Mapping[str, TensorEntry],
+    encoding: str,
+    density: float = SPARSE_DENSITY,
+    norms: bool = False,
+) -> Encoded:
+    """Write a message's tensors to `directory`, and what it loses to the directory `kept`, which both exist.
+
+    `new`: by the names of `old`, stored or in memory; read part by part, in the order in which `old` lies. `norms`:
+    write step_norms.json, too.
+    """
+    if not 0 < density <= 1:
+        raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
+    codec = load_codec(encoding)
+    sending = _plan(codec, old, new, density)
+    with ExitStack() as files:
+        writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
+        message = files.enter_context(writer)
+        residual = None
+        if kept is not None:
+            kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
+            if kinds:
+                residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds), hashed=True))
+        with StepNorms(old) as steps:
+            squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None)
+            steps.unmoved(old.tensors[name] for name in old.tensors.keys() - set(sending.moved))
+        digests, made = residual.digests() if residual is not None else {}, message.digests()
+    if norms:
+        steps.write(directory)
     return Encoded(
-        message_bytes=size,
+        message_bytes=(directory / FILE).stat().st_size,
         parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
         unchanged=len(old.tensors) - len(sending.sent),
         relative_error=math.sqrt(lost / squared) if squared else 0.0,
         residual_sha256=digests,
+        message_sha256=made,
     )
 
 
@@ -134,7 +156,7 @@ def _write(
     codec: Codec,
     sending: _Sending,
     old: Checkpoint,
-    new: dict[str, TensorEntry],
+    new: Mapping[str, TensorEntry],
     message: TensorWriter,
     residual: TensorWriter | None,
     norms: StepNorms | None,
@@ -255,7 +277,7 @@ class _Sending:
     """A codec that selects sends magnitudes from here on."""
 
 
-def _plan(codec: Codec, old: Checkpoint, new: dict[str, TensorEntry], density: float) -> _Sending:
+def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> _Sending:
     """Which tensors differ, and what is stored of each."""
     limit = _limit(old, new, density) if codec.selection is not None else 0.0
     planned: list[Planned] = []
@@ -293,7 +315,7 @@ def _differs_early(old: TensorEntry, new: TensorEntry) -> bool:
     return any(length > 0 for _, _, _, length in _differences(old, new, PROBE))
 
 
-def _limit(old: Checkpoint, new: dict[str, TensorEntry], density: float) -> float:
+def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> float:
     """The magnitude that a share `density` of all tensors' values reaches."""
     counts = np.zeros(magnitudes.BINS)
     for name, entry in old.tensors.items():

@@ -8,7 +8,7 @@ rows that it holds: every layout sends and reads the same bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -54,11 +54,18 @@ def first_kinds(training: TrainingSettings) -> tuple[str, ...]:
 
 
 def write_outgoing(
-    update: Path, state: Path, training: TrainingSettings, *, steps: int, before: int, federated: Patterns
+    update: Path,
+    state: Path,
+    training: TrainingSettings,
+    *,
+    steps: int,
+    before: int,
+    federated: Patterns,
+    sent: Mapping[str, tuple[int, ...]],
 ) -> None:
     """Write `update`/moments from the optimizer state in `state`; nothing before the first step.
 
-    `before`: of the `steps`, those before this round.
+    `before`: of the `steps`, those before this round. `sent`: shapes of the update's tensors.
     """
     if steps == 0:
         return
@@ -66,7 +73,7 @@ def write_outgoing(
     forms = dict.fromkeys(first_kinds(training), FIRST)
     forms |= {SECOND: training.optimizer_state_form} if by_value else {}
     found: dict[Moment, Rows] = {}
-    for kind, name, entry in leaving(state, update, federated):
+    for kind, name, entry in leaving(state, sent, federated):
         if (form := forms.get(kind)) is not None and (form == FIRST or len(entry.shape) > 1):
             moment = Moment(name=name, form=form, shape=tuple(entry.shape))
             found[moment] = _rows_of(entry, moment, 1.0 / (1.0 - decay(training, kind) ** steps))

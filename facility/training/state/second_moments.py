@@ -48,13 +48,14 @@ def write_outgoing(
     steps: int,
     before: int,
     federated: Patterns,
+    sent: Mapping[str, tuple[int, ...]],
     held: Mapping[str, torch.Tensor],
     matrices: bool = True,
 ) -> None:
     """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
 
     `before`: of the `steps`, those before this round. `matrices`: as row and column means; else vectors' alone are
-    written here (`facility.training.state.moments` has the rest).
+    written here (`facility.training.state.moments` has the rest). `sent`: shapes of the update's tensors.
 
     `held`: what was written there and is still in memory, so that it is not read again.
     """
@@ -65,7 +66,7 @@ def write_outgoing(
         name: factors_of_values(entry.shape, _reader(held[key]), scale)
         if (key := STORED + name) in held
         else factors_of(entry, scale)
-        for kind, name, entry in leaving(state, update, federated)
+        for kind, name, entry in leaving(state, sent, federated)
         if f"{kind}." == STORED and (matrices or len(entry.shape) < 2)
     }
     if not factors and not matrices:

@@ -14,6 +14,7 @@ from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
+from facility.exchange.checkpoints.delta import as_message
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
@@ -25,6 +26,7 @@ from facility.training.devices import device_name
 from facility.training.model import Names
 from facility.training.processes.ranks import Ranks, barrier, broadcast, gather, together
 from facility.training.shards import LocalShard, shard_of
+from facility.training.state.message import held_tensors, write_message
 from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -58,10 +60,12 @@ def write_update(
     settings: FacilitySettings,
     round: int,
     add_files: Callable[[Path], None],
+    unsent_out: Path | None = None,
 ) -> None:
     """Write the update directory whole: `tensors` (name, dtype, shape) in that order, then what `add_files` writes.
 
-    What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes.
+    What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes. `unsent_out`: write
+    a message in the settings' encoding where that can be done from memory, and there what it leaves out.
     """
     adapters = settings.training.lora
     slots, headers = plan_files(tensors, single=ADAPTER if adapters.rank else SINGLE)
@@ -76,25 +80,50 @@ def write_update(
         return
     for name in sorted(set(slots) - names.known - {part.name for part in mine}):  # buffers and the like
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
+    alone = ranks.world == 1
+    streams = held_tensors(model, slots, mine, settings) if alone and unsent_out is not None else None
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
-        hashed = create_files(temporary, slots, headers)
-        barrier(ranks)
-        norms = StepNorms(checkpoint) if settings.norms_of_whole else None
-        alone = ranks.world == 1
-        with together(ranks):
-            known = write_shards(
-                temporary, slots, mine, conversion, hashed=hashed if alone else None, norms=norms if alone else None
-            )
-        if norms is not None:
-            state_norms(norms, temporary, from_disk=not alone)
+        described = describe(tensors, base, settings, round)
+        if streams is not None and unsent_out is not None:
+            described = as_message(described, settings.training.encoding, model)
+            known = write_message(temporary, unsent_out, *streams, settings)
+        else:
+            known = write_whole(temporary, slots, headers, mine, conversion, checkpoint, ranks, settings)
         copy_companions(model, temporary)
         state_dtype(temporary, settings.training.export_dtype)
         if adapters.rank:
             write_adapter_config(temporary, adapters, slots)
         add_files(temporary)
-        manifests.write_manifest(temporary, describe(tensors, base, settings, round), known)
+        manifests.write_manifest(temporary, described, known)
     barrier(ranks)
+
+
+def write_whole(
+    directory: Path,
+    slots: dict[str, Slot],
+    headers: dict[str, bytes],
+    mine: list[LocalShard],
+    conversion: Conversion | None,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    settings: FacilitySettings,
+) -> dict[str, str]:
+    """Write the tensors of a whole update, on the first rank while all others write theirs, and the norms of its step.
+
+    Returns the sha256 of the files where no other rank writes.
+    """
+    hashed = create_files(directory, slots, headers)
+    barrier(ranks)
+    norms = StepNorms(checkpoint) if settings.norms_of_whole else None
+    alone = ranks.world == 1
+    with together(ranks):
+        known = write_shards(
+            directory, slots, mine, conversion, hashed=hashed if alone else None, norms=norms if alone else None
+        )
+    if norms is not None:
+        state_norms(norms, directory, from_disk=not alone)
+    return known
 
 
 def describe(

@@ -1,0 +1,90 @@
+"""An update written as a message straight from memory, without a whole one on disk that would be read again.
+
+The bits are those of `facility.rounds.smaller`, which encodes an update that lies on disk: the same encoder reads
+tensors that are in memory, rounded as they would be stored. It needs every tensor whole and by its own name, so that
+shards of several ranks, and models whose parameters are stored in other pieces, are written whole first, as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, TensorEntry, open_checkpoint, torch_dtype
+from facility.exchange.checkpoints.delta import write_tensors
+from facility.exchange.checkpoints.delta_parts import HeldTensor
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.settings import FacilitySettings
+from facility.rounds.sealed import seal
+from facility.training.shards import LocalShard
+from facility.training.state.save import Slot, rounded
+
+
+def held_tensors(
+    model: Path, slots: dict[str, Slot], parts: Sequence[LocalShard], settings: FacilitySettings
+) -> tuple[Checkpoint, dict[str, TensorEntry]] | None:
+    """The received tensors and those of the update by the same names; None where the update must be written whole.
+
+    The first adapters of a model without any differ from nothing that was received.
+    """
+    if settings.training.lora.rank and not (model / ADAPTER).is_file():
+        return None
+    received = open_checkpoint(model)
+    by_name = {part.name: part for part in parts}
+    if len(by_name) < len(parts) or not by_name.keys() == slots.keys() == received.tensors.keys():
+        return None
+    held: dict[str, TensorEntry] = {}
+    for name, slot in slots.items():
+        part = by_name[name]
+        whole = tuple(part.tensor.shape) == part.shape == slot.shape == received.tensors[name].shape
+        if not whole or not part.tensor.is_contiguous():
+            return None
+        held[name] = held_tensor(part, slot, model)
+    return received, held
+
+
+def held_tensor(part: LocalShard, slot: Slot, model: Path) -> HeldTensor:
+    """A tensor that this rank holds whole, read as it would be stored in `slot`."""
+    flat, dtype = part.tensor.detach().view(-1), torch_dtype(slot.dtype)
+
+    def values(begin: int, count: int) -> memoryview:
+        piece = rounded(part.name, flat[begin : begin + count], dtype).cpu().contiguous()
+        return memoryview(piece.view(torch.uint8).numpy().data)
+
+    return HeldTensor(
+        name=part.name,
+        file=model / slot.file,
+        dtype=slot.dtype,
+        shape=slot.shape,
+        start=0,
+        size=slot.size,
+        values=values,
+    )
+
+
+def write_message(
+    directory: Path,
+    unsent_out: Path,
+    received: Checkpoint,
+    held: dict[str, TensorEntry],
+    settings: FacilitySettings,
+) -> dict[str, str]:
+    """Write the message's tensors to `directory`, and what it leaves out to `unsent_out`, sealed.
+
+    Returns the sha256 of the files.
+    """
+    training = settings.training
+    with new_directory(unsent_out) as kept:
+        done = write_tensors(
+            directory,
+            kept,
+            old=received,
+            new=held,
+            encoding=training.encoding,
+            density=training.sparse_density,
+            norms=settings.step_norms,
+        )
+    seal(unsent_out, done.residual_sha256)
+    return done.message_sha256

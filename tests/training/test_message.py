@@ -1,0 +1,136 @@
+"""Law: a message that the trainer writes from memory is to the last bit the one that is made of its update on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.delta_parts import FILE
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.checkpoints.step_norms import NAME as NORMS
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import read_facility_settings
+from facility.rounds.sealed import flaw
+from facility.rounds.smaller import make_smaller, pending_residual, residual_path
+from tests.pico import save_pico
+from tests.training.federation import write_dataset
+from tests.training.layouts import arguments, rounds_in
+
+CODED = {"export_dtype": "float32", "learning_rate": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def received(tmp_path_factory) -> tuple[Path, Path]:
+    """A model in half precision with tied weights, and a dataset."""
+    root = tmp_path_factory.mktemp("received")
+    model = save_pico(root / "model", dtype="bfloat16", tie_word_embeddings=True)
+    write_manifest(model, Manifest(kind="model", federation="pico", round=0))
+    return model, write_dataset(root / "data")
+
+
+def straight(root: Path) -> list[str]:
+    return ["--unsent-out", str(pending_residual(root / "state"))]
+
+
+def smaller(root: Path, model: Path) -> None:
+    """What `facility.round` does once the trainer has ended."""
+    settings = read_facility_settings(root / "settings.json")
+    make_smaller(
+        root / "out",
+        model=model,
+        state=root / "state",
+        round=0,
+        settings=settings.training,
+        patterns=Patterns(),
+        norms=settings.step_norms,
+    )
+
+
+def tensor_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(directory.glob("*.safetensors"))}
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "adapters"])
+def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, received, encoding: str, lora: dict):
+    model, dataset = received
+    first, second = tmp_path / "first", tmp_path / "second"
+    training = {"encoding": encoding, "lora": lora} | CODED
+    if lora:  # from the second round on the received model holds adapters alone
+        base = {"rank": 4, "base": str(model)}
+        rounds_in([("adapters", arguments(tmp_path / "begin", model, dataset, lora=base, **CODED))])
+        model = tmp_path / "adapters"
+        (tmp_path / "begin" / "out").rename(model)
+        write_manifest(model, dataclasses.replace(read_manifest(model), kind="model", files={}))
+        training["lora"] = base
+    rounds_in(
+        [
+            ("disk", arguments(first, model, dataset, **training)),
+            ("memory", arguments(second, model, dataset, **training) + straight(second)),
+        ]
+    )
+    assert not (first / "out" / FILE).exists() and (second / "out" / FILE).exists()
+    for root in (first, second):
+        smaller(root, model)
+        verify_manifest(root / "out")
+    left, right = (tensor_files(root / "out") for root in (first, second))
+    assert left == right and len(left[FILE]) > 1000
+    kept = [residual_path(root / "state", 0) for root in (first, second)]
+    assert tensor_files(kept[0]) == tensor_files(kept[1]) and sum(map(len, tensor_files(kept[0]).values())) > 1000
+    assert flaw(kept[1]) == "" and not pending_residual(second / "state").exists()
+    assert {path.name for path in (first / "out").iterdir()} == {path.name for path in (second / "out").iterdir()}
+    manifests = [read_manifest(root / "out") for root in (first, second)]
+    assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})
+
+
+def test_moments_leave_beside_a_message_as_beside_an_update(tmp_path: Path, received):
+    model, dataset = received
+    roots = tmp_path / "disk", tmp_path / "memory"
+    shared = {"optimizer_state": "shared", "optimizer_state_form": "int8", "first_moments": "mean"}
+    training = {"encoding": "delta-int8", **shared, **CODED}
+    cases = [(root.name, arguments(root, model, dataset, **training)) for root in roots]
+    cases[1][1].extend(straight(roots[1]))
+    rounds_in(cases)
+    found = []
+    for root in roots:
+        smaller(root, model)
+        assert {"second_moments", "moments"} <= {path.name for path in (root / "out").iterdir()}
+        found.append({name: tensor_files(root / "out" / name) for name in ("second_moments", "moments")})
+    assert found[0] == found[1] and all(found[0].values())
+
+
+def test_the_step_that_a_message_decodes_to_is_stated_alike(tmp_path: Path, received):
+    model, dataset = received
+    roots = tmp_path / "disk", tmp_path / "memory"
+    cases = [(root.name, arguments(root, model, dataset, encoding="delta-int8", **CODED)) for root in roots]
+    for root in roots:
+        settings = root / "settings.json"
+        settings.write_text(settings.read_text().replace('"training":', '"step_norms": true, "training":', 1))
+    cases[1][1].extend(straight(roots[1]))
+    rounds_in(cases)
+    for root in roots:
+        smaller(root, model)
+    stated = [(root / "out" / NORMS).read_text() for root in roots]
+    assert stated[0] == stated[1] and '"squares"' in stated[0]
+
+
+def test_shards_of_several_ranks_are_written_whole_and_encoded_afterwards(tmp_path: Path, received):
+    model, dataset = received
+    root = tmp_path / "fsdp"
+    rounds_in([("fsdp", arguments(root, model, dataset, encoding="delta-int8", **CODED) + straight(root))], ranks=2)
+    assert set(open_checkpoint(root / "out").tensors) == set(open_checkpoint(model).tensors)
+    assert not pending_residual(root / "state").exists()
+    smaller(root, model)
+    assert (root / "out" / FILE).is_file() and flaw(residual_path(root / "state", 0)) == ""
+
+
+def test_weights_that_are_not_finite_leave_no_update(tmp_path: Path, received):
+    model, dataset = received
+    root = tmp_path / "diverged"
+    case = arguments(root, model, dataset, encoding="delta-int8", export_dtype="float32", learning_rate=1e38)
+    said = rounds_in([("diverged", case + straight(root))], expect=None)["diverged"][0]
+    assert "training diverged" in said or "no loss was finite" in said
+    assert not (root / "out").exists() and not pending_residual(root / "state").exists()
