@@ -2,7 +2,7 @@
 
     python tests/bench/bytes.py [--hidden 512] [--facilities 2] [--rounds 3] [--out FILE]
     python tests/bench/bytes.py [--encoding delta-int8] [--lora 8] [--rule RULE] [--masks]
-    python tests/bench/bytes.py --transfer ssh
+    python tests/bench/bytes.py --transfer ssh|system [--hidden 768]
 
 A federation of local facilities runs under StreamFlow, once with a model of --hidden and once with a tiny one. Every
 workflow step is started through this file, which writes down what /proc/PID/io says of the step and all its
@@ -13,10 +13,12 @@ What a round must move: a facility reads the model and writes the update once; t
 has travelled and the server state, and writes the model and the state. A facility's optimizer state is read and written
 once, too.
 Training reads weights through `mmap` in places, which these counters do not see: reads of `train` are a lower bound.
-`--transfer ssh` reaches the facilities by an sshd of its own on this machine, and tells what moves models: a process
-that hands bytes to the next through a pipe or a socket reads and writes them once more, all of which counts. Beside
-calls stand `write_bytes`, the bytes that became dirty pages of files: pipes and sockets are not in these (a memory file
-system neither).
+`--transfer ssh` reaches the facilities by an sshd of its own on this machine through the plug-in's connector, whose
+large files go through the system's ssh (models from 32 MB on, --hidden 768); `system` takes the system's ssh for
+everything (`ssh: system`). They tell what moves models: a process that hands bytes to the next through a pipe or a
+socket reads and writes them once more, all of which counts. Beside calls stand `write_bytes`, the bytes that became
+dirty pages of files: pipes and sockets are not in these (a memory file system neither). What transfers wrote to files
+is stated over the updates taken in (the engine) and over the models sent (sshd).
 """
 
 from __future__ import annotations
@@ -95,11 +97,12 @@ def run(
     log = root / "bytes.jsonl"
     with ExitStack() as stack:
         sshd = None
-        if transfer == "ssh":
+        if transfer != "local":
             sshd = stack.enter_context(own_sshd(root / "sshd", root / "engine" / "home"))
             described = yaml.safe_load(path.read_text())
             for one in described["facilities"]:
-                one |= {"deployment": sshd.deployment, "dataset": str(root / "sites" / one["name"] / "dataset")}
+                deployment = sshd.deployment | ({"ssh": "system"} if transfer == "system" else {})
+                one |= {"deployment": deployment, "dataset": str(root / "sites" / one["name"] / "dataset")}
             path.write_text(yaml.safe_dump(described, sort_keys=False))
         write(read_federation(path))
         python = sys.executable  # a login shell may find another one
@@ -199,6 +202,11 @@ def report(arguments: argparse.Namespace) -> dict[str, object]:
             }
             for side in must
         },
+        "files_written_by_transfers_over_what_moved": {
+            who: round(steps[f"{who}, a round"]["write_bytes"] / amount, 3)
+            for who, amount in (("engine", updates), ("sshd", n * model))
+            if arguments.transfer != "local"
+        },
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -216,7 +224,9 @@ def main() -> int:
         "--lora", type=int, default=0, metavar="RANK", help="adapters of this rank; default: whole models"
     )
     parser.add_argument("--masks", action="store_true", help="secure aggregation")
-    parser.add_argument("--transfer", choices=("local", "ssh"), default="local", help="how models reach facilities")
+    parser.add_argument(
+        "--transfer", choices=("local", "ssh", "system"), default="local", help="how models reach facilities"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
     text = json.dumps(report(arguments), indent=2)
