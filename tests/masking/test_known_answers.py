@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
-from cryptography.hazmat.primitives.ciphers.modes import CTR, GCM
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
