@@ -77,6 +77,14 @@ def test_the_rule_by_hand():
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
 
 
+def test_what_one_facility_says_of_its_evaluation_ends_no_federation():
+    """A report of a thousand million seconds counts for no more than the round, which the coordinator timed."""
+    limits = LimitSettings(deadline="2026-12-24 12:00+00:00")
+    lies = [entry(number, seconds=100, evaluate=1e9) for number in range(3)]
+    assert exceeded(limits, lies, NOON - 201, evaluates=True) is None
+    assert exceeded(limits, lies, NOON - 199, evaluates=True) is not None
+
+
 def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():
     """a used 2 nodes for 60 s as it reports, and one job of it failed after 40 s; b reports nothing of its 30 s."""
     told = [
