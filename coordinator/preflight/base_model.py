@@ -36,16 +36,17 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
 
 
 def check_same_base(answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """A row for each facility whose base model is not the one that most have; `answers`: what each probe said of it."""
+    """A row for each facility whose base model is not the one that most have; for all, where most have none in common.
+
+    `answers`: what each probe said of it.
+    """
     digests = {name: one["sha256"] for name, one in answers.items() if one.get("sha256")}
-    usual, others = others_than_most(digests)
     return [
         fail(
             name,
             CHECK,
-            f"its base model has the digest {digest}, most have {usual}: adapters of different "
-            "models would be averaged",
+            f"its base model has the digest {digests[name]}, {others}: adapters of different models would be averaged",
             "fetch the same model at all facilities, and state training.lora.base_sha256",
         )
-        for name, digest in others.items()
+        for name, others in others_than_most(digests).items()
     ]

@@ -159,3 +159,26 @@ def test_commands_answer_as_before():
     begun = time.monotonic()
     assert answer_of(["sh", "-c", "sleep 20 & exit 0"], data=b"", seconds=1).code == 124
     assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("digests", "told"),
+    [
+        ("aab", {"c": "most have A"}),
+        ("aa", {}),
+        ("ab", {"a": "others have B", "b": "others have A"}),
+        ("aabb", {"a": "others have B", "b": "others have B", "c": "others have A", "d": "others have A"}),
+        ("abc", {"a": "others have B, C", "b": "others have A, C", "c": "others have A, B"}),
+    ],
+)
+def test_nobody_is_called_odd_without_a_majority(digests: str, told: dict[str, str]):
+    """Of two facilities with different base models the second was told that most have the first one's."""
+    answers = {name: {"sha256": letter * 64} for name, letter in zip("abcd", digests, strict=False)}
+    rows = {row.subject: row.found for row in check_same_base(answers)}
+    assert rows.keys() == told.keys()
+    for name, words in told.items():
+        for letter in "ABC":
+            words = words.replace(letter, letter.lower() * 64)
+        assert words in rows[name]
+    values = {name: {"image_size": letter} for name, letter in zip("abcd", digests, strict=False)}
+    assert {row.subject for row in check_alike(values)} == set(told)
