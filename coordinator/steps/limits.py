@@ -121,9 +121,7 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None) -> float:
 
 
 def _of_row(row: FacilityRow, seen: float) -> float:
-    reported = float(row.usage.get("node_seconds") or row.seconds)
-    nodes = max(1, round(reported / row.seconds)) if row.seconds > 0 else 1
-    return max(reported, seen * nodes)
+    return max(float(row.usage.get("node_seconds") or row.seconds), seen * row.nodes)
 
 
 def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:
