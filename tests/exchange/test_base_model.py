@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coordinator.preflight.probe_answer import PROBE_SECONDS
 from facility import probe
 from facility.exchange.checkpoints import base_model
 from facility.exchange.checkpoints.base_model import NAME, base_digest, check_base, remembered_digest, tensor_files
@@ -87,6 +88,7 @@ def test_hashing_ends_at_its_time_and_goes_on_the_next(model: Path, monkeypatch:
 
 
 def test_the_probe_does_not_keep_check_waiting(model: Path, monkeypatch: pytest.MonkeyPatch):
+    assert probe.HASHING_SECONDS <= PROBE_SECONDS / 2
     size = sum(file.stat().st_size for file in tensor_files(model))
     monkeypatch.setattr(probe, "HASHING_SECONDS", 0.0)
     assert probe.base_model(model) == {"bytes": size, "sha256": None, "seconds": 0.0}
