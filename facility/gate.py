@@ -151,18 +151,21 @@ def serve(session: Session, command: str | None) -> int:
 
 
 def check(policy_file: Path) -> str:
-    """A line on a policy that can be used. Raises `ConfigurationError`."""
-    policy = _own_policy(policy_file)
+    """A line on a policy that can be used beside all others of its home. Raises `ConfigurationError`."""
+    policy = _own_policy(policy_file, later=True)
     if not policy.coordinators.is_file():
         raise ConfigurationError(f"coordinators {policy.coordinators} does not exist", file=policy_file)
     return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
 
 
-def _own_policy(policy_file: Path) -> Policy:
-    """This gate's policy, which shares nothing with those of earlier gates. Raises `ConfigurationError`."""
+def _own_policy(policy_file: Path, *, later: bool = False) -> Policy:
+    """This gate's policy, which shares nothing with those of earlier gates. Raises `ConfigurationError`.
+
+    `later`: nor with those of later ones.
+    """
     policy = read_policy(policy_file)
     if home := os.environ.get("CROSSFED_HOME"):
-        check_others(policy_file, policy, Path(home))
+        check_others(policy_file, policy, Path(home), later=later)
     return policy
 
 

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,8 @@ PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "n
 OPTIONAL = ("bitsandbytes",)
 """Packages that only some settings need."""
 
-HASHED_AT_ONCE = 40_000_000_000
-"""Bytes that are hashed while `crossfed check` waits for the answer."""
+HASHED_AT_ONCE, HASHING_SECONDS = 40_000_000_000, 60.0
+"""Most bytes that are hashed while `crossfed check` waits for the answer (180 s), and for how long."""
 
 
 def formats() -> dict[str, int]:
@@ -78,12 +79,19 @@ def dataset(path: Path) -> dict[str, Any]:
 
 
 def base_model(path: Path) -> dict[str, Any]:
-    """Size and digest of a base model; `sha256` is None where it was never hashed and is too large to be hashed now."""
+    """Size and digest of a base model; `sha256` is None where it was never hashed and is too large to be hashed now.
+
+    `seconds`: how long hashing was tried, where that was too short. Files that were hashed meanwhile are remembered.
+    """
     from facility.exchange.checkpoints.base_model import base_digest, remembered_digest, tensor_files
 
     try:
         size = sum(file.stat().st_size for file in tensor_files(path))
-        digest = remembered_digest(path) or (base_digest(path) if size <= HASHED_AT_ONCE else None)
+        digest = remembered_digest(path)
+        if digest is None and size <= HASHED_AT_ONCE:
+            digest = base_digest(path, until=time.monotonic() + HASHING_SECONDS)
+    except TimeoutError:
+        return {"bytes": size, "sha256": None, "seconds": HASHING_SECONDS}
     except (CrossFedError, OSError) as error:
         return {"error": str(error)}
     return {"bytes": size, "sha256": digest}

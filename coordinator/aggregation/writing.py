@@ -21,6 +21,7 @@ from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.screening import run_pass, screen_afterwards
 from coordinator.aggregation.second_moments import write_second_moments
 from coordinator.aggregation.server_optimizers import plain
+from coordinator.aggregation.server_optimizers.kept_arguments import with_kept_arguments
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.state import MASTER, fitting, open_state, seal
@@ -162,7 +163,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         master=fitting(old.get(MASTER), floats),
         slots=[fitting(old.get(name), floats) for name in optimizer.slots],
         slot_starts=starts,
-        step=None if step is plain.add else step,
+        step=None if step is plain.add else with_kept_arguments(settings.server_optimizer, step),
         momentum=needs_momentum(settings),
         float64=settings.accumulate == "float64",
         statistics=statistics,

@@ -46,6 +46,8 @@ from facility.exchange.validation import parse, validated
 FORMAT = 1
 CLIPS = "clips.json"
 """In a round of masked updates: the clips of the next one, by tensor."""
+MOST_NODES = 1_000_000
+"""Of one job, whatever its facility reports."""
 ROUND = re.compile(r"round-(\d{4,})")
 REWOUND = "rewound"
 """Note: the round that begins without a state, for it was pruned before a rewind."""
@@ -119,6 +121,12 @@ class FacilityRow:
     """Its correction of drift (`facility.exchange.messages.drift.DriftReport`); empty: none reported."""
     holds: str = ""
     """Digest of the model that it said to keep; empty: none."""
+
+    @property
+    def nodes(self) -> int:
+        """Of its job, by the node-seconds and seconds that it reported; 1 where they say nothing."""
+        reported = float(self.usage.get("node_seconds") or self.seconds)
+        return max(1, round(min(reported / self.seconds, MOST_NODES))) if self.seconds > 0 else 1
 
 
 @validated(frozen=True, kw_only=True)

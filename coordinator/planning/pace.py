@@ -13,10 +13,21 @@ ROUNDS = 5
 """Latest sound rounds of a facility whose median counts."""
 
 
+MOST_TRAINING = 1e9
+"""Seconds of training in a round beyond which a report says nothing of a pace."""
+
+
 def sound_rows(rows: Iterable[FacilityRow], name: str) -> list[FacilityRow]:
-    """The latest rows of a facility that are fit for estimating its pace."""
+    """The latest rows of a facility that are fit for estimating its pace: what it says of itself may be odd."""
     own = [row for row in rows if row.facility == name and row.status == "ok"]
-    return [row for row in own if row.steps > 0 and row.tokens_per_second > 0][-ROUNDS:]
+    return [row for row in own if min(row.steps, row.samples, row.tokens) > 0 and 0 < trained(row) <= MOST_TRAINING][
+        -ROUNDS:
+    ]
+
+
+def trained(row: FacilityRow) -> float:
+    """Seconds that a facility says it trained; 0 where it says nothing."""
+    return row.tokens / row.tokens_per_second if row.tokens_per_second > 0 else 0.0
 
 
 def pace_of(
@@ -29,7 +40,7 @@ def pace_of(
     maximum_steps: int | None = None,
 ) -> FacilityPace:
     """From its `sound_rows`, one at least. `moving_seconds`: of the model and the update."""
-    train = [row.tokens / row.tokens_per_second for row in rows]
+    train = [trained(row) for row in rows]
     fixed = statistics.median(max(0.0, row.seconds - t) for t, row in zip(train, rows, strict=True))
     return FacilityPace(
         name=name,
@@ -59,8 +70,8 @@ def times_beside_training(entries: Sequence[Entry], rows: Iterable[FacilityRow])
 
     Its queue, its template's own commands, the start of its program, loading, evaluating and saving.
     """
-    trained = {
-        (row.facility, row.round - row.staleness): row.tokens / row.tokens_per_second
+    training = {
+        (row.facility, row.round - row.staleness): trained(row)
         for row in rows
         if row.status == "ok" and row.tokens_per_second > 0
     }
@@ -71,7 +82,7 @@ def times_beside_training(entries: Sequence[Entry], rows: Iterable[FacilityRow])
             since[entry.facility] = entry.round, entry.time
         elif entry.kind == "transferred" and entry.facility in since:
             number, began = since.pop(entry.facility)
-            if (seconds := trained.get((entry.facility, number))) is not None:
+            if (seconds := training.get((entry.facility, number))) is not None:
                 beside = entry.time - float(entry.detail.get("seconds", 0.0)) - began - seconds
                 found.setdefault(entry.facility, []).append(max(0.0, beside))
     return found
@@ -84,7 +95,7 @@ def rounds_beside_training(history: Iterable[RoundFile], name: str) -> list[floa
     (without a queue, or without `crossfed run`).
     """
     return [
-        max(0.0, entry.seconds - row.tokens / row.tokens_per_second)
+        max(0.0, entry.seconds - trained(row))
         for entry in history
         for row in entry.facilities
         if entry.seconds > 0 and row.facility == name and row.status == "ok" and not row.staleness

@@ -8,7 +8,6 @@ from typing import Any
 from coordinator.config.federation import Facility
 from coordinator.preflight.alike import others_than_most
 from coordinator.preflight.row import Row, fail, ok, size, warning
-from facility.exchange.messages.strict_json import clean
 
 CHECK = "base model"
 
@@ -20,12 +19,13 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
         return []
     found = answer["base_model"]
     if "error" in found:
-        problem = f"{lora.base} is no model at the facility: {clean(str(found['error']), 300)}"
+        problem = f"{lora.base} is no model at the facility: {found['error']}"
         return [fail(name, CHECK, problem, "correct training.lora.base, or fetch the model there")]
     if found["sha256"] is None:
-        unknown = f"{lora.base} ({size(int(found['bytes']))}) was never hashed there"
-        return [warning(name, CHECK, unknown, f"run `python -m facility.base_model {lora.base}` there once")]
-    digest = clean(str(found["sha256"]), 64)
+        within = f"not hashed within {found['seconds']:g} s" if found["seconds"] else "never hashed"
+        unknown = f"{lora.base} ({size(found['bytes'])}) was {within} there"
+        return [warning(name, CHECK, unknown, f"run `python -m facility.base_model {lora.base}` there once, in a job")]
+    digest = found["sha256"]
     if not lora.base_sha256:
         stated = f"{lora.base} has the digest {digest}, and federation.yml states none"
         return [warning(name, CHECK, stated, f"set training.lora.base_sha256: {digest}")]
@@ -36,16 +36,17 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
 
 
 def check_same_base(answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """A row for each facility whose base model is not the one that most have; `answers`: what each probe said of it."""
-    digests = {name: clean(str(one["sha256"]), 64) for name, one in answers.items() if one.get("sha256")}
-    usual, others = others_than_most(digests)
+    """A row for each facility whose base model is not the one that most have; for all, where most have none in common.
+
+    `answers`: what each probe said of it.
+    """
+    digests = {name: one["sha256"] for name, one in answers.items() if one.get("sha256")}
     return [
         fail(
             name,
             CHECK,
-            f"its base model has the digest {digest}, most have {usual}: adapters of different "
-            "models would be averaged",
+            f"its base model has the digest {digests[name]}, {others}: adapters of different models would be averaged",
             "fetch the same model at all facilities, and state training.lora.base_sha256",
         )
-        for name, digest in others.items()
+        for name, others in others_than_most(digests).items()
     ]

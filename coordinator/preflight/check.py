@@ -115,13 +115,12 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     rows = []
     for key, subject in ALIKE:
         values = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
-        usual, others = others_than_most(values)
-        for name, value in others.items():
+        for name, others in others_than_most(values).items():
             rows.append(
                 fail(
                     name,
                     "dataset",
-                    f"its dataset has the {subject} {value or 'none'}, most have {usual or 'none'}",
+                    f"its dataset has the {subject} {values[name] or 'none'}, {others}",
                     f"prepare the datasets of all facilities with the same {subject}"
                     + (" (--classes)" if subject == "classes" else ""),
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from typing import Any
@@ -13,6 +12,7 @@ from coordinator.memory.figures import ModelFigures
 from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk, facility_disk
+from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
 from facility import __version__
@@ -57,11 +57,12 @@ def probe(
             "{ python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
             f"echo {BEGIN}\n{inside}python3 {arguments}\n"
         )
-    said = run(deployment, script, seconds=180)
-    try:
-        return json.loads(said.out.split(BEGIN, 1)[1].strip().splitlines()[-1]), None
-    except (IndexError, ValueError):
-        return None, _unanswered(deployment, said.error.strip().splitlines() or [f"code {said.code}"])
+    said = run(deployment, script, seconds=PROBE_SECONDS)
+    text = said.out.partition(BEGIN)[2]
+    if said.code or not text.strip():
+        lines = clean(said.error, 4000, lines=True).strip().splitlines()
+        return None, _unanswered(deployment, lines or [f"code {said.code}"])
+    return answer_or_row(text)
 
 
 def _unanswered(deployment: Deployment, said: list[str]) -> Row:

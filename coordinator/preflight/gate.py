@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
-import subprocess
 import time
 from typing import Any
 
@@ -13,10 +11,12 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import PROBE_BYTES
-from coordinator.preflight.remote import Answer, ssh_command
+from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
+from coordinator.preflight.remote import Answer, answer_of, ssh_command
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from coordinator.preflight.ssh_errors import explain
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.strict_json import Fields, clean, parse_json
 
 PROGRAM = "crossfed-gate"
 
@@ -24,12 +24,7 @@ PROGRAM = "crossfed-gate"
 def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
     """Send one request to the gate."""
     line = [*ssh_command(deployment), shlex.join([PROGRAM, *words])]
-    try:
-        result = subprocess.run(line, input=data, capture_output=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Answer(code=124, out="", error=f"no answer within {seconds:.0f} s")
-    out, error = result.stdout.decode(errors="replace"), result.stderr.decode(errors="replace")
-    return Answer(code=result.returncode, out=out, error=error)
+    return answer_of(line, data=data, seconds=seconds)
 
 
 def check_gate(federation: Federation, facility: Facility, link: bool) -> list[Row]:
@@ -57,19 +52,21 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
 
 def _ahead(federation: Federation, facility: Facility, summary: dict[str, Any]) -> list[Row]:
     """What the policy says of jobs that are submitted ahead; a gate of an earlier version lets none wait."""
-    seconds = summary.get("ahead_seconds", 0.0)
-    lets = float(seconds) if isinstance(seconds, int | float) else 0.0
+    lets = float(summary.get("ahead_seconds", 0.0))
     row = check_ahead(federation, facility, float(summary["hours"]), gate_seconds=lets)
     return [row] if row is not None else []
 
 
 def told_of(answer: Answer) -> dict[str, Any] | None:
     """The answer to `hello`; None for anything else."""
+    lines = answer.out.strip().splitlines()
     try:
-        summary = json.loads(answer.out.splitlines()[-1])
-        float(summary["nodes"]), float(summary["hours"])
-        return summary if isinstance(summary["gate"], int) and isinstance(summary["federations"], list) else None
-    except (ValueError, KeyError, TypeError, IndexError):
+        fields = Fields(
+            raw=parse_json(lines[-1] if lines else "", where="the gate's answer"), where="the gate's answer"
+        )
+        fields.whole("gate"), fields.number("nodes"), fields.number("hours"), fields.number("ahead_seconds", 0.0)
+        return fields.raw if isinstance(fields.raw.get("federations"), list) else None
+    except ManifestError:
         return None
 
 
@@ -143,9 +140,8 @@ def _link(name: str, deployment: Deployment) -> Row:
 
 def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
     """The facility's own probe, run by its gate; or a row that gives the reason for its absence."""
-    answer = ask(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=180)
-    try:
-        return json.loads(answer.out.strip().splitlines()[-1]), None
-    except (IndexError, ValueError):
+    answer = ask(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=PROBE_SECONDS)
+    if answer.code or not answer.out.strip():
         said = clean(answer.error or f"code {answer.code}", 300)
         return None, fail("", "environment", f"the gate runs no probe: {said}", "tell the site")
+    return answer_or_row(answer.out)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config.deployments import Connection, Deployment
 from coordinator.config.firecrest import FIRECREST
+from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run_bounded
 from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
@@ -62,17 +64,20 @@ def run(
         words = [ssh, *(["-v"] if verbose else []), *options, shlex.join(shell)]
     else:
         words = shell
+    return answer_of(words, data=script.encode() if data is None else data, seconds=seconds)
+
+
+def answer_of(words: Sequence[str], *, data: bytes, seconds: float) -> Answer:
+    """How a command ended whose input is `data`; code 124 after `seconds`, 125 where it answers without an end."""
     try:
-        result = subprocess.run(
-            words, input=script.encode() if data is None else data, capture_output=True, timeout=seconds
-        )
+        code, out, error = run_bounded(words, data=data, seconds=seconds)
     except subprocess.TimeoutExpired:
         return Answer(code=124, out="", error=f"no answer within {seconds:.0f} s")
+    except TooMuchOutput:
+        return Answer(code=125, out="", error=f"more than {MOST_BYTES >> 20} MiB for an answer")
     except FileNotFoundError:
         return Answer(code=127, out="", error=f"there is no {words[0]} command on this machine")
-    return Answer(
-        code=result.returncode, out=result.stdout.decode(errors="replace"), error=result.stderr.decode(errors="replace")
-    )
+    return Answer(code=code, out=out.decode(errors="replace"), error=error.decode(errors="replace"))
 
 
 def check_connection(name: str, deployment: Deployment) -> Row:

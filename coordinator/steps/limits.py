@@ -6,6 +6,7 @@ A round is not begun where it, and the final evaluation after it, are expected t
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,11 +94,17 @@ def round_seconds(history: Sequence[RoundFile]) -> float:
 
 
 def evaluation_seconds(history: Sequence[RoundFile]) -> float:
-    """Expected time of the final evaluation: the slowest facility's loading and evaluating, of the last rounds."""
+    """Expected time of the final evaluation: the slowest facility's loading and evaluating, of the last rounds.
+
+    Nobody's can have taken longer than the round, whatever its report says.
+    """
     slowest = [
-        max(
-            (one.phases.get("load", 0.0) + one.phases.get("evaluate", 0.0) / 2 for one in entry.facilities),
-            default=0.0,
+        min(
+            max(
+                (one.phases.get("load", 0.0) + one.phases.get("evaluate", 0.0) / 2 for one in entry.facilities),
+                default=0.0,
+            ),
+            entry.seconds if entry.seconds > 0 else math.inf,
         )
         for entry in history
     ]
@@ -114,9 +121,7 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None) -> float:
 
 
 def _of_row(row: FacilityRow, seen: float) -> float:
-    reported = float(row.usage.get("node_seconds") or row.seconds)
-    nodes = max(1, round(reported / row.seconds)) if row.seconds > 0 else 1
-    return max(reported, seen * nodes)
+    return max(float(row.usage.get("node_seconds") or row.seconds), seen * row.nodes)
 
 
 def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:

@@ -233,7 +233,7 @@ def _timed(one: Elastic, end: float, steps: float, rows: Sequence[FacilityRow], 
         room = (end - one.pace.fixed_seconds - wait) / one.pace.seconds_per_step
         return min(max(math.floor(room + 1e-6), one.least), one.most)
 
-    nodes = [row.usage["node_seconds"] / row.seconds for row in found if row.usage.get("node_seconds") and row.seconds]
+    nodes = [row.nodes for row in found if row.usage.get("node_seconds") and row.seconds]
     return Timed(
         steps=steps,
         fewest=after(max(one.waits)),

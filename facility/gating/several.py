@@ -48,20 +48,28 @@ class Gate:
         yield from named_places(self.policy, self.file)
 
 
-def check_others(file: Path, policy: Policy, home: Path) -> None:
+def check_others(file: Path, policy: Policy, home: Path, *, later: bool = False) -> None:
     """Raise `ConfigurationError` where this policy has something in common with that of an earlier gate of its home.
 
     `<home>/policy.yml` is the first, the others follow by name: a mistake in one policy closes no earlier gate.
+    `later`: with those that follow as well, whose gates this policy would close. It is for the check of a policy by
+    the site, whose answer is then the same in whatever order the gates were made.
     """
+    own = file.resolve()
+    follows = False
     for other_file in policies(home):
-        if other_file.resolve() == file.resolve():
-            return
+        if other_file.resolve() == own:
+            if not later:
+                return
+            follows = True
+            continue
         try:
             other = read_policy(other_file)
         except ConfigurationError:  # that gate is closed
             continue
         if reason := common(Gate(file=file, policy=policy), Gate(file=other_file, policy=other)):
-            raise ConfigurationError(f"{reason}; see {other_file} as well", file=file)
+            closed = f"{other_file} as well, whose gate this policy closes" if follows else f"{other_file} as well"
+            raise ConfigurationError(f"{reason}; see {closed}", file=file)
 
 
 def policies(home: Path) -> Iterator[Path]:

@@ -8,15 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from coordinator.aggregation.rule_parameters import declared
 from coordinator.aggregation.rules.contract import MOMENTUM
 from coordinator.aggregation.rules.registry import RULES
+from coordinator.aggregation.server_optimizers.contract import Step
+from coordinator.aggregation.server_optimizers.kept_arguments import with_kept_arguments
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from tests.aggregation import make
 
 RULE = '''
@@ -133,6 +136,38 @@ def test_what_cannot_be_used_is_one_clear_error(
     with pytest.raises(ConfigurationError, match=words):
         raise ConfigurationError(done.stderr)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_optimizer_that_works_in_place_is_one_clear_error(outside: Path, command: list[str], tmp_path: Path):
+    """In the first round as well, whose master no file holds: it would be moved and counted as not moved."""
+    text = OPTIMIZER.replace("master + size * (step > 0)", "np.add(master, step, out=master)")
+    (outside / "my_package" / "signs.py").write_text("import numpy as np\n" + text)
+    arguments = ["--rule", "mean+my_package.signs", "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "the server optimizer my_package.signs changes its arguments in place" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("step", "words"),
+    [
+        (lambda master, step, slots: (master, [np.multiply(slots[0], 2, out=slots[0])]), "in place"),
+        (lambda master, step, slots: master + step, r"returns ndarray of shape \(4,\), expected .* its 1 slots"),
+        (lambda master, step, slots: (master + step, []), r"returns \(ndarray of shape \(4,\), \(\)\), expected"),
+        (lambda master, step, slots: (master[:1], slots), r"shape \(1,\), .* of the arguments' shape \(4,\)"),
+        (lambda master, step, slots: (1.0, slots), r"returns \(float, .*expected"),
+    ],
+)
+def test_what_an_optimizer_changes_or_returns_is_held_to_its_contract(step: Step, words: str):
+    with pytest.raises(InputError, match=f"the server optimizer odd .*{words}"):
+        with_kept_arguments("odd", step)(np.ones(4, np.float32), np.ones(4, np.float32), [np.ones(4, np.float32)])
+
+
+def test_arguments_may_be_returned_as_they_are():
+    master, slot = np.ones(4, np.float32), np.zeros(4, np.float32)
+    after, slots = with_kept_arguments("even", lambda master, step, slots: (master, list(slots)))(master, slot, [slot])
+    assert after is master and slots[0] is slot
 
 
 def test_help_and_documentation_follow_from_the_registry(outside: Path):

@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coordinator.preflight.probe_answer import PROBE_SECONDS
+from facility import probe
 from facility.exchange.checkpoints import base_model
 from facility.exchange.checkpoints.base_model import NAME, base_digest, check_base, remembered_digest, tensor_files
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -38,8 +41,8 @@ def model(tmp_path: Path) -> Path:
 def hashed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The files that are hashed from here on."""
     found: list[Path] = []
-    original = base_model.sha256_of
-    monkeypatch.setattr(base_model, "sha256_of", lambda path: (found.append(path), original(path))[1])
+    original = base_model.sha256_until
+    monkeypatch.setattr(base_model, "sha256_until", lambda path, until: (found.append(path), original(path, until))[1])
     return found
 
 
@@ -67,6 +70,30 @@ def test_a_file_that_is_another_is_hashed_again_whatever_its_time_says(model: Pa
     assert base_digest(model) != digest and read == [last]
     with pytest.raises(InputError, match=r"has the digest [0-9a-f]{64}, expected training.lora.base_sha256"):
         check_base(model, digest)
+
+
+def test_hashing_ends_at_its_time_and_goes_on_the_next(model: Path, monkeypatch: pytest.MonkeyPatch):
+    """What was hashed in time is not read again: on a slow file system each `crossfed check` gets further."""
+    files, read = tensor_files(model), hashed(monkeypatch)
+    with pytest.raises(TimeoutError, match=r"was not read to its end in time"):
+        base_digest(model, until=time.monotonic())
+    assert read == files[:1]
+    clock = iter([0.0, 0.0, 99.0])  # the first file takes two reads, the second is out of time
+    with monkeypatch.context() as patch, pytest.raises(TimeoutError):
+        patch.setattr(base_model.time, "monotonic", lambda: next(clock))
+        base_digest(model, until=60.0)
+    assert read == [files[0], files[0], files[1]]
+    assert base_digest(model) == read_manifest(model).content_sha256
+    assert read[3:] == files[1:]
+
+
+def test_the_probe_does_not_keep_check_waiting(model: Path, monkeypatch: pytest.MonkeyPatch):
+    assert probe.HASHING_SECONDS <= PROBE_SECONDS / 2
+    size = sum(file.stat().st_size for file in tensor_files(model))
+    monkeypatch.setattr(probe, "HASHING_SECONDS", 0.0)
+    assert probe.base_model(model) == {"bytes": size, "sha256": None, "seconds": 0.0}
+    digest = base_digest(model)
+    assert probe.base_model(model) == {"bytes": size, "sha256": digest}, "what is remembered takes no time"
 
 
 @pytest.mark.parametrize("content", ["no JSON", "[1, 2]", '{"a": 3}', '{"a": [["x"], "y"]}'])

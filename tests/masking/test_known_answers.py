@@ -7,12 +7,17 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.ciphers import Cipher
+from cryptography.hazmat.primitives.ciphers.algorithms import AES
+from cryptography.hazmat.primitives.ciphers.modes import CTR
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from facility.exchange.checkpoints import native
 from facility.exchange.errors import InputError
+from facility.exchange.masking import key_stream
 from facility.exchange.masking.fixed_point import fixed_point
+from facility.exchange.masking.key_stream import BLOCK, KeyStream
 from facility.exchange.masking.shamir import interpolate, split, times
 from facility.exchange.masking.shares import commitment
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer, places_of
@@ -36,6 +41,33 @@ def test_streams_are_aes_256_in_counter_mode(bits: int):
 def test_a_stream_is_the_same_in_pieces(start: int, count: int, bits: int):
     whole = MaskBuffer(1200, bits).read(KEY, 0, 1200).copy()
     assert np.array_equal(MaskBuffer(200, bits).read(KEY, start, count), whole[start : start + count])
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    galois=st.booleans(),
+    ends=st.integers(4, 200),
+    reads=st.lists(st.tuples(st.sampled_from(["on", "gap", "anywhere", "begin"]), st.integers(1, 900)), min_size=1),
+)
+def test_both_implementations_give_one_stream(galois: bool, ends: int, reads: list[tuple[str, int]]):
+    """Reads in a row, over the small gaps between tensors, back to the begin, and over the end of the 32-bit counter
+    (here after `ends` blocks), are pieces of what AES in counter mode gives in one call."""
+    whole = Cipher(AES(KEY), CTR(bytes(BLOCK))).encryptor().update(bytes(20_000))
+    stream, at, zeros = KeyStream(KEY), 0, memoryview(bytes(900))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(key_stream, "galois_is_faster", lambda: galois)
+        patch.setattr(key_stream, "GALOIS_ENDS", ends * BLOCK)
+        for where, count in reads:
+            at = {"on": at, "gap": at + count % 64, "anywhere": at * 7919 % 15_000, "begin": 0}[where] % 19_000
+            space = memoryview(bytearray(count + BLOCK))
+            stream.write(space, at, zeros[:count])
+            assert space[:count] == whole[at : at + count]
+            at += count
+
+
+def test_galois_counter_mode_ends_where_its_standard_says():
+    """SP 800-38D, section 5.2.1.1: at most 2^39 - 256 bits under one nonce, after the two blocks before."""
+    assert 8 * (key_stream.GALOIS_ENDS - key_stream.HEAD) == 2**39 - 256
 
 
 def test_tensors_never_share_a_cipher_block():

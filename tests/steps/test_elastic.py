@@ -247,6 +247,26 @@ def test_the_model_of_the_next_round_carries_the_end(tmp_path: Path, monkeypatch
     assert end_asked(read_manifest(again), "a") is None, "no longer elastic"
 
 
+@pytest.mark.parametrize("kind", ["elastic", "auto"])
+@pytest.mark.parametrize(
+    "lie", [{"samples": 0}, {"tokens_per_second": 1e-300}, {"tokens": 1, "tokens_per_second": 1e15, "steps": 10**15}]
+)
+def test_times_that_cannot_be_end_no_round(tmp_path: Path, kind: str, lie: dict[str, Any]):
+    """They ended it for everybody. Who tells them is not timed, and takes the steps of its settings."""
+    archive, steps = Archive(tmp_path / "archive"), dict.fromkeys("abc", 4)
+    even = dataclasses.replace(ELASTIC, steps=kind)
+    settings = CoordinatorSettings(federation="f", rounds=3, facilities=list("abc"), even=even, steps=steps)
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    updates = [timed_update(tmp_path / name, model, name) for name in "abc"]
+    write(updates[2], dataclasses.replace(read_report(updates[2]), **lie))
+    following, _, proceed = close(archive, model, updates, settings)
+    assert proceed and [row.status for row in archive.read_round(0).facilities] == ["ok"] * 3
+    told = read_manifest(following).extra
+    assert all(1 <= told["steps"][name] <= 16 for name in "abc") and told["steps"]["c"] in (1, 4, 16)
+    if kind == "elastic":
+        assert all(end_asked(read_manifest(following), name) is not None for name in "ab")
+
+
 def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     archive = Archive(tmp_path / "archive")
     settings = CoordinatorSettings(

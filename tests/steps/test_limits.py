@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from datetime import datetime
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry
-from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.archive.rounds import MOST_NODES, Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.closing import LimitSettings
 from coordinator.config.federation import read_federation
@@ -75,6 +76,25 @@ def test_the_rule_by_hand():
     assert exceeded(limits, many, NOON - 9999, evaluates=False, waited=1.0) is not None, "a job waited for its model"
     assert exceeded(limits, [], NOON + 1, evaluates=False) is not None, "a deadline that has passed"
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
+
+
+def test_what_one_facility_says_of_its_evaluation_ends_no_federation():
+    """A report of a thousand million seconds counts for no more than the round, which the coordinator timed."""
+    limits = LimitSettings(deadline="2026-12-24 12:00+00:00")
+    lies = [entry(number, seconds=100, evaluate=1e9) for number in range(3)]
+    assert exceeded(limits, lies, NOON - 201, evaluates=True) is None
+    assert exceeded(limits, lies, NOON - 199, evaluates=True) is not None
+
+
+@pytest.mark.parametrize("seconds", [1e-300, 1e-9, 0.0, 4e9])
+def test_a_job_of_no_time_and_many_node_seconds_has_no_endless_nodes(seconds: float):
+    """A facility divides its node-seconds by a time that it states itself; the quotient ended the round for all."""
+    row = FacilityRow(round=0, facility="a", status="ok", seconds=seconds, usage={"node_seconds": 1e12})
+    told = RoundFile(round=0, facilities=[row], global_loss=2.0, decision="go on", seconds=60.0)
+    assert 1 <= row.nodes <= MOST_NODES and math.isfinite(node_seconds(told, {(0, "a"): 60.0}))
+    assert exceeded(LimitSettings(node_hours=10), [told], NOON, evaluates=False, jobs={(0, "a"): 60.0}) is not None
+    assert dataclasses.replace(row, usage={}).nodes == 1
+    assert dataclasses.replace(row, seconds=50.0, usage={"node_seconds": 199.0}).nodes == 4
 
 
 def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():

@@ -2,9 +2,18 @@
 
     make testbed                                     # site-b is gated, site-a is not
     CROSSFED_TESTBED_GATED=site-a make testbed       # the other way round; empty: none
+    CROSSFED_TESTBED_GATED=site-a,site-b make testbed
 
 Each federation has a gate of its own: its key opens that and nothing else, and the policy holds its name, its workdir
 and its job template. Tests that look at facilities with a shell have a key of their own, as a person there would.
+
+The variable is for every federation of `federation.federate`. Others are as they are, whatever it says:
+
+- `test_gate.py` and `test_gated_masking.py` are about gates, and put all facilities behind some; `test_masking.py`
+  is the latter's twin with a shell, `test_quickstart.py` begins with one facility of each kind;
+- `test_login_node.py` has no ssh that a gate could answer; `test_bundle.py` and `test_first_hour.py` are about how a
+  facility's own people set it up, before there is a gate, `test_up_and_down.py` about the testbed;
+- `test_plan.py` has nothing to gate: it reads the files and options of a testbed that nobody starts.
 """
 
 from __future__ import annotations

@@ -11,7 +11,12 @@ from facility.exchange.registry import Declaration
 A = Any
 """A numpy array or a torch tensor."""
 Step = Callable[[A, A, Sequence[A]], tuple[A, list[A]]]
-"""(master, step, slots) -> (next master, next slots)."""
+"""(master, step, slots) -> (next master, next slots).
+
+Pieces of one tensor, of equal shape; a step is called for every piece, from several threads. It changes none of its
+arguments: in an aggregation they are read-only arrays, and one that works in place (`master += step`) ends it with an
+error. It returns new arrays, or an argument as it is.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,16 +8,21 @@ all federations, by path, size, inode and times of each file; where there is no 
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
+import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.user_cache import ours_alone, user_cache
-from facility.exchange.messages.manifest import content_digest, sha256_of
+from facility.exchange.messages.manifest import content_digest
 
 NAME = "base-models.json"
 MOST_FILES = 2_000
@@ -28,10 +33,13 @@ Known = dict[str, tuple[list[int], str]]
 log = logging.getLogger(__name__)
 
 
-def base_digest(directory: Path) -> str:
-    """Digest of the tensor files of the checkpoint in `directory`. Raises `CheckpointError` where it is none."""
+def base_digest(directory: Path, *, until: float = math.inf) -> str:
+    """Digest of the tensor files of the checkpoint in `directory`. Raises `CheckpointError` where it is none.
+
+    `until`: when, by `time.monotonic`, hashing is given up; raises `TimeoutError` then.
+    """
     known = _remembered()
-    return content_digest({file.name: _known(file, known) or _hashed(file) for file in tensor_files(directory)})
+    return content_digest({file.name: _known(file, known) or _hashed(file, until) for file in tensor_files(directory)})
 
 
 def remembered_digest(directory: Path) -> str | None:
@@ -65,15 +73,34 @@ def _known(file: Path, known: Known) -> str | None:
     return digest if _looks(path) == looks else None
 
 
-def _hashed(file: Path) -> str:
-    """The digest of a file, remembered unless it changed meanwhile."""
+def _hashed(file: Path, until: float) -> str:
+    """The digest of a file, remembered unless it changed meanwhile. Raises `TimeoutError`."""
     path = file.resolve()
     before = _looks(path)
     log.info("hashing %s (%.1f GB) for the digest of the base model", path, path.stat().st_size / 1e9)
-    digest = sha256_of(path)
+    digest = sha256_until(path, until)
     if _looks(path) == before:
         _remember(path, before, digest)
     return digest
+
+
+def sha256_until(path: Path, until: float) -> str:
+    """sha256 of a file; raises `TimeoutError` when `time.monotonic` is at `until`."""
+    with _Hurried(path, until) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+
+
+class _Hurried(io.FileIO):
+    """A file that is read until a time."""
+
+    def __init__(self, path: Path, until: float) -> None:
+        super().__init__(path)
+        self._until = until
+
+    def readinto(self, buffer: Any) -> int | None:
+        if time.monotonic() >= self._until:
+            raise TimeoutError(f"{self.name} was not read to its end in time")
+        return super().readinto(buffer)
 
 
 def _looks(path: Path) -> list[int]:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.masking.key_stream import BLOCK, KeyStream
 
-BLOCK = 16
-"""Bytes of a cipher block."""
 SEED_BYTES = 32
 UNSIGNED: dict[int, Any] = {16: np.dtype("<u2"), 32: np.dtype("<u4"), 64: np.dtype("<u8")}
 SIGNED: dict[int, Any] = {16: np.dtype("<i2"), 32: np.dtype("<i4")}
@@ -38,8 +37,8 @@ class MaskBuffer:
         self.bits, self._zeros = bits, memoryview(bytes(elements * bits // 8))
         self._space = np.empty((rows, elements + BLOCK), UNSIGNED[bits])
         self._rows = [row.data.cast("B") for row in self._space]
-        self._streams: dict[bytes, tuple[Any, int]] = {}
-        """By seed: the cipher, and the byte that it is at."""
+        self._streams: dict[bytes, KeyStream] = {}
+        """By seed."""
 
     def read(self, seed: bytes, start: int, count: int) -> Array:
         """Elements `start` to `start + count` of the stream; the array is overwritten by the next call."""
@@ -47,29 +46,14 @@ class MaskBuffer:
 
     def read_all(self, seeds: Sequence[bytes], start: int, count: int) -> Array:
         """The same of several streams, a row each; at most `rows` of them."""
+        item = self.bits // 8
+        zeros = self._zeros[: count * item]
         for row, seed in zip(self._rows, seeds, strict=False):
-            self._fill(row, seed, start, count)
+            if seed not in self._streams:
+                self._streams[seed] = KeyStream(seed)
+            self._streams[seed].write(row, start * item, zeros)
         return self._space[: len(seeds), :count]
 
     def add_to(self, numbers: Array, sign: int, seed: bytes, start: int) -> None:
         """Add a stream's elements from `start` on to whole numbers of its size, in place; -1: subtract them."""
         (np.add if sign > 0 else np.subtract)(numbers, self.read(seed, start, len(numbers)), out=numbers)
-
-    def _fill(self, space: memoryview, seed: bytes, start: int, count: int) -> None:
-        item = self.bits // 8
-        encryptor, at = self._streams.get(seed, (None, -1))
-        if at != start * item:  # pieces mostly follow one another, and a cipher is costly to set up
-            first, skip = divmod(start * item, BLOCK)
-            encryptor = _encryptor(seed, first)
-            encryptor.update(bytes(skip))
-        encryptor.update_into(self._zeros[: count * item], space)
-        self._streams[seed] = encryptor, (start + count) * item
-
-
-def _encryptor(seed: bytes, first: int) -> Any:
-    """The cipher from block `first` on."""
-    from cryptography.hazmat.primitives.ciphers import Cipher  # 6 MB that an aggregation without masks does not need
-    from cryptography.hazmat.primitives.ciphers.algorithms import AES
-    from cryptography.hazmat.primitives.ciphers.modes import CTR
-
-    return Cipher(AES(seed), CTR(first.to_bytes(BLOCK, "big"))).encryptor()

@@ -1,0 +1,115 @@
+"""What a facility's probe (`python -m facility.probe`) answers, read strictly: it comes from another institution.
+
+Every value that is used has its type and its bounds, text is cleaned, and what is not known is left out. Whatever else
+arrives is one error about this facility.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coordinator.preflight.row import Row, fail
+from facility.exchange.errors import ManifestError
+from facility.exchange.messages.strict_json import LARGEST_WHOLE, Fields, parse_json
+
+PROBE_SECONDS = 180.0
+"""That a probe may take."""
+MOST_BYTES = 1 << 20
+LONGEST = 300
+"""Characters of a text for a person."""
+SPLITS = ("train", "validation")
+WHERE = "the probe's answer"
+
+
+def answer_or_row(text: str) -> tuple[dict[str, Any] | None, Row | None]:
+    """The answer, or a row (with an empty subject) on what is wrong with it."""
+    try:
+        return read_probe_answer(text), None
+    except ManifestError as error:
+        return None, fail("", "environment", str(error), "bring both sides to one version of CrossFed, or ask the site")
+
+
+def read_probe_answer(text: str) -> dict[str, Any]:
+    """The answer, whose last line is JSON. Raises `ManifestError`."""
+    if len(text) > MOST_BYTES:
+        raise ManifestError(f"{WHERE} has {len(text)} characters, expected at most {MOST_BYTES}")
+    lines = text.strip().splitlines()
+    fields = Fields(raw=parse_json(lines[-1] if lines else "", where=WHERE), where=WHERE)
+    answer: dict[str, Any] = {
+        "crossfed": _words(fields, "crossfed", 40),
+        "python": _words(fields, "python", 40),
+        "packages": _versions(fields, "packages"),
+        "formats": {name: fields.inside("formats").whole(name) for name in fields.mapping("formats", 50)},
+        "dataset": _dataset(fields.inside("dataset")),
+        "disk": _disk(fields.inside("disk")),
+    }
+    if missing := [name for name in ("torch", "transformers") if name not in answer["packages"]]:
+        raise ManifestError(f"{WHERE} lacks {', '.join(missing)} in packages")
+    if "optional" in fields.raw:
+        answer["optional"] = _versions(fields, "optional")
+    if "base_model" in fields.raw:
+        answer["base_model"] = _base_model(fields.inside("base_model"))
+    if "trainer" in fields.raw:
+        answer["trainer"] = fields.words("trainer", "", longest=LONGEST)
+    return answer
+
+
+def _versions(fields: Fields, name: str) -> dict[str, str | None]:
+    inside = fields.inside(name)
+    return {key: None if value is None else _words(inside, key, 40) for key, value in inside.raw.items()}
+
+
+def _dataset(fields: Fields) -> dict[str, Any]:
+    if "error" in fields.raw:
+        return {"error": _words(fields, "error", LONGEST)}
+    answer: dict[str, Any] = {
+        "block_tokens": fields.whole("block_tokens", least=1),
+        "vocabulary_size": fields.whole("vocabulary_size"),
+        "blocks": _counts(fields.inside("blocks")),
+        "documents": _counts(fields.inside("documents")) if fields.raw.get("documents") else {},
+        "classes": fields.whole("classes", 0),
+    }
+    texts = (
+        "task",
+        "tokenizer_sha256",
+        "chat_template_sha256",
+        "classes_sha256",
+        "image_size",
+        "image_processor_sha256",
+    )
+    return answer | {name: _words(fields, name, 100) for name in texts if fields.raw.get(name) is not None}
+
+
+def _counts(fields: Fields) -> dict[str, int]:
+    return {name: fields.whole(name, 0) for name in SPLITS}
+
+
+def _disk(fields: Fields) -> dict[str, Any]:
+    answer: dict[str, Any] = {
+        "writable": fields.flag("writable", False),
+        "free": fields.whole("free"),
+        "quotas": fields.items("quotas", 100, lambda items, key: _quota(items.inside(key))),
+    }
+    return answer | ({"refused": _words(fields, "refused", LONGEST)} if "refused" in fields.raw else {})
+
+
+def _quota(fields: Fields) -> dict[str, Any]:
+    free = {
+        name: None if fields.raw.get(name) is None else fields.whole(name, least=-LARGEST_WHOLE)
+        for name in ("free", "files_free")
+    }
+    return {"of": _words(fields, "of", 100), **free}
+
+
+def _base_model(fields: Fields) -> dict[str, Any]:
+    if "error" in fields.raw:
+        return {"error": _words(fields, "error", LONGEST)}
+    digest = None if fields.raw.get("sha256") is None else fields.digest("sha256")
+    return {"bytes": fields.whole("bytes"), "sha256": digest, "seconds": fields.number("seconds", 0.0, most=1e6)}
+
+
+def _words(fields: Fields, name: str, longest: int) -> str:
+    """Text that must be there; `Fields.words` takes a default of ''."""
+    if name not in fields.raw:
+        raise ManifestError(f"{fields.where} lacks {name}")
+    return fields.words(name, "", longest=longest)

@@ -1,0 +1,184 @@
+"""What a facility's probe or gate answers to `crossfed check`: whatever it is, it is told in words of this facility."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.preflight import gate
+from coordinator.preflight.base_model import check_same_base
+from coordinator.preflight.check import check_alike, check_facility
+from coordinator.preflight.facility import BEGIN, FORMATS
+from coordinator.preflight.remote import Answer, answer_of
+from facility import __version__
+from facility.exchange.messages.strict_json import printable
+from tests.federations import write_federation
+
+DATASET: dict[str, Any] = {
+    "task": "language",
+    "block_tokens": 32,
+    "vocabulary_size": 300,
+    "tokenizer_sha256": "a" * 64,
+    "chat_template_sha256": "",
+    "blocks": {"train": 100, "validation": 20},
+    "documents": {"train": 90, "validation": 10},
+    "classes": 0,
+}
+DISK = {"exists": True, "writable": True, "free": 10**12}
+QUOTA = {"of": "home", "free": 10**12, "files_free": None}
+HONEST: dict[str, Any] = {
+    "crossfed": __version__,
+    "python": "3.12.1",
+    "packages": {"torch": "2.9.0", "transformers": "4.57.0", "safetensors": "0.6.2"},
+    "optional": {"bitsandbytes": None},
+    "formats": FORMATS,
+    "dataset": DATASET,
+    "disk": DISK | {"quotas": [QUOTA]},
+    "base_model": {"bytes": 10, "sha256": "b" * 64},
+    "trainer": "",
+}
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    10**18,
+    10**30,
+    1.5,
+    1e300,
+    "",
+    "x" * 5000,
+    "\x1b[2Jok",
+    "[/]",
+    "\u202eevil",
+    "\ud800",
+    [],
+    {},
+]
+ODD += [[1], {"a": 1}, [[[[]]]], {"error": []}, {"error": {"a": 1}}, {"train": "many"}, {"sha256": ["c"]}]
+LINES = ["", "no JSON", "[]", "3", '"text"', "[" * 100_000, '{"a": 1e400}', '{"a": NaN}', "{" + '"a":{' * 5000]
+LINES += ['{"crossfed": "1", "crossfed": "2"}', "9" * 5000, "\x00", json.dumps(HONEST)[:-1]]
+
+
+def changed(seed: int) -> str:
+    """The honest answer with one to three of its values replaced or left out."""
+    chosen = random.Random(seed)
+    answer = copy.deepcopy(HONEST)
+    for _ in range(chosen.randint(1, 3)):
+        inside: Any = answer
+        while True:
+            key = chosen.choice(list(inside) if isinstance(inside, dict) else range(len(inside)))
+            if isinstance(inside[key], dict | list) and inside[key] and chosen.random() < 0.7:
+                inside = inside[key]
+                continue
+            if isinstance(inside, dict) and chosen.random() < 0.2:
+                del inside[key]
+            else:
+                inside[key] = copy.deepcopy(chosen.choice(ODD))
+            break
+        if not answer:
+            break
+    return json.dumps(answer)
+
+
+@pytest.fixture
+def federation(tmp_path: Path):
+    training = {"lora": {"rank": 2, "base": "base"}}
+    return read_federation(write_federation(tmp_path, ["far", "near"], training=training))
+
+
+def rows_of(federation: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any]]:
+    said = Answer(code=0, out=f"a greeting\n{BEGIN}\n{line}\n", error="")
+    monkeypatch.setattr("coordinator.preflight.facility.run", lambda *_, **__: said)
+    rows, answer = check_facility(federation, federation.facilities[0], None, False)
+    return rows, answer or {}
+
+
+def assert_told(rows: list[Any], answers: dict[str, dict[str, Any]]) -> None:
+    """Every row is a line of printable text, and what is compared between facilities takes these answers."""
+    rows = [*rows, *check_alike({name: one.get("dataset", {}) for name, one in answers.items()})]
+    rows += check_same_base({name: one.get("base_model", {}) for name, one in answers.items()})
+    for row in rows:
+        assert printable(row.found) and len(row.found) < 2000, row
+
+
+def test_an_honest_answer_is_read(federation: Any, monkeypatch: pytest.MonkeyPatch):
+    rows, answer = rows_of(federation, json.dumps(HONEST), monkeypatch)
+    assert answer["dataset"]["blocks"] == {"train": 100, "validation": 20}
+    assert {row.check for row in rows} >= {"message format", "packages", "dataset", "base model", "room"}
+    assert not [row for row in rows if row.verdict == "fail"], rows
+
+
+def test_no_odd_answer_ends_the_check_or_shows_more_than_text(federation: Any, monkeypatch: pytest.MonkeyPatch):
+    refused = 0
+    for line in [*LINES, *map(changed, range(200))]:
+        rows, answer = rows_of(federation, line, monkeypatch)
+        assert rows and {row.subject for row in rows} == {"far"}
+        refused += not answer
+        assert_told(rows, {"far": answer, "near": HONEST, "third": HONEST})
+    assert 100 < refused < len(LINES) + 200, "most are refused, some are harmless"
+
+
+GATE: dict[str, Any] = {"gate": 1, "facility": "far", "federations": ["two"], "nodes": 1, "hours": 2.0}
+
+
+@pytest.mark.parametrize("key", ["gate", "nodes", "hours", "ahead_seconds", "federations"])
+def test_an_odd_gate_is_no_gate(key: str):
+    """Numbers that are none, or too large for a float, ended the check of everybody."""
+    assert gate.told_of(Answer(code=0, out=json.dumps(GATE), error="")) is not None
+    for value in ODD:
+        if value in (0, True, 10**18, 1.5) or (key == "federations" and isinstance(value, list)):
+            continue
+        assert gate.told_of(Answer(code=0, out=json.dumps(GATE | {key: value}), error="")) is None, value
+    for line in LINES:
+        assert gate.told_of(Answer(code=0, out=line, error="")) is None
+
+
+def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch):
+    """By its size, long before its time; nothing of it is kept."""
+    begun = time.monotonic()
+    answer = answer_of(["sh", "-c", "yes crossfed"], data=b"", seconds=60)
+    assert answer.code == 125 and answer.out == "" and "MiB for an answer" in answer.error
+    assert time.monotonic() - begun < 30
+
+
+def test_commands_answer_as_before():
+    """Code, both outputs, an input that is not read, and a time that is over though a child holds the output open."""
+    assert answer_of(["sh", "-c", "cat; echo oh >&2; exit 3"], data=b"in", seconds=20) == Answer(
+        code=3, out="in", error="oh\n"
+    )
+    assert answer_of(["true"], data=bytes(1 << 20), seconds=20).code == 0
+    assert answer_of(["crossfed-no-such-program"], data=b"", seconds=5).code == 127
+    begun = time.monotonic()
+    assert answer_of(["sh", "-c", "sleep 20 & exit 0"], data=b"", seconds=1).code == 124
+    assert time.monotonic() - begun < 10
+
+
+@pytest.mark.parametrize(
+    ("digests", "told"),
+    [
+        ("aab", {"c": "most have A"}),
+        ("aa", {}),
+        ("ab", {"a": "others have B", "b": "others have A"}),
+        ("aabb", {"a": "others have B", "b": "others have B", "c": "others have A", "d": "others have A"}),
+        ("abc", {"a": "others have B, C", "b": "others have A, C", "c": "others have A, B"}),
+    ],
+)
+def test_nobody_is_called_odd_without_a_majority(digests: str, told: dict[str, str]):
+    """Of two facilities with different base models the second was told that most have the first one's."""
+    answers = {name: {"sha256": letter * 64} for name, letter in zip("abcd", digests, strict=False)}
+    rows = {row.subject: row.found for row in check_same_base(answers)}
+    assert rows.keys() == told.keys()
+    for name, words in told.items():
+        for letter in "ABC":
+            words = words.replace(letter, letter.lower() * 64)
+        assert words in rows[name]
+    values = {name: {"image_size": letter} for name, letter in zip("abcd", digests, strict=False)}
+    assert {row.subject for row in check_alike(values)} == set(told)
