@@ -85,6 +85,8 @@ print(json.dumps([round(time.process_time() - begun, 3)]))
 def prepared(kind: str, base: Path, updates: list[Path], work: Path) -> dict[str, Path]:
     """The updates of a kind, by facility."""
     folder = work / kind
+    if kind != "delta":  # only messages need one, and beside it every update does
+        (base / "manifest.json").unlink(missing_ok=True)
     if kind == "plain":
         return {update.name: update for update in updates}
     made: list[Path] = []
@@ -99,7 +101,22 @@ def prepared(kind: str, base: Path, updates: list[Path], work: Path) -> dict[str
             state_norms(base, [made[-1]])
         else:
             _message(base, update, made[-1])
+    if kind == "delta":
+        made += [
+            _renamed(made[number % DISTINCT], folder / updates[number].name)
+            for number in range(len(made), len(updates))
+        ]
     return {update.name: made[number % len(made)] for number, update in enumerate(updates)}
+
+
+def _renamed(message: Path, out: Path) -> Path:
+    """The same message as the update of another facility, with hard links to its tensors."""
+    if not out.exists():
+        shutil.copytree(message, out, copy_function=os.link)
+        manifest = json.loads((out / "manifest.json").read_text())
+        (out / "manifest.json").unlink()
+        (out / "manifest.json").write_text(json.dumps(manifest | {"facility": out.name}))
+    return out
 
 
 def _message(base: Path, update: Path, out: Path) -> None:
