@@ -20,18 +20,17 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.reading import TensorReader
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from coordinator.aggregation.sums import PartSums, Sums
 from coordinator.aggregation.turns import Turns
 from coordinator.aggregation.unmasking import Unmasking
-from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
+from coordinator.aggregation.work import NotFinite, Passed, Work
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
-from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
-from facility.exchange.errors import CheckpointError
 from facility.exchange.malloc import share_one_arena
 
 READ = 4 * PIECE
@@ -51,6 +50,8 @@ class _Buffers:
         self.raw = [np.empty(elements * 8, np.uint8).data for _ in range(sources)]
         """Of the widest dtype: what a narrower one does not touch takes no memory."""
         self.output = np.empty(elements * 8, np.uint8)
+        self.reader: TensorReader | None = None
+        """Of the tensor that is under way."""
         self.blocks: dict[tuple[str, str], Array] = {}
         self._steps: dict[str, Steps] = {}
 
@@ -141,6 +142,8 @@ class _Part:
     dtypes: list[str]
     """As stored, of the base and the updates."""
     sources: list[Array]
+    places: Sequence[int]
+    """Their addresses, and those of the arrays after them."""
     master: Array | None
     slots: list[Array | None]
     buffers: _Buffers
@@ -150,7 +153,10 @@ class _Part:
     def take(self, piece: slice, **wanted: Any) -> tuple[Array, Array | None, Array]:
         """(base, steps, weighted sum) of a piece (`Steps.take`)."""
         steps = self.buffers.steps(len(self.work.updates), self.dtype)
-        return steps.take([source[piece] for source in self.sources], self.dtypes, **wanted)
+        places = [
+            place + piece.start * source.itemsize for place, source in zip(self.places, self.sources, strict=False)
+        ]
+        return steps.take([source[piece] for source in self.sources], self.dtypes, places=places, **wanted)
 
 
 def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> None:
@@ -172,14 +178,10 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
     """The same elements of every source."""
     name, begin, count = cut.name, cut.begin, cut.count
     base, updates = work.base[name], len(work.updates)
-    entries = [source.get(name) for source in _sources(work)]
-    arrays: list[Array | None] = []
-    for number, (entry, buffer) in enumerate(zip(entries, buffers.raw, strict=True)):
-        if isinstance(entry, EncodedTensor):
-            arrays.append(_decoded(entry, begin, number - 1, arrays[0], files, buffer))
-        else:
-            arrays.append(None if entry is None else files.read(entry, begin, count, buffer))
-    result.bytes_read += sum(_bytes_of(entry, count) for entry in entries if entry is not None)
+    if buffers.reader is None or buffers.reader.name != name:
+        buffers.reader = TensorReader(name, _sources(work), files, buffers.raw)
+    arrays = buffers.reader.read(begin, count)
+    result.bytes_read += buffers.reader.bytes_of(count)
     master = arrays[1 + updates]
     return _Part(
         work=work,
@@ -188,29 +190,12 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
         dtype="float64" if work.float64 or base.dtype == "F64" else "float32",
         dtypes=[base.dtype, *(update[name].dtype for update in work.updates)],
         sources=[array for array in arrays[: 1 + updates] if array is not None],
+        places=buffers.reader.places,
         master=master,
         slots=arrays[2 + updates :],
         buffers=buffers,
         added=work.model is not None and work.coefficients is not None and work.step is None and master is None,
     )
-
-
-def _decoded(
-    entry: EncodedTensor, begin: int, update: int, base: Array | None, files: Files, buffer: memoryview
-) -> Array:
-    """Elements of an update that travelled as a difference to the base. Raises `Malformed`."""
-    assert base is not None
-    try:
-        return files.decode(entry, begin, base, buffer)
-    except CheckpointError as error:
-        raise Malformed(update, str(error)) from None
-
-
-def _bytes_of(entry: TensorEntry, count: int) -> int:
-    """Bytes in a file of `count` elements of a tensor; of an encoded one on average."""
-    if isinstance(entry, EncodedTensor):
-        return sum(one.size for one in entry.fields.values()) * count // max(1, entry.elements)
-    return count * ITEM_BYTES[entry.dtype]
 
 
 def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array, bool]:

@@ -21,7 +21,7 @@ class Steps:
         self.base, self.total = np.empty(piece, dtype), np.empty(piece, dtype)
         self._rows: Array | None = None
         self._shape, self._dtype = (updates, piece), dtype
-        self._scratch = np.empty(max(piece, updates * native.RUN), dtype)
+        self._scratch = np.empty(max(piece, updates * native.RUN + native.SPARE), dtype)
         self._native = native.library() if dtype == "float32" else None
 
     def take(
@@ -33,12 +33,13 @@ class Steps:
         coefficients: Sequence[float] | None,
         rows: bool,
         add: bool = False,
+        places: Sequence[int] | None = None,
     ) -> tuple[Array, Array | None, Array]:
         """(base, steps or None, weighted sum) of one piece; `sources`: the base and the updates as stored in `dtypes`.
 
         `gram`: the steps' inner products are added to it, or to blocks of it (`add_products`). `coefficients`: of the
         sum, else undefined. `rows`: whether the steps themselves are wanted. `add`: the sum is added to the base in its
-        place.
+        place. `places`: the addresses of the sources, where they are known.
         """
         n = len(sources[0])
         base, total = self.base[:n], self.total[:n]
@@ -46,7 +47,8 @@ class Steps:
             steps = self._block(n) if rows else None
             weights = None if coefficients is None else np.array(coefficients, np.float32)
             kinds = [native.KINDS[dtype] for dtype in dtypes]
-            native.steps(self._native, sources, kinds, base, steps, gram, weights, total, add, self._scratch)
+            places = [native.address(source) for source in sources] if places is None else places
+            native.steps(self._native, places, kinds, base, steps, gram, weights, total, add, self._scratch)
             return base, steps, total
         steps = self._block(n)
         widen(sources[0], dtypes[0], base)

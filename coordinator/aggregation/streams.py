@@ -81,6 +81,15 @@ class Files:
         add_difference(entry, start, values, self._read)
         return values
 
+    @property
+    def hashes(self) -> bool:
+        """Whether some of what is read is hashed."""
+        return self._hashers is not None
+
+    def descriptor(self, entry: TensorEntry) -> int:
+        """Of the tensor's open file."""
+        return self._descriptors[entry.file]
+
     def _read(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
         """Bytes of a stored tensor, which are hashed until `settle`."""
         read_exactly(self._descriptors[entry.file], view, entry.start + offset, entry.file)

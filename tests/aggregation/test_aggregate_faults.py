@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate, main, read_settings
+from coordinator.aggregation.reading import TensorReader
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.streams import Files
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.writer import TensorWriter
@@ -369,7 +369,7 @@ def test_an_error_in_one_thread_ends_the_round(tmp_path: Path, monkeypatch: pyte
     start = {f"t{i}": torch.ones(1 << 12) for i in range(40)}
     base = make.model(tmp_path / "base", start)
     updates = [make.update(tmp_path / f, make.moved(start, i), base=base, facility=f) for i, f in enumerate("xy")]
-    owner, name = (Files, "read") if where == "read" else (TensorWriter, "write")
+    owner, name = (TensorReader, "read") if where == "read" else (TensorWriter, "write")
     whole, calls = getattr(owner, name), itertools.count()
 
     def failing(*arguments):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,7 +105,7 @@ def test_the_outer_step(monkeypatch: pytest.MonkeyPatch, rate: float):
 
 
 @compiled
-@pytest.mark.parametrize("updates", [1, 3, 4, 9])
+@pytest.mark.parametrize("updates", [1, 2, 3, 4, 7, 9, 17])
 @pytest.mark.parametrize("n", [5, 1024, 9_999])
 def test_steps_their_products_and_their_sum(monkeypatch: pytest.MonkeyPatch, updates: int, n: int):
     dtypes = [("BF16", "F16", "F32")[i % 3] for i in range(updates + 1)]
@@ -128,6 +131,32 @@ def test_steps_their_products_and_their_sum(monkeypatch: pytest.MonkeyPatch, upd
         np.testing.assert_allclose(gram, expected, rtol=1e-5, atol=1e-4 * np.sqrt(n))
     without = work(rows=False)
     assert without[1] is None and np.array_equal(without[2], ours[2]) and np.array_equal(without[3], ours[3])
+
+
+@compiled
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="registers of this processor have one width")
+@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
+def test_inner_products_have_the_same_bits_whatever_the_width_of_the_registers(tmp_path: Path, processor: str):
+    """Facilities state norms that the coordinator, on another processor, compares bit by bit."""
+    if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
+        pytest.skip("registers of 256 bits are not there")
+    flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))))
+    command = [compiler, *flags, f"-march={processor}", str(native.SOURCE), "-o", str(tmp_path / "other.so"), "-lm"]
+    subprocess.run(command, check=True, capture_output=True)
+    ours, other = native.library(), native._load(tmp_path / "other.so")
+    assert ours is not None
+    for updates in (*range(1, 10), 17):
+        for n in (3, 16, 31, 512, 1_500):
+            rows = values(n, updates * n).reshape(updates, n)
+            rows[~(np.abs(rows) < 1e15)] = 1
+            grams = np.ones((2, updates, updates))
+            for library, gram in zip((ours, other), grams, strict=True):
+                library.crossfed_products(n, updates, native.address(rows), n, native.address(gram), 0)
+            exact = rows.astype(np.float64) @ rows.astype(np.float64).T + 1
+            lengths = np.sqrt(exact.diagonal())
+            assert np.array_equal(grams[0], grams[1]) and np.array_equal(grams[0], grams[0].T)
+            assert (np.abs(grams[0] - exact) <= 1e-5 * lengths[:, None] * lengths[None, :]).all()
 
 
 @compiled

@@ -5,15 +5,31 @@
  * the same order, never contracted (-ffp-contract=off), never reassociated. Sums of products have an order of their own,
  * fixed here, the same on every machine.
  */
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+#include <errno.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { BF16 = 0, F16 = 1, F32 = 2 };
-enum { RUN = 512, LANES = 8, PART = 65536 };
+enum { RUN = 512, LANES = 8, PART = 65536, SPARE = 16 };
 
-/* Unaligned vectors; a compiler without such registers splits them. */
-typedef float lanes __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+/* Unaligned vectors as wide as the registers, and how many rows of how many sums fit into these. */
+#if defined __AVX512F__
+enum { WIDTH = 16, ROWS = 4, COLUMNS = 4 };
+#elif defined __AVX__
+enum { WIDTH = 8, ROWS = 2, COLUMNS = 4 };
+#else
+enum { WIDTH = 4, ROWS = 4, COLUMNS = 4 };
+#endif
+typedef float lanes __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
+typedef float eight_floats __attribute__((vector_size(32), aligned(4), may_alias));
+typedef double eight_doubles __attribute__((vector_size(64), aligned(8), may_alias));
+typedef double four_doubles __attribute__((vector_size(32), aligned(8), may_alias));
+typedef double two_doubles __attribute__((vector_size(16), aligned(8), may_alias));
 
 static inline float from_bits(uint32_t bits)
 {
@@ -38,7 +54,12 @@ static void widen(const void *stored, int kind, int64_t start, int64_t n, float 
             out[i] = from_bits((uint32_t)raw[i] << 16);
     } else if (kind == F16) {
         const uint16_t *restrict raw = (const uint16_t *)stored + start;
-        for (int64_t i = 0; i < n; i++) {
+        int64_t i = 0;
+#ifdef __F16C__
+        for (; i + 8 <= n; i += 8)
+            _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(raw + i))));
+#endif
+        for (; i < n; i++) {
             /* The exponent's bias grows by 112: an exact product, subnormal numbers included. */
             float magnitude = from_bits((uint32_t)(raw[i] & 0x7FFF) << 13) * 0x1p112f;
             uint32_t special = (raw[i] & 0x7C00) == 0x7C00 ? 0x7F800000u : 0;
@@ -71,103 +92,148 @@ static void step_from(const float *restrict base, const void *stored, int kind, 
             total[i] += step[i] * *weight;
 }
 
-/* One update's or four updates' share of the weighted sum of (update - base), bfloat16 or float32, where no step is wanted:
- * the same operations in the same order as `step_from` one by one, with the sum kept in registers. */
-#define SHARES(NAME, STORED, VALUE)                                                                                     \
+/* Steps of four updates, bfloat16 or float32, and their share of the weighted sum, which stays in registers: the same operations
+ * in the same order as `step_from` one by one. KEPT: the steps are stored, `stride` apart. SUMMED: the sum is wanted. */
+#define FOUR(NAME, STORED, VALUE, KEPT, SUMMED)                                                                         \
     static void NAME(const float *restrict base, const STORED *restrict a, const STORED *restrict b,                    \
                      const STORED *restrict c, const STORED *restrict d, const float *weights, int64_t n, int first,    \
-                     float *restrict total)                                                                             \
+                     float *restrict steps, int64_t stride, float *restrict total)                                      \
     {                                                                                                                   \
-        const float one = weights[0], two = weights[1], three = weights[2], four = weights[3];                          \
+        const float one = SUMMED ? weights[0] : 0, two = SUMMED ? weights[1] : 0, three = SUMMED ? weights[2] : 0,      \
+                    four = SUMMED ? weights[3] : 0;                                                                     \
         for (int64_t i = 0; i < n; i++) {                                                                               \
-            float share = (VALUE(a[i]) - base[i]) * one;                                                                \
-            float sum = first ? share : total[i] + share;                                                               \
-            sum += (VALUE(b[i]) - base[i]) * two;                                                                       \
-            sum += (VALUE(c[i]) - base[i]) * three;                                                                     \
-            total[i] = sum + (VALUE(d[i]) - base[i]) * four;                                                            \
+            float p = VALUE(a[i]) - base[i], q = VALUE(b[i]) - base[i], r = VALUE(c[i]) - base[i],                      \
+                  s = VALUE(d[i]) - base[i];                                                                            \
+            if (KEPT) {                                                                                                 \
+                steps[i] = p;                                                                                           \
+                steps[i + stride] = q;                                                                                  \
+                steps[i + 2 * stride] = r;                                                                              \
+                steps[i + 3 * stride] = s;                                                                              \
+            }                                                                                                           \
+            if (SUMMED) {                                                                                               \
+                float sum = first ? p * one : total[i] + p * one;                                                       \
+                sum += q * two;                                                                                         \
+                sum += r * three;                                                                                       \
+                total[i] = sum + s * four;                                                                              \
+            }                                                                                                           \
         }                                                                                                               \
     }
 #define UPPER_HALF(stored) from_bits((uint32_t)(stored) << 16)
 #define AS_STORED(stored) (stored)
-SHARES(shares_bf16, uint16_t, UPPER_HALF)
-SHARES(shares_f32, float, AS_STORED)
+FOUR(sum_bf16, uint16_t, UPPER_HALF, 0, 1)
+FOUR(keep_bf16, uint16_t, UPPER_HALF, 1, 0)
+FOUR(both_bf16, uint16_t, UPPER_HALF, 1, 1)
+FOUR(sum_f32, float, AS_STORED, 0, 1)
+FOUR(keep_f32, float, AS_STORED, 1, 0)
+FOUR(both_f32, float, AS_STORED, 1, 1)
 
-/* The weighted sum of k updates' steps, for the n elements from `start`. scratch: n values. */
-static void sum_of(const float *base, const void *const *updates, const int *kinds, int64_t k, int64_t start, int64_t n,
-                   const float *weights, float *scratch, float *total)
+/* Steps of k updates, for the n elements from `start`, and their weighted sum; not wanted: `kept` 0, weights NULL.
+ * steps: k rows, `stride` apart; n values where they are not wanted. */
+static void steps_of(const float *base, const void *const *updates, const int *kinds, int64_t k, int64_t start, int64_t n,
+                     const float *weights, int kept, float *steps, int64_t stride, float *total)
 {
     int64_t row = 0;
     while (row < k) {
         int alike = k - row >= 4 && kinds[row] == kinds[row + 1] && kinds[row] == kinds[row + 2] &&
                     kinds[row] == kinds[row + 3];
+        float *step = kept ? steps + row * stride : steps;
+        const float *w = weights ? weights + row : 0;
         if (alike && kinds[row] == BF16) {
             const uint16_t *const *raw = (const uint16_t *const *)updates + row;
-            shares_bf16(base, raw[0] + start, raw[1] + start, raw[2] + start, raw[3] + start, weights + row, n, row == 0,
-                        total);
+            (kept ? w ? both_bf16 : keep_bf16 : sum_bf16)(base, raw[0] + start, raw[1] + start, raw[2] + start,
+                                                          raw[3] + start, w, n, row == 0, step, stride, total);
             row += 4;
         } else if (alike && kinds[row] == F32) {
             const float *const *raw = (const float *const *)updates + row;
-            shares_f32(base, raw[0] + start, raw[1] + start, raw[2] + start, raw[3] + start, weights + row, n, row == 0,
-                       total);
+            (kept ? w ? both_f32 : keep_f32 : sum_f32)(base, raw[0] + start, raw[1] + start, raw[2] + start,
+                                                       raw[3] + start, w, n, row == 0, step, stride, total);
             row += 4;
         } else {
-            step_from(base, updates[row], kinds[row], start, n, weights + row, row == 0, scratch, total);
+            step_from(base, updates[row], kinds[row], start, n, w, row == 0, step, total);
             row++;
         }
     }
 }
 
-/* Inner products of x with `count` rows of at most RUN values; inlined with a constant `count`. */
-static inline __attribute__((always_inline)) void dots_of(const float *x, const float *rows, int64_t stride, int count,
-                                                          int64_t n, double *out)
+/* The sum of 2 LANES lanes: those of both halves in float, then a tree in double. */
+static inline __attribute__((always_inline)) double sum_of_lanes(const float *sums)
 {
-    lanes even[4], odd[4];
-    memset(even, 0, sizeof even);
-    memset(odd, 0, sizeof odd);
-    int64_t i = 0;
-    for (; i + 2 * LANES <= n; i += 2 * LANES) {
-        lanes a = *(const lanes *)(x + i), b = *(const lanes *)(x + i + LANES);
-        for (int row = 0; row < count; row++) {
-            const float *y = rows + row * stride + i;
-            even[row] += a * *(const lanes *)y;
-            odd[row] += b * *(const lanes *)(y + LANES);
-        }
-    }
-    for (int row = 0; row < count; row++) {
-        lanes both = even[row] + odd[row];
-        double sum = (((double)both[0] + both[4]) + ((double)both[2] + both[6])) +
-                     (((double)both[1] + both[5]) + ((double)both[3] + both[7]));
-        for (int64_t left = i; left < n; left++)
-            sum += (double)x[left] * (double)rows[row * stride + left];
-        out[row] = sum;
-    }
+    eight_floats both = *(const eight_floats *)sums + *(const eight_floats *)(sums + LANES);
+    double wide[LANES] __attribute__((aligned(64)));
+#if defined __clang__ || __GNUC__ >= 9
+    *(eight_doubles *)wide = __builtin_convertvector(both, eight_doubles);
+#else
+    for (int lane = 0; lane < LANES; lane++)
+        wide[lane] = both[lane];
+#endif
+    four_doubles four = *(const four_doubles *)wide + *(const four_doubles *)(wide + 4);
+    *(four_doubles *)wide = four;
+    two_doubles two = *(const two_doubles *)wide + *(const two_doubles *)(wide + 2);
+    return two[0] + two[1];
 }
 
-static void dots(const float *x, const float *rows, int64_t stride, int count, int64_t n, double *out)
+/* Inner products of `rows` rows with `columns` others, or (`diagonal`) of rows with each other, added to gram: at most ROWS times
+ * COLUMNS, so that a value is loaded once for several. Lane l of 2 LANES sums the values l, l + 2 LANES and so on, whatever tile
+ * a pair falls into and however wide the registers are. Inlined with all counts but n and k constant. */
+static inline __attribute__((always_inline)) void tile(const float *x, const float *y, int64_t stride, int rows, int columns,
+                                                       int diagonal, int64_t n, int64_t k, double *gram)
 {
-    if (count == 1)
-        dots_of(x, rows, stride, 1, n, out);
-    else if (count == 2)
-        dots_of(x, rows, stride, 2, n, out);
-    else if (count == 3)
-        dots_of(x, rows, stride, 3, n, out);
-    else
-        dots_of(x, rows, stride, 4, n, out);
-}
-
-static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n, double *gram)
-{
-    double found[4];
-    for (int64_t i = 0; i < k; i++)
-        for (int64_t j = 0; j <= i; j += 4) {
-            int count = i + 1 - j < 4 ? (int)(i + 1 - j) : 4;
-            dots(rows + i * stride, rows + j * stride, stride, count, n, found);
-            for (int row = 0; row < count; row++) {
-                gram[i * k + j + row] += found[row];
-                if (j + row != i)
-                    gram[(j + row) * k + i] += found[row];
+    float sums[ROWS * COLUMNS][2 * LANES] __attribute__((aligned(64)));
+    int64_t whole = n - n % (2 * LANES);
+    for (int part = 0; part < 2 * LANES; part += WIDTH) {
+        lanes sum[ROWS * COLUMNS];
+        for (int row = 0; row < rows; row++)
+            for (int column = 0; column < (diagonal ? row + 1 : columns); column++)
+                sum[row * COLUMNS + column] = (lanes){0};
+        for (int64_t i = part; i < whole; i += 2 * LANES) {
+            lanes b[COLUMNS];
+            for (int column = 0; column < columns; column++)
+                b[column] = *(const lanes *)(y + column * stride + i);
+            for (int row = 0; row < rows; row++) {
+                lanes a = diagonal ? b[row] : *(const lanes *)(x + row * stride + i);
+                for (int column = 0; column < (diagonal ? row + 1 : columns); column++)
+                    sum[row * COLUMNS + column] += a * b[column];
             }
         }
+        for (int row = 0; row < rows; row++)
+            for (int column = 0; column < (diagonal ? row + 1 : columns); column++)
+                *(lanes *)(sums[row * COLUMNS + column] + part) = sum[row * COLUMNS + column];
+    }
+    for (int row = 0; row < rows; row++)
+        for (int column = 0; column < (diagonal ? row + 1 : columns); column++) {
+            double found = sum_of_lanes(sums[row * COLUMNS + column]);
+            for (int64_t left = whole; left < n; left++)
+                found += (double)x[row * stride + left] * (double)y[column * stride + left];
+            gram[row * k + column] += found;
+        }
+}
+
+/* Inner products of k rows of at most RUN values, added to gram and mirrored there. */
+static void add_products(const float *rows, int64_t stride, int64_t k, int64_t n, double *gram)
+{
+#define TILES(COUNT)                                                                                                    \
+    {                                                                                                                   \
+        int64_t j = 0;                                                                                                  \
+        for (; j + COLUMNS <= i; j += COLUMNS)                                                                          \
+            tile(x, rows + j * stride, stride, COUNT, COLUMNS, 0, n, k, gram + i * k + j);                              \
+        if (ROWS < COLUMNS && j < i)                                                                                    \
+            tile(x, rows + j * stride, stride, COUNT, ROWS, 0, n, k, gram + i * k + j);                                 \
+        tile(x, x, stride, COUNT, COUNT, 1, n, k, gram + i * k + i);                                                    \
+    }
+    for (int64_t i = 0; i < k; i += ROWS) {
+        const float *x = rows + i * stride;
+        if (k - i >= ROWS)
+            TILES(ROWS)
+        else if (k - i == 1)
+            TILES(1)
+        else if (k - i == 2)
+            TILES(2)
+        else
+            TILES(3)
+    }
+    for (int64_t i = 1; i < k; i++)
+        for (int64_t j = 0; j < i; j++)
+            gram[j * k + i] = gram[i * k + j];
 }
 
 /* Inner products of k rows of n values, `stride` apart, added to gram: of each RUN values to one `apart` after the last
@@ -189,22 +255,19 @@ void crossfed_add_blocks(int64_t count, int64_t size, const double *blocks, doub
 /* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
  * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
  * `gram_apart`: values from one gram to that of the next RUN values; 0: all are added to the same.
- * scratch: k times RUN values, used where steps are not wanted. */
+ * scratch: k times RUN values and SPARE, used where steps are not wanted. */
 void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
                     float *widened, float *steps, int64_t stride, double *gram, int64_t gram_apart,
                     const float *weights, float *sum, int add, float *scratch)
 {
+    scratch = (float *)(((uintptr_t)scratch + 4 * SPARE - 1) / (4 * SPARE) * (4 * SPARE)); /* lines of the cache */
     for (int64_t start = 0; start < n; start += RUN) {
         int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
         float *rows = steps ? steps + start : scratch;
         float *b = widened + start, *total = sum + start;
         widen(base, base_kind, start, count, b);
-        if (weights && !steps && !gram)
-            sum_of(b, updates, kinds, k, start, count, weights, scratch, total);
-        else
-            for (int64_t row = 0; row < k; row++)
-                step_from(b, updates[row], kinds[row], start, count, weights ? weights + row : 0, row == 0,
-                          rows + row * apart, total);
+        if (weights || steps || gram)
+            steps_of(b, updates, kinds, k, start, count, weights, steps || gram, rows, apart, total);
         if (gram) {
             add_products(rows, apart, k, count, gram);
             gram += gram_apart;
@@ -212,6 +275,22 @@ void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const
         for (int64_t i = 0; add && i < count; i++)
             b[i] += total[i];
     }
+}
+
+/* Fill `count` buffers of `sizes` bytes from `offsets` on of as many files. Returns how many are full, from the first on: the next
+ * ended early or could not be read. */
+int64_t crossfed_read(int64_t count, const int *descriptors, const int64_t *offsets, const int64_t *sizes,
+                      char *const *buffers)
+{
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t done = 0; done < sizes[i];) {
+            ssize_t found = pread(descriptors[i], buffers[i] + done, sizes[i] - done, offsets[i] + done);
+            if (found > 0)
+                done += found;
+            else if (found == 0 || errno != EINTR)
+                return i;
+        }
+    return count;
 }
 
 void crossfed_widen(int64_t n, const void *stored, int kind, float *out)
@@ -274,7 +353,7 @@ double crossfed_difference(int64_t n, const void *update, int update_kind, const
                            float *out)
 {
     float widened[RUN];
-    double squared = 0, found;
+    double squared = 0;
     for (int64_t start = 0; start < n; start += RUN) {
         int64_t count = n - start < RUN ? n - start : RUN;
         float *restrict difference = out + start;
@@ -282,8 +361,7 @@ double crossfed_difference(int64_t n, const void *update, int update_kind, const
         widen(base, base_kind, start, count, widened);
         for (int64_t i = 0; i < count; i++)
             difference[i] -= widened[i];
-        dots(difference, difference, 0, 1, count, &found);
-        squared += found;
+        add_products(difference, 0, 1, count, &squared);
     }
     return squared;
 }
@@ -327,7 +405,7 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
                 const int8_t *signs, WORD *restrict out, REST *restrict rest)                                           \
     {                                                                                                                   \
         float widened[RUN], steps[RUN];                                                                                 \
-        double squared = 0, found;                                                                                      \
+        double squared = 0;                                                                                             \
         for (int64_t start = 0; start < n; start += RUN) {                                                              \
             int64_t count = n - start < RUN ? n - start : RUN;                                                          \
             WORD *restrict sent = out + start;                                                                          \
@@ -337,8 +415,7 @@ void crossfed_fixed32(int64_t n, double clip, double per_unit, double unit, cons
                 for (int64_t i = 0; i < count; i++)                                                                     \
                     steps[i] -= widened[i];                                                                             \
             }                                                                                                           \
-            dots(steps, steps, 0, 1, count, &found);                                                                    \
-            squared += found;                                                                                           \
+            add_products(steps, 0, 1, count, &squared);                                                                 \
             if (factor != 1)                                                                                            \
                 for (int64_t i = 0; i < count; i++)                                                                     \
                     steps[i] *= factor;                                                                                 \

@@ -33,7 +33,8 @@ from facility.exchange.files.user_cache import ours_alone, user_cache
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 RUN = 512
-"""Values that the C code works on at once: `scratch` of `steps` holds this many for each update."""
+"""Values that the C code works on at once: `scratch` of `steps` holds this many for each update, and SPARE."""
+SPARE = 16
 KINDS = {"BF16": 0, "F16": 1, "F32": 2}
 """Stored dtypes that it reads, with its number for each."""
 _COMPILE_SECONDS = 60
@@ -107,6 +108,7 @@ def _load(path: Path) -> ctypes.CDLL:
     quantised = (size, pointer, number, pointer, number, real, double, double, double, size, pointer, size)
     masked = (*quantised, pointer, pointer, pointer)
     for name, result, arguments in (
+        ("read", size, (size, pointer, pointer, pointer, pointer)),
         ("widen", None, (size, pointer, number, pointer)),
         ("narrow", number, (size, pointer, pointer)),
         ("narrow_half", number, (size, pointer, pointer)),
@@ -158,7 +160,7 @@ def address(array: Any) -> int:
 
 def steps(
     found: ctypes.CDLL,
-    sources: Sequence[Any],
+    sources: Sequence[int],
     kinds: Sequence[int],
     widened: Any,
     rows: Any | None,
@@ -168,8 +170,10 @@ def steps(
     add: bool,
     scratch: Any,
 ) -> None:
-    """`sources`: the base and the updates as stored, `kinds` theirs. Fills `widened`, and what is not None of `rows`
-    (updates, n), `total` (with `weights`, float32) and `gram` (added to). `add`: the total is added to `widened`.
+    """`sources`: addresses of the base and the updates as stored, `kinds` theirs.
+
+    Fills `widened`, and what is not None of `rows` (updates, n), `total` (with `weights`, float32) and `gram`
+    (symmetric, added to). `add`: the total is added to `widened`.
 
     `gram`: (updates, updates), or one for every RUN values: (runs, updates, updates).
     """
@@ -177,9 +181,9 @@ def steps(
     found.crossfed_steps(
         len(widened),
         count,
-        address(sources[0]),
+        sources[0],
         kinds[0],
-        (ctypes.c_void_p * count)(*map(address, sources[1:])),
+        (ctypes.c_void_p * count)(*sources[1:]),
         (ctypes.c_int * count)(*kinds[1:]),
         address(widened),
         None if rows is None else address(rows),

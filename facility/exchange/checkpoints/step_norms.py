@@ -54,7 +54,7 @@ class StepNorms:
         self._complete = self._library is not None
         self._descriptors: dict[Path, int] = {}
         self._stored = np.empty(READ * 4, np.uint8).data
-        self._widened, self._scratch = np.empty(READ, np.float32), np.empty(native.RUN, np.float32)
+        self._widened, self._scratch = np.empty(READ, np.float32), np.empty(native.RUN + native.SPARE, np.float32)
 
     def take(self, name: str, dtype: str, start: int, values: Array, base: Array | None = None) -> None:
         """Add the elements of tensor `name` from `start` on; `values`: as stored in `dtype`.
@@ -124,7 +124,8 @@ class StepNorms:
         widened = self._widened[: len(sources[0])]
         sources = [np.ascontiguousarray(one) for one in sources]
         assert self._library is not None
-        native.steps(self._library, sources, kinds, widened, None, gram, None, widened, False, self._scratch)
+        places = [native.address(one) for one in sources]
+        native.steps(self._library, places, kinds, widened, None, gram, None, widened, False, self._scratch)
         return float(gram[0, 0])
 
     def _descriptor(self, file: Path) -> int:
