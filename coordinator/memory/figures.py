@@ -17,7 +17,7 @@ from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
-from facility.exchange.memory.optimizer_state import state_bytes
+from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -108,12 +108,10 @@ class ModelFigures:
 
     def moments(self, training: TrainingSettings) -> int:
         """Bytes of the moments that travel each way, in a round in which they do; 0 where the shapes are not known."""
-        return moments_sent(
-            self.trained_shapes(training),
-            shared=training.optimizer_state == "shared",
-            form=training.optimizer_state_form,
-            first=training.first_moments == "mean",
-        )
+        form, shared = training.optimizer_state_form, training.optimizer_state == "shared"
+        second = with_second_moments(training, self.trained_tensors(training)) if shared else []
+        first = self.trained_shapes(training) if training.first_moments == "mean" else []
+        return moments_sent(second, first, form=form)
 
     def travelling(self, full: int, encoding: str, density: float) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""

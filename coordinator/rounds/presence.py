@@ -26,7 +26,8 @@ def present_share(
     """The weights of the updates of this round (`now`) over those of all facilities that are expected, at most 1.
 
     An absent facility weighs what its last update did; one without any, the mean of the others. No facility's part of
-    the whole is more than `maximum_share`, where that holds for updates.
+    the whole is more than `maximum_share`, where that holds for updates. Nor does an absent one of two take more than
+    that by what it claimed: who claims much and stays away would stop the other.
     """
     weights = dict(now)
     absent = [name for name in facilities if name not in now and _expected(name, history)]
@@ -39,7 +40,9 @@ def present_share(
     shares = [weights[name] / total for name in names]
     if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
         shares = capped(shares, settings.maximum_share)
-    return min(1.0, math.fsum(share for name, share in zip(names, shares, strict=True) if name in now))
+    present = math.fsum(share for name, share in zip(names, shares, strict=True) if name in now)
+    claimed = not isinstance(settings.weights, dict)
+    return min(1.0, max(present, 1.0 - len(absent) * settings.maximum_share) if claimed else present)
 
 
 def _expected(name: str, history: Sequence[RoundFile]) -> bool:

@@ -110,11 +110,11 @@ def test_bytes_that_are_told_are_those_of_the_tensors(tmp_path: Path):
         moment.bytes for moment in stored.moments.values()
     )
     shapes = [(100, 640), (100,)]
-    assert sent_bytes(shapes, shared=True, form="factors", first=False) == 4 * (100 + 640) + 400
-    assert sent_bytes(shapes, shared=True, form=BLOCKS, first=False) == 4 * 100 * 10 + 400
-    assert sent_bytes(shapes, shared=True, form=INT8, first=False) == 64_000 + 400 + 400
-    assert sent_bytes(shapes, shared=True, form=FULL, first=True) == 4 * 64_000 + 400 + 2 * 64_100
-    assert sent_bytes(shapes, shared=False, form=FULL, first=False) == 0
+    assert sent_bytes(shapes) == 4 * (100 + 640) + 400
+    assert sent_bytes(shapes, form=BLOCKS) == 4 * 100 * 10 + 400
+    assert sent_bytes(shapes, form=INT8) == 64_000 + 400 + 400
+    assert sent_bytes(shapes, shapes, form=FULL) == 4 * 64_000 + 400 + 2 * 64_100
+    assert sent_bytes([], shapes[1:]) == 200 and sent_bytes([]) == 0
 
 
 BAD = {

@@ -30,8 +30,8 @@ def past(*rounds: dict[str, int]) -> list[RoundFile]:
 
 
 def test_an_absent_facility_weighs_what_its_last_update_did():
-    history = past({"a": 100, "b": 50}, {"a": 100, "b": 300}, {"a": 100, "b": 0})
-    assert present_share(history, {"a": 100.0}, ["a", "b"], TOKENS) == pytest.approx(0.25)
+    history = past({"a": 100, "b": 300}, {"a": 100, "b": 50}, {"a": 100, "b": 0})
+    assert present_share(history, {"a": 100.0}, ["a", "b"], TOKENS) == pytest.approx(2 / 3)
     assert present_share(history, {"a": 100.0, "b": 7.0}, ["a", "b"], TOKENS) == 1.0
 
 
@@ -51,6 +51,13 @@ def test_no_facility_takes_more_of_the_whole_than_the_largest_share():
     history = past({"a": 10, "b": 10, "c": 10**12})
     now = {"a": 10.0, "b": 10.0}
     assert present_share(history, now, ["a", "b", "c"], TOKENS) == pytest.approx(1 - TOKENS.maximum_share)
+
+
+def test_an_absent_facility_of_two_takes_no_more_than_that_by_what_it_claimed():
+    history = past({"a": 10, "b": 10**12})
+    assert present_share(history, {"a": 10.0}, ["a", "b"], TOKENS) == pytest.approx(1 - TOKENS.maximum_share)
+    agreed = AggregationSettings(rule="mean", weights={"a": 1.0, "b": 9.0})
+    assert present_share(history, {"a": 1.0}, ["a", "b"], agreed) == pytest.approx(0.1)
 
 
 def test_a_facility_that_stays_away_is_no_longer_waited_for():

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.memory.optimizer_state import state_bytes
+from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import optimizer_of
 from facility.training.shards import LocalShard, shard_of
+from facility.training.state.second_moments import SECOND
 from facility.training.state.state import kept_of, moments_of
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
@@ -101,6 +102,8 @@ def test_what_is_kept_of_any_shape_is_predicted(name: str, shape: tuple[int, ...
     for weight in ("one.weight", "other.weight"):
         values = sum(torch.Size(whole).numel() for _, whole in kept(weight, shape))
         assert state_bytes(settings, [(weight, shape)]) == 4 * values, weight
+        second = [whole for key, whole in kept(weight, shape) if key == SECOND]
+        assert with_second_moments(settings, [(weight, shape)]) == second, weight
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])

@@ -256,17 +256,14 @@ def _rows(entry: TensorEntry, rows: int, first: int, count: int) -> Array:
     return stored if len(entry.shape) == 1 and each == 1 else stored.reshape(count, each)
 
 
-def sent_bytes(shapes: Iterable[tuple[int, ...]], *, shared: bool, form: str, first: bool) -> int:
-    """Bytes of the moments of parameters of these shapes, without headers.
-
-    `shared`: second moments travel, matrices' in `form` (`factors`: row and column means); `first`: first ones do.
-    """
-    total = 0
-    for shape in shapes:
+def sent_bytes(
+    second: Iterable[tuple[int, ...]], first: Iterable[tuple[int, ...]] = (), *, form: str = "factors"
+) -> int:
+    """Bytes of the moments that travel, without headers: second moments of parameters of the shapes `second`, matrices'
+    in `form` (`factors`: row and column means), and first moments of parameters of the shapes `first`."""
+    total = sum(Moment(name="", form=FIRST, shape=shape).bytes for shape in first)
+    for shape in second:
         rows, width = matrix(shape)
-        total += Moment(name="", form=FIRST, shape=shape).bytes if first else 0
-        if not shared:
-            continue
         if len(shape) < 2:
             total += 4 * rows
         else:
