@@ -156,11 +156,13 @@ def knows_more(root: Path, published: Path, *, adapters: bool) -> bool:
 
 
 @pytest.mark.slow
-def test_check_names_the_facility_whose_template_is_another(tmp_path: Path):
+def test_check_names_the_facilities_whose_templates_differ(tmp_path: Path):
     path = federation(tmp_path, "chat")
     other = save_chat_tokenizer(tmp_path / "other", "llama", template=TEMPLATES["chatml"][0])
     (tmp_path / "sites" / "south").rename(tmp_path / "sites" / "before")
     prepared(tmp_path / "sites" / "south", "chat", BACKWARD, other)
     failing = [row for row in check(path, link=False) if row.verdict == "fail"]
-    assert [(row.subject, row.check) for row in failing] == [("south", "dataset")]
-    assert "chat template" in failing[0].found
+    assert [(row.subject, row.check) for row in failing] == [("north", "dataset"), ("south", "dataset")], (
+        "of two that differ neither is the odd one"
+    )
+    assert all("chat template" in row.found for row in failing)
