@@ -11,12 +11,12 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import PROBE_BYTES
-from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
+from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
 from coordinator.preflight.remote import Answer, answer_of, ssh_command
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
-from facility.exchange.messages.strict_json import Fields, clean, parse_json
+from facility.exchange.messages.strict_json import clean
 
 PROGRAM = "crossfed-gate"
 
@@ -59,11 +59,8 @@ def _ahead(federation: Federation, facility: Facility, summary: dict[str, Any]) 
 
 def told_of(answer: Answer) -> dict[str, Any] | None:
     """The answer to `hello`; None for anything else."""
-    lines = answer.out.strip().splitlines()
     try:
-        fields = Fields(
-            raw=parse_json(lines[-1] if lines else "", where="the gate's answer"), where="the gate's answer"
-        )
+        fields = last_line(answer.out, "the gate's answer")
         fields.whole("gate"), fields.number("nodes"), fields.number("hours"), fields.number("ahead_seconds", 0.0)
         return fields.raw if isinstance(fields.raw.get("federations"), list) else None
     except ManifestError:

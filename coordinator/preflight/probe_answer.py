@@ -33,11 +33,10 @@ def read_probe_answer(text: str) -> dict[str, Any]:
     """The answer, whose last line is JSON. Raises `ManifestError`."""
     if len(text) > MOST_BYTES:
         raise ManifestError(f"{WHERE} has {len(text)} characters, expected at most {MOST_BYTES}")
-    lines = text.strip().splitlines()
-    fields = Fields(raw=parse_json(lines[-1] if lines else "", where=WHERE), where=WHERE)
+    fields = last_line(text, WHERE)
     answer: dict[str, Any] = {
-        "crossfed": _words(fields, "crossfed", 40),
-        "python": _words(fields, "python", 40),
+        "crossfed": fields.words("crossfed", longest=40),
+        "python": fields.words("python", longest=40),
         "packages": _versions(fields, "packages"),
         "formats": {name: fields.inside("formats").whole(name) for name in fields.mapping("formats", 50)},
         "dataset": _dataset(fields.inside("dataset")),
@@ -54,14 +53,20 @@ def read_probe_answer(text: str) -> dict[str, Any]:
     return answer
 
 
+def last_line(text: str, where: str) -> Fields:
+    """The fields of the object that the last line of an answer is. Raises `ManifestError`."""
+    lines = text.strip().splitlines()
+    return Fields(raw=parse_json(lines[-1] if lines else "", where=where), where=where)
+
+
 def _versions(fields: Fields, name: str) -> dict[str, str | None]:
     inside = fields.inside(name)
-    return {key: None if value is None else _words(inside, key, 40) for key, value in inside.raw.items()}
+    return {key: None if value is None else inside.words(key, longest=40) for key, value in inside.raw.items()}
 
 
 def _dataset(fields: Fields) -> dict[str, Any]:
     if "error" in fields.raw:
-        return {"error": _words(fields, "error", LONGEST)}
+        return {"error": fields.words("error", longest=LONGEST)}
     answer: dict[str, Any] = {
         "block_tokens": fields.whole("block_tokens", least=1),
         "vocabulary_size": fields.whole("vocabulary_size"),
@@ -77,7 +82,7 @@ def _dataset(fields: Fields) -> dict[str, Any]:
         "image_size",
         "image_processor_sha256",
     )
-    return answer | {name: _words(fields, name, 100) for name in texts if fields.raw.get(name) is not None}
+    return answer | {name: fields.words(name, longest=100) for name in texts if fields.raw.get(name) is not None}
 
 
 def _counts(fields: Fields) -> dict[str, int]:
@@ -90,7 +95,7 @@ def _disk(fields: Fields) -> dict[str, Any]:
         "free": fields.whole("free"),
         "quotas": fields.items("quotas", 100, lambda items, key: _quota(items.inside(key))),
     }
-    return answer | ({"refused": _words(fields, "refused", LONGEST)} if "refused" in fields.raw else {})
+    return answer | ({"refused": fields.words("refused", longest=LONGEST)} if "refused" in fields.raw else {})
 
 
 def _quota(fields: Fields) -> dict[str, Any]:
@@ -98,18 +103,11 @@ def _quota(fields: Fields) -> dict[str, Any]:
         name: None if fields.raw.get(name) is None else fields.whole(name, least=-LARGEST_WHOLE)
         for name in ("free", "files_free")
     }
-    return {"of": _words(fields, "of", 100), **free}
+    return {"of": fields.words("of", longest=100), **free}
 
 
 def _base_model(fields: Fields) -> dict[str, Any]:
     if "error" in fields.raw:
-        return {"error": _words(fields, "error", LONGEST)}
+        return {"error": fields.words("error", longest=LONGEST)}
     digest = None if fields.raw.get("sha256") is None else fields.digest("sha256")
     return {"bytes": fields.whole("bytes"), "sha256": digest, "seconds": fields.number("seconds", 0.0, most=1e6)}
-
-
-def _words(fields: Fields, name: str, longest: int) -> str:
-    """Text that must be there; `Fields.words` takes a default of ''."""
-    if name not in fields.raw:
-        raise ManifestError(f"{fields.where} lacks {name}")
-    return fields.words(name, "", longest=longest)

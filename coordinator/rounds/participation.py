@@ -34,6 +34,11 @@ class Done(Protocol):
     def tokens(self) -> int: ...
 
 
+def weight_of(done: Done, kind: str) -> float:
+    """What an update weighs by what its facility says: `kind` is `tokens`, `samples` or `equal`."""
+    return 1.0 if kind == "equal" else float(getattr(done, kind))
+
+
 Work = Callable[[str, Done], float]
 """Of a facility's round, as a multiple of what its settings ask for."""
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.archive.rounds import RoundFile
+from coordinator.rounds.participation import weight_of
 from facility.exchange.masking.weights import capped
 
 WINDOW = 5
@@ -29,13 +30,12 @@ def present_share(
     the whole is more than `maximum_share`, where that holds for updates. Nor does an absent one of two take more than
     that by what it claimed: who claims much and stays away would stop the other.
     """
-    weights = dict(now)
     absent = [name for name in facilities if name not in now and _expected(name, history)]
-    known = {name: weight for name in absent if (weight := _last_weight(name, history, settings)) > 0}
-    usual = fmean([*now.values(), *known.values()]) if now else 1.0
-    weights |= {name: known.get(name, usual) for name in absent}
     if not absent or not now:
         return 1.0
+    known = {name: weight for name in absent if (weight := _last_weight(name, history, settings)) > 0}
+    usual = fmean([*now.values(), *known.values()])
+    weights = dict(now) | {name: known.get(name, usual) for name in absent}
     names, total = sorted(weights), math.fsum(weights.values())
     shares = [weights[name] / total for name in names]
     if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
@@ -56,10 +56,5 @@ def _last_weight(name: str, history: Sequence[RoundFile], settings: AggregationS
     kind = settings.weights
     if isinstance(kind, dict):
         return kind.get(name, 0.0)
-    rows = (row for entry in reversed(history) for row in entry.facilities if _delivered(name, row))
-    row = next(rows, None)
-    return 0.0 if row is None else 1.0 if kind == "equal" else float(getattr(row, kind))
-
-
-def _delivered(name: str, row: FacilityRow) -> bool:
-    return row.facility == name and row.status == "ok"
+    rows = (row for entry in reversed(history) for row in entry.facilities)
+    return next((weight_of(row, kind) for row in rows if row.facility == name and row.status == "ok"), 0.0)

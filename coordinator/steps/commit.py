@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
 
 from coordinator.aggregate import aggregate
@@ -29,7 +30,7 @@ from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.late import read_wait
-from coordinator.rounds.participation import Done, Work, delivered, participation, work_in_a_delivery
+from coordinator.rounds.participation import Done, Work, delivered, participation, weight_of, work_in_a_delivery
 from coordinator.rounds.presence import present_share
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
@@ -55,7 +56,6 @@ from coordinator.steps.send import make_message
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run
-from facility.exchange.messages.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,11 @@ class Commit:
     round_file: RoundFile = field(init=False)
     limited: Exceeded | None = None
     """The deadline or budget that another round is expected to exceed."""
+
+    @cached_property
+    def history(self) -> list[RoundFile]:
+        """The rounds before this one."""
+        return self.archive.history()
 
     @property
     def weights(self) -> dict[str, float]:
@@ -146,10 +151,9 @@ def open_round(round: Commit) -> None:
     if round.unmasking is None:
         round.capped = cap(round.settings, round.arrived.reports, round.model)
     if round.aggregation.incomplete_rate == "share":
-        kind, reports = round.settings.aggregation.weights, round.arrived.reports
-        now = {name: _counted(name, report, kind) for name, report in reports.items()} | round.capped.weights
-        names = round.settings.facilities
-        round.present = present_share(round.archive.history(), now, names, round.settings.aggregation)
+        own = own_weights(round)
+        there = {name: own.get(name, 0.0) for name in round.arrived.reports} | round.capped.weights
+        round.present = present_share(round.history, there, round.settings.facilities, round.settings.aggregation)
     if round.capped.weights:
         round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
     closing = round.settings.closing
@@ -158,7 +162,7 @@ def open_round(round: Commit) -> None:
         round.aggregation = by_participation(round, by_rounds=by_rounds)
     if round.settings.aggregation.guard:
         now = {name: report.loss_received for name, report in round.arrived.reports.items()}
-        round.watched = guard(global_losses(plausible([*map(losses_of, round.archive.history()), now])))
+        round.watched = guard(global_losses(plausible([*map(losses_of, round.history), now])))
     share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
     round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay * round.present)
@@ -175,8 +179,7 @@ def by_participation(round: Commit, *, by_rounds: bool) -> AggregationSettings:
     `by_rounds`: in place of those by lateness.
     """
     kind, reports = round.aggregation.weights, round.arrived.reports
-    own = kind if isinstance(kind, dict) else {n: _counted(n, report, kind) for n, report in reports.items()}
-    history = round.archive.history()
+    own, history = own_weights(round), round.history
     shares = delivered(history, reports) if by_rounds else dict.fromkeys(reports, 1.0)
     if counts_work(round):
         each = work_in_a_delivery(history, reports, work_of(round.settings, round.model))
@@ -218,11 +221,12 @@ def work_of(settings: CoordinatorSettings, model: Path) -> Work:
     return work
 
 
-def _counted(name: str, report: Report, kind: str | dict[str, float]) -> float:
-    """What an update weighs: by its report, or as the settings say."""
+def own_weights(round: Commit) -> dict[str, float]:
+    """What updates weigh, by facility: as the settings say, else by their reports."""
+    kind = round.aggregation.weights
     if isinstance(kind, dict):
-        return kind.get(name, 0.0)
-    return 1.0 if kind == "equal" else float(getattr(report, kind))
+        return kind
+    return {name: weight_of(report, kind) for name, report in round.arrived.reports.items()}
 
 
 def write_model(round: Commit, directory: Path) -> None:
@@ -253,7 +257,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     archive, settings, number = round.archive, round.settings, round.number
     message = make_message(directory, round.model, settings.sending)
     rows = rows_of(archive, settings, number, round.arrived, round.weights, round.left_out)
-    history = archive.history()
+    history = round.history
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(reported)
     if carries(settings.closing):

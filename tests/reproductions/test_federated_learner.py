@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import pytest
@@ -94,24 +96,36 @@ def test_the_proximal_term_keeps_the_model_near(model, text: Text):
     assert moved(10.0) < 0.8 * moved(0.0)
 
 
-@pytest.mark.parametrize("local", [{"control": 1.0}, {"first_moments": "mean"}])
-def test_what_brings_facilities_together_changes_nothing_where_all_are_the_same(model, text, monkeypatch, local):
+def ends_of_twins(
+    model: torch.nn.Module,
+    text: Text,
+    monkeypatch: pytest.MonkeyPatch,
+    ways: Sequence[dict[str, Any]],
+    rule: str = "mean",
+) -> list[float]:
+    """The last perplexity of two facilities that have the same text and batches, by each way of local training."""
     from tests.bench import federated_rounds
 
     monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
-    ends = [
+    return [
         federate(
             model,
             {"a": text, "b": text},
             rounds=3,
             steps=2,
-            local=dataclasses.replace(LOCAL, optimizer_state="shared", **(local if on else {})),
+            local=dataclasses.replace(LOCAL, **way),
             seed=1,
             evaluate_rounds=set(),
-            aggregation=AggregationSettings(rule="nesterov"),
+            aggregation=AggregationSettings(rule=rule),
         ).perplexities[-1]["a"]
-        for on in (False, True)
+        for way in ways
     ]
+
+
+@pytest.mark.parametrize("local", [{"control": 1.0}, {"first_moments": "mean"}])
+def test_what_brings_facilities_together_changes_nothing_where_all_are_the_same(model, text, monkeypatch, local):
+    shared = {"optimizer_state": "shared"}
+    ends = ends_of_twins(model, text, monkeypatch, [shared, shared | local], "nesterov")
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 
@@ -121,22 +135,7 @@ def test_what_brings_facilities_together_changes_nothing_where_all_are_the_same(
 )
 def test_second_moments_of_facilities_that_are_the_same_are_their_own(model, text, monkeypatch, shared, same):
     """In full exactly; in a byte a value nearly; and where they are shared after the last round alone, or not taken."""
-    from tests.bench import federated_rounds
-
-    monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
-    ends = [
-        federate(
-            model,
-            {"a": text, "b": text},
-            rounds=3,
-            steps=2,
-            local=dataclasses.replace(LOCAL, **local),
-            seed=1,
-            evaluate_rounds=set(),
-            aggregation=AggregationSettings(rule="mean"),
-        ).perplexities[-1]["a"]
-        for local in ({}, {"optimizer_state": "shared"} | shared)
-    ]
+    ends = ends_of_twins(model, text, monkeypatch, [{}, {"optimizer_state": "shared"} | shared])
     assert ends[0] == pytest.approx(ends[1], rel=1e-6 if same else 1e-2) and (same or ends[0] != ends[1])
 
 

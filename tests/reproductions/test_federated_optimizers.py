@@ -14,7 +14,7 @@ from tests.bench.federated_incomplete import WAYS, Outer
 from tests.bench.federated_learner import Learner, Local, Text, batches
 from tests.bench.federated_optimizers import averaged_kinds, share_state
 from tests.bench.federated_rounds import federate
-from tests.reproductions.test_federated_learner import LOCAL, model, text
+from tests.reproductions.test_federated_learner import LOCAL, ends_of_twins, model, text
 
 __all__ = ["model", "text"]
 pytestmark = pytest.mark.slow  # no part of the product
@@ -27,22 +27,7 @@ MEANS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("local", MEANS)
 def test_averaging_the_state_of_facilities_that_are_the_same_changes_nothing(model, text: Text, monkeypatch, local):
-    from tests.bench import federated_rounds
-
-    monkeypatch.setattr(federated_rounds, "batches", lambda blocks, size, seed: batches(blocks, size, 7))
-    ends = [
-        federate(
-            model,
-            {"a": text, "b": text},
-            rounds=3,
-            steps=2,
-            local=dataclasses.replace(LOCAL, **one),
-            seed=1,
-            evaluate_rounds=set(),
-            aggregation=AggregationSettings(rule="mean"),
-        ).perplexities[-1]["a"]
-        for one in ({"optimizer": local["optimizer"]}, local)
-    ]
+    ends = ends_of_twins(model, text, monkeypatch, [{"optimizer": local["optimizer"]}, local])
     assert ends[0] == pytest.approx(ends[1], rel=1e-4)
 
 

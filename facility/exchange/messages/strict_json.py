@@ -131,7 +131,7 @@ class Fields:
             raise self._wrong(name, value, f"printable text of at most {longest} characters")
         return value
 
-    def words(self, name: str, default: str, *, longest: int, lines: bool = False) -> str:
+    def words(self, name: str, default: str | None = None, *, longest: int, lines: bool = False) -> str:
         """Text meant for a person, cleaned rather than refused."""
         value = self._take(name, default)
         if not isinstance(value, str):

@@ -35,8 +35,8 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
 from facility.training.state.leaving import leaving
+from facility.training.state.second_moments import SECOND
 
-SECOND = "exp_avg_sq"
 DECAYS = {"exp_avg": "beta1", SECOND: "beta2"}
 """Which setting each kind of AdamW's state decays by; another kind's is its optimizer's own `momentum`."""
 
