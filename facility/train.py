@@ -56,6 +56,14 @@ def parser() -> argparse.ArgumentParser:
         "written whole",
     )
     p.add_argument(
+        "--roster",
+        type=Path,
+        metavar="DIR",
+        help="mask the update under this roster of secure aggregation, straight from memory; the masked tensors stay "
+        "in the state directory, and the update is left without weights. Where several ranks train, or the model is "
+        "stored in other pieces, it is written whole",
+    )
+    p.add_argument(
         "--plan",
         type=Path,
         metavar="FILE",

@@ -63,50 +63,90 @@ def mask_update(
     sha256 would take as long as the masks). Neither `out` nor `residual_out` may exist. Raises `InputError` where the
     roster is for another model.
     """
-    roster, manifest = member.roster, read_manifest(update)
-    check_base(roster, received)
-    weights = roster.weights(settings.weights, settings.maximum_share)
-    checkpoint, base = open_checkpoint(update), open_checkpoint(received)
-    sources = sources_of(checkpoint, base, roster, weights)
-    factor = clip_factor(sources.values(), settings.clip_norm)
-    own = os.urandom(SEED_BYTES)
-    masks = signed_seeds(member, own)
-    bits = roster.agreement.bits
+    check_base(member.roster, received)
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
         rest_directory = stack.enter_context(new_directory(residual_out))
-        with ExitStack() as open_files:
-            writer = open_files.enter_context(
-                TensorWriter(directory, layout_like(checkpoint, dict.fromkeys(sources, DTYPES[bits])), hashed=True)
-            )
-            rest_layout = layout_like(checkpoint, dict.fromkeys(sources, RESTS[bits]))
-            rests = open_files.enter_context(
-                TensorWriter(rest_directory, rest_layout, hashed=True, digest=KeyedChecksum)
-            )
-            piece = piece_of(len(masks), bits)
-            masker = Masker(masks, piece=piece, bits=bits, weight=weights[member.facility], factor=factor)
-            for name, source in sources.items():
-                for start, update_part, base_part in pieces_of(source, piece):
-                    sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
-                    check_finite(source, squared)
-                    writer.write(name, start * sent.itemsize, as_bytes(sent))
-                    rests.write(name, start * rest.itemsize, as_bytes(rest))
-            digests, left = writer.digests(), rests.digests()
-        copy_companions(update, directory, leave=MOMENTS)
-        if (moments := settings.moments_due(roster.agreement.round)) is not None:
-            shapes = {name: tuple(source.update.shape) for name, source in sources.items()}
-            me = member.facility
-            mask_moments(update, directory, received, shapes, facility=me, masks=masks, weights=weights, sent=moments)
-        write_shares(directory, share_seeds(member, own))
-        parameters = sum(source.update.elements for source in sources.values())
-        stated = dataclasses.replace(
-            manifest, encoding=ENCODING, files={}, dtypes={DTYPES[bits]: len(sources)}, parameters=parameters
-        )
-        details = details_of(manifest, roster, settings)
-        made = write_manifest(
-            directory, dataclasses.replace(stated, extra=manifest.extra | {DETAILS: details}), digests
-        )
-    return made, left
+        base = open_checkpoint(received)
+        done = mask_tensors(open_checkpoint(update), base, directory, rest_directory, member=member, settings=settings)
+        made = complete(update, received, directory, done, member=member, settings=settings)
+    return made, done.left
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskedTensors:
+    """What masking left in two directories, and all that it takes to undo it: it stays at its facility."""
+
+    masks: list[tuple[int, bytes]]
+    """1 or -1, and the seed of each stream; the first is this facility's own."""
+    units: dict[str, float]
+    """Of a step, by tensor: what one whole number stands for."""
+    sent: dict[str, str]
+    """sha256 of the files that travel, by name."""
+    left: dict[str, str]
+    """A `KeyedChecksum` of each file of what is left to send."""
+
+
+def mask_tensors(
+    update: Checkpoint,
+    base: Checkpoint,
+    directory: Path,
+    rest_directory: Path,
+    *,
+    member: Member,
+    settings: MaskingSettings,
+) -> MaskedTensors:
+    """Write the masked tensors of `update`, stored or in memory, and their shares to `directory`, and what they leave
+    to `rest_directory`; both exist.
+
+    Its own seed is drawn here, for these tensors alone: two messages under one seed would tell their difference.
+    """
+    roster, bits = member.roster, member.roster.agreement.bits
+    weights = roster.weights(settings.weights, settings.maximum_share)
+    sources = sources_of(update, base, roster, weights)
+    factor = clip_factor(sources.values(), settings.clip_norm)
+    own = draw_seed()
+    masks, weight = signed_seeds(member, own), weights[member.facility]
+    layout, rest_layout = (layout_like(update, dict.fromkeys(sources, kinds[bits])) for kinds in (DTYPES, RESTS))
+    with ExitStack() as open_files:
+        writer = open_files.enter_context(TensorWriter(directory, layout, hashed=True))
+        rests = open_files.enter_context(TensorWriter(rest_directory, rest_layout, hashed=True, digest=KeyedChecksum))
+        piece = piece_of(len(masks), bits)
+        masker = Masker(masks, piece=piece, bits=bits, weight=weight, factor=factor)
+        for name, source in sources.items():
+            for start, update_part, base_part in pieces_of(source, piece):
+                sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
+                check_finite(source, squared)
+                writer.write(name, start * sent.itemsize, as_bytes(sent))
+                rests.write(name, start * rest.itemsize, as_bytes(rest))
+        digests, left = writer.digests(), rests.digests()
+    write_shares(directory, share_seeds(member, own))
+    units = {name: source.point.scale / weight for name, source in sources.items()}
+    return MaskedTensors(masks=masks, units=units, sent=digests, left=left)
+
+
+def complete(
+    update: Path, received: Path, directory: Path, done: MaskedTensors, *, member: Member, settings: MaskingSettings
+) -> Manifest:
+    """Add what belongs to the masked tensors and shares in `directory`: what lies beside the weights of the finished
+    `update`, its second moments under masks, and the manifest."""
+    roster, manifest, bits = member.roster, read_manifest(update), member.roster.agreement.bits
+    sent = open_checkpoint(directory)
+    copy_companions(update, directory, leave=MOMENTS)
+    if (moments := settings.moments_due(roster.agreement.round)) is not None:
+        shapes = {name: tuple(entry.shape) for name, entry in sent.tensors.items()}
+        weights, me = roster.weights(settings.weights, settings.maximum_share), member.facility
+        mask_moments(update, directory, received, shapes, facility=me, masks=done.masks, weights=weights, sent=moments)
+    stated = dataclasses.replace(
+        manifest, encoding=ENCODING, files={}, dtypes={DTYPES[bits]: len(sent.tensors)}, parameters=sent.parameters
+    )
+    details = details_of(manifest, roster, settings)
+    return write_manifest(directory, dataclasses.replace(stated, extra=manifest.extra | {DETAILS: details}), done.sent)
+
+
+def draw_seed() -> bytes:
+    """A new seed of this facility's own."""
+    return os.urandom(SEED_BYTES)
 
 
 def details_of(manifest: Manifest, roster: Roster, settings: MaskingSettings) -> dict[str, Any]:

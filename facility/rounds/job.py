@@ -83,6 +83,14 @@ class Job:
         return own and encoded and not self.personal.any and self.settings.masking is None
 
     @property
+    def masks_from_memory(self) -> bool:
+        """May the trainer mask its update as it writes it? CrossFed's own does, where nothing is to be taken out of
+        the update before, and nobody needs it whole afterwards."""
+        own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
+        whole = self.personal.any or self.settings.evaluation.own_models or self.settings.norms_of_whole
+        return self.masks and own and not whole and self.settings.training.encoding == FULL
+
+    @property
     def keeps_models(self) -> bool:
         return self.settings.model_encoding != "full" and self.kind not in (MODELS, ALONE)
 
@@ -112,6 +120,8 @@ class Work:
     """What earlier updates left out."""
     unsent_out: Path | None = None
     """Where the trainer leaves what its update leaves out; None: it writes the update whole."""
+    roster: Path | None = None
+    """Under which the trainer masks its update as it writes it; None: it does not."""
     steps: int | None = None
     """Steps that the coordinator asks for; None: those of the settings."""
     own_models: Path | None = None
@@ -131,6 +141,7 @@ def work_of_round(job: Job) -> Work:
         state=job.state,
         unsent=ahead if trains else None,
         unsent_out=pending_residual(job.state) if job.writes_messages else None,
+        roster=a.roster if job.masks_from_memory else None,
         steps=steps_of(job.state, job.settings, read_manifest(a.model), a.round) if trains else None,
         own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
     )
@@ -159,6 +170,8 @@ def start_ranks(job: Job, work: Work) -> Ending:
         command += ["--unsent", str(work.unsent)]
     if work.unsent_out is not None:
         command += ["--unsent-out", str(work.unsent_out)]
+    if work.roster is not None:
+        command += ["--roster", str(work.roster)]
     if work.steps is not None:
         command += ["--steps", str(work.steps)]
     return launch(

@@ -2,30 +2,38 @@
 
 The same update asked for under the same roster is the same directory again, to the byte; under a new roster it is
 masked anew. What fixed point leaves of it goes into the next round's first weights, as with encoded updates.
+
+The trainer may have masked the update from memory already (`facility.rounds.held`): then the finished update has no
+weights. Under a new roster they are computed from what was masked.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.links import link_tree
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.links import link_file, link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import check_size, read_roster
 from facility.exchange.masking.walks import check_own, check_walks
-from facility.exchange.messages.manifest import read_manifest, run_of, with_run
+from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.steps import steps_asked
-from facility.masking.mask_update import check_base, mask_update
+from facility.masking.mask_update import check_base, complete, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
-from facility.rounds.smaller import keep_residual, residual_path
+from facility.rounds.held import drop_held, is_held, keep_rest, read_held, take_off, write_held
+from facility.rounds.smaller import drop_pending, keep_residual, residual_path
 
 log = logging.getLogger(__name__)
 
@@ -50,15 +58,63 @@ class Masked:
             log.info("the update was masked under this roster before; it is sent again")
             link_tree(found, out)
             return
-        residual = residual_path(self.state, round)
-        shutil.rmtree(residual, ignore_errors=True)
-        _, left = mask_update(
-            update, received=received, out=out, residual_out=residual, member=self.member, settings=masking
-        )
-        keep_residual(self.state, round, left)
+        if is_held(update) and not self._send_held(update, received, out):
+            update = self._whole_again(update, received, key)
+        if not is_held(update):
+            drop_held(self.state)
+            drop_pending(self.state)
+            residual = residual_path(self.state, round)
+            shutil.rmtree(residual, ignore_errors=True)
+            _, left = mask_update(
+                update, received=received, out=out, residual_out=residual, member=self.member, settings=masking
+            )
+            keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
         sign(out, resolve(self.settings.training.signing_key))
         kept.keep(own_key, round, out)
+
+    def hold(self, update: Checkpoint, *, received: Path) -> None:
+        """Mask an `update` that is in memory; what travels stays in the state until `make` sends it."""
+        assert self.settings.masking is not None
+        round = self.member.roster.agreement.round
+        write_held(self.state, round, update, received, member=self.member, settings=self.settings.masking)
+
+    def can_make(self, update: Path) -> bool:
+        """Whether the finished `update` is here, whole or masked."""
+        return not is_held(update) or read_held(self.state, self.member.roster.agreement.round, verify=True) is not None
+
+    def _send_held(self, update: Path, received: Path, out: Path) -> bool:
+        """Send what was masked from memory; False where that was under another roster. Raises `InputError`."""
+        assert self.settings.masking is not None
+        held = read_held(self.state, self.member.roster.agreement.round)
+        if held is None:
+            raise InputError(f"{update} has no weights, and what was masked of them is not here: run the round again")
+        if held.roster != self.member.roster.digest:
+            return False
+        keep_rest(self.state, held)
+        with new_directory(out) as directory:
+            for path in sorted(held.sent.iterdir()):
+                link_file(path, directory / path.name)
+            complete(update, received, directory, held.masked, member=self.member, settings=self.settings.masking)
+        return True
+
+    def _whole_again(self, update: Path, received: Path, key: str) -> Path:
+        """The finished update with its weights, from what was masked under another roster; it is kept as finished."""
+        round = self.member.roster.agreement.round
+        held = read_held(self.state, round, verify=True)
+        if held is None:
+            raise InputError(f"{update} has no weights, and what was masked of them is damaged: run the round again")
+        log.info("the update was masked under another roster before: its masks are taken off, and it is masked anew")
+        whole, finished = unmasked_path(self.state, round), Finished(self.state)
+        shutil.rmtree(whole, ignore_errors=True)
+        with new_directory(whole) as directory:
+            tensors = take_off(self.state, held, open_checkpoint(received), directory)
+            copy_companions(update, directory, leave=())
+            manifest = dataclasses.replace(read_manifest(update), files={}, dtypes={"F32": tensors})
+            write_manifest(directory, manifest)
+        finished.keep(key, round, whole)
+        shutil.rmtree(whole)
+        return finished.place(round)
 
 
 def unmasked_path(state: Path, round: int) -> Path:

@@ -26,6 +26,7 @@ from facility.rounds.dataset_check import check_dataset
 from facility.rounds.dataset_counts import counts_of
 from facility.rounds.evaluation import tell_scores, tell_scores_of_models
 from facility.rounds.finished import Finished, key_of
+from facility.rounds.held import drop_held
 from facility.rounds.job import Job, clear, start_ranks, work_of_round
 from facility.rounds.kept import compared_place
 from facility.rounds.masked import Masked, masked
@@ -96,6 +97,9 @@ class OneRound:
         job = self.job
         if (found := self.finished.find(self.key, job.round)) is None:
             return False
+        if self.masks is not None and not self.masks.can_make(found):
+            log.warning("%s was finished before, but what was masked of it is damaged: it is trained again", found)
+            return False
         log.info("%s was finished before from the same model, settings and data: not trained again", found)
         clear(job.out)
         if self.masks is None:
@@ -110,6 +114,7 @@ class OneRound:
         self.finished.drop_before(job.round)
         clear(job.out)
         drop_pending(job.state)
+        drop_held(job.state)
         for warning in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
             log.warning(warning)
         if (job.dataset / DATASET).is_file():

@@ -42,7 +42,7 @@ def make_smaller(
     step that the message decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
-        _keep_pending(state, round)
+        keep_pending(state, round)
         return None
     if settings.encoding == "full" or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
         return None
@@ -76,7 +76,7 @@ def drop_pending(state: Path) -> None:
     shutil.rmtree(pending_residual(state), ignore_errors=True)
 
 
-def _keep_pending(state: Path, round: int) -> None:
+def keep_pending(state: Path, round: int) -> None:
     """Make what the trainer sealed the residual of `round`. Raises `InputError` where it left none."""
     if not (pending_residual(state) / SEAL).is_file():
         raise InputError(

@@ -69,6 +69,7 @@ def finish_round(round: Round) -> None:
         request.round,
         lambda directory: add_files(round, figures, directory, {name: shape for name, _, shape in tensors}),
         request.unsent_out,
+        request.masks,
     )
 
 

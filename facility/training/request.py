@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, MODELS
@@ -13,6 +15,9 @@ from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.rounds.kept import default_directory
+
+if TYPE_CHECKING:
+    from facility.rounds.masked import Masked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +40,8 @@ class RoundRequest:
     """What earlier updates left out; None: nothing."""
     unsent_out: Path | None = None
     """Where to leave what this update leaves out, if it is written as a message; None: it is written whole."""
+    masks: Masked | None = None
+    """How the update is masked as it is written; None: it is not."""
     plan: Plan | None
     """The layout by a planner; None: by the settings."""
     asked_steps: int | None = None
@@ -81,6 +88,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve(planned) if planned else None)
     manifest = manifest_if_any(arguments.model)
+    state = arguments.state or default_directory(settings, arguments.dataset)
     bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None
     return RoundRequest(
         settings=settings,
@@ -89,9 +97,10 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         dataset=arguments.dataset,
         out=arguments.out,
         job_directory=arguments.job_directory or arguments.out.absolute().parent,
-        state=arguments.state or default_directory(settings, arguments.dataset),
+        state=state,
         unsent=arguments.unsent,
         unsent_out=arguments.unsent_out,
+        masks=masks_of(arguments, settings, state),
         plan=read_plan(plan) if plan else None,
         asked_steps=arguments.steps,
         every_step=arguments.progress,
@@ -99,3 +108,13 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         bundle=bundle,
         own_models=arguments.own_models if bundle else None,
     )
+
+
+def masks_of(arguments: argparse.Namespace, settings: FacilitySettings, state: Path) -> Masked | None:
+    """How one rank alone masks its update. Raises `InputError`, before anything is trained, as `facility.round` does:
+    the roster lies where the coordinator can write, and may have been changed since."""
+    if arguments.roster is None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return None
+    from facility.rounds.masked import masked  # and with it ciphers, which a round without masks does not need
+
+    return masked(settings, state, arguments.roster, arguments.model, arguments.round)

@@ -30,8 +30,13 @@ def link_tree(source: Path, target: Path) -> None:
         if entry.is_dir():
             link_tree(Path(entry.path), target / entry.name)
             continue
-        real = os.path.realpath(entry.path)
-        try:
-            os.link(real, target / entry.name)
-        except OSError:
-            shutil.copyfile(real, target / entry.name)
+        link_file(Path(entry.path), target / entry.name)
+
+
+def link_file(source: Path, target: Path) -> None:
+    """Give a file a second name, or copy it across file systems. `target` must not exist."""
+    real = os.path.realpath(source)
+    try:
+        os.link(real, target)
+    except OSError:
+        shutil.copyfile(real, target)

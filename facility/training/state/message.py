@@ -12,7 +12,14 @@ from pathlib import Path
 
 import torch
 
-from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, TensorEntry, open_checkpoint, torch_dtype
+from facility.exchange.checkpoints.checkpoint import (
+    ADAPTER,
+    FLOATS,
+    Checkpoint,
+    TensorEntry,
+    open_checkpoint,
+    torch_dtype,
+)
 from facility.exchange.checkpoints.delta import write_tensors
 from facility.exchange.checkpoints.delta_parts import HeldTensor
 from facility.exchange.files.durable import new_directory
@@ -31,18 +38,32 @@ def held_tensors(
     """
     if settings.training.lora.rank and not (model / ADAPTER).is_file():
         return None
-    received = open_checkpoint(model)
-    by_name = {part.name: part for part in parts}
-    if len(by_name) < len(parts) or not by_name.keys() == slots.keys() == received.tensors.keys():
+    received, held = open_checkpoint(model), held_whole(model, slots, parts)
+    if held is None or held.keys() != received.tensors.keys():
         return None
-    held: dict[str, TensorEntry] = {}
+    same = all(entry.shape == received.tensors[name].shape for name, entry in held.items())
+    return (received, held) if same else None
+
+
+def held_whole(model: Path, slots: dict[str, Slot], parts: Sequence[LocalShard]) -> dict[str, TensorEntry] | None:
+    """Every tensor of the update, where this rank holds each whole and by its own name; else None."""
+    by_name = {part.name: part for part in parts}
+    if len(by_name) < len(parts) or by_name.keys() != slots.keys():
+        return None
     for name, slot in slots.items():
         part = by_name[name]
-        whole = tuple(part.tensor.shape) == part.shape == slot.shape == received.tensors[name].shape
-        if not whole or not part.tensor.is_contiguous():
+        if not tuple(part.tensor.shape) == part.shape == slot.shape or not part.tensor.is_contiguous():
             return None
-        held[name] = held_tensor(part, slot, model)
-    return received, held
+    return {name: held_tensor(by_name[name], slot, model) for name, slot in slots.items()}
+
+
+def held_for_masks(model: Path, slots: dict[str, Slot], parts: Sequence[LocalShard]) -> Checkpoint | None:
+    """The update as a checkpoint in memory; None where it must be written whole before it is masked.
+
+    Only floating-point tensors are masked. New adapters differ from zero, and need not have been received.
+    """
+    held = held_whole(model, slots, parts) if all(slot.dtype in FLOATS for slot in slots.values()) else None
+    return None if held is None else Checkpoint(directory=model, tensors=held, metadata={})
 
 
 def held_tensor(part: LocalShard, slot: Slot, model: Path) -> HeldTensor:

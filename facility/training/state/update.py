@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,8 +27,11 @@ from facility.training.devices import device_name
 from facility.training.model import Names
 from facility.training.processes.ranks import Ranks, barrier, broadcast, gather, together
 from facility.training.shards import LocalShard, shard_of
-from facility.training.state.message import held_tensors, write_message
+from facility.training.state.message import held_for_masks, held_tensors, write_message
 from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
+
+if TYPE_CHECKING:
+    from facility.rounds.masked import Masked
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -61,11 +65,13 @@ def write_update(
     round: int,
     add_files: Callable[[Path], None],
     unsent_out: Path | None = None,
+    masks: Masked | None = None,
 ) -> None:
     """Write the update directory whole: `tensors` (name, dtype, shape) in that order, then what `add_files` writes.
 
     What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes. `unsent_out`: write
-    a message in the settings' encoding where that can be done from memory, and there what it leaves out.
+    a message in the settings' encoding where that can be done from memory, and there what it leaves out. `masks`: leave
+    the tensors masked in the state directory alone, where that can be done from memory.
     """
     adapters = settings.training.lora
     slots, headers = plan_files(tensors, single=ADAPTER if adapters.rank else SINGLE)
@@ -82,12 +88,16 @@ def write_update(
         mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
     alone = ranks.world == 1
     streams = held_tensors(model, slots, mine, settings) if alone and unsent_out is not None else None
+    masked = held_for_masks(model, slots, mine) if alone and masks is not None else None
     with new_directory(out) as temporary:
         broadcast(ranks, str(temporary))
         described = describe(tensors, base, settings, round)
         if streams is not None and unsent_out is not None:
             described = as_message(described, settings.training.encoding, model)
             known = write_message(temporary, unsent_out, *streams, settings)
+        elif masked is not None and masks is not None:
+            known = {}
+            masks.hold(masked, received=model)
         else:
             known = write_whole(temporary, slots, headers, mine, conversion, checkpoint, ranks, settings)
         copy_companions(model, temporary)
