@@ -7,7 +7,8 @@ the machine disturbs least, and the worst; `user` and `system` each by itself. O
 that is new to the machine may cost the system more than all arithmetic: `io_...` is what the same bytes cost that are
 read, written and synced with nothing done to them, turn about with the masking, and `mask_user_and_least_io_...` the
 best of either, which is what masking costs where memory is not new. `mask_stream_...` is one peer's share alone: its
-stream, and adding that. `unmask` is the whole pass: reading every update and writing the next model.
+stream, and adding that. `mask_from_memory_...`: of an update that the trainer holds, which it does not write before.
+`unmask` is the whole pass: reading every update and writing the next model.
 """
 
 from __future__ import annotations
@@ -28,8 +29,14 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
+from facility.exchange.files.durable import new_directory
 from facility.exchange.masking.fixed_point import fixed_point
+from facility.masking.mask_update import mask_tensors
 from facility.masking.masked_piece import Masker, Stored
+from facility.masking.private_keys import PrivateKeys
+from facility.training.shards import shard_of
+from facility.training.state.message import held_for_masks
+from facility.training.state.save import plan_files
 from tests.masking import federation as federations
 
 
@@ -58,7 +65,7 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, object]:
     )
     roster = federation.roster([federation.keys(name) for name in names])
     told = federations.steps(names)
-    masked, seconds, io = {}, [], []
+    masked, seconds, io, held = {}, [], [], []
     for name in names:
         plain = federation.plain(name, told[name])
         for _ in range(arguments.repeats if name == names[0] else 1):
@@ -67,6 +74,8 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, object]:
             seconds.append(spent_since(begun))
             kept = [masked[name], masked[name].with_name("residual")]
             io.append(io_seconds([plain, federation.model()], kept, root / "io"))
+            if name == names[0]:
+                held.append(memory_seconds(federation, name, roster, plain, root / "held"))
     gigabytes = open_checkpoint(masked[names[0]]).bytes / 1e9
     per_peer = 1 / gigabytes / (count - 1)
     request = federation.settle(roster, masked)
@@ -101,6 +110,8 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict[str, object]:
         "io_cpu_seconds_per_gigabyte_and_peer": min(map(sum, io)) * per_peer,
         "io_cpu_seconds_per_gigabyte_and_peer_worst": max(map(sum, io)) * per_peer,
         "mask_user_and_least_io_seconds_per_gigabyte_and_peer": (min(user) + min(map(sum, io))) * per_peer,
+        "mask_from_memory_cpu_seconds_per_gigabyte_and_peer": min(map(sum, held)) * per_peer,
+        "mask_from_memory_user_seconds_per_gigabyte_and_peer": min(user for user, _ in held) * per_peer,
         "mask_stream_cpu_seconds_per_gigabyte_and_peer": stream_seconds(bits),
         "unmask_gigabytes_read_per_cpu_second": count * gigabytes / sum(spent),
         "unmask_gigabytes_read_per_user_second": count * gigabytes / spent[0],
@@ -131,6 +142,24 @@ def io_seconds(read: list[Path], written: list[Path], scratch: Path) -> tuple[fl
             while left:
                 left -= file.write(buffer[: min(left, len(buffer))])
             os.fsync(file.fileno())
+    return spent_since(begun)
+
+
+def memory_seconds(
+    federation: federations.Masking, name: str, roster: Path, plain: Path, out: Path
+) -> tuple[float, float]:
+    """Of masking the tensors of `plain` as the trainer does, from memory, into files that are synced."""
+    stored = open_checkpoint(plain)
+    slots, _ = plan_files([(key, one.dtype, one.shape) for key, one in stored.tensors.items()])
+    parts = [shard_of(key, torch.nn.Parameter(stored.read(key), requires_grad=False)) for key in stored.tensors]
+    update = held_for_masks(plain, slots, parts)
+    assert update is not None
+    member = PrivateKeys(state=federation.state(name)).of(federation.read(roster), name)
+    shutil.rmtree(out, ignore_errors=True)
+    base = open_checkpoint(federation.model())
+    begun = os.times()
+    with new_directory(out / "sent") as sent, new_directory(out / "rest") as rest:
+        mask_tensors(update, base, sent, rest, member=member, settings=federation.masking)
     return spent_since(begun)
 
 
