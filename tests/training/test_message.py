@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.delta_parts import FILE
@@ -15,6 +16,7 @@ from facility.exchange.messages.manifest import Manifest, read_manifest, verify_
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.sealed import flaw
 from facility.rounds.smaller import make_smaller, pending_residual, residual_path
+from facility.training.state.save import all_finite
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -134,3 +136,16 @@ def test_weights_that_are_not_finite_leave_no_update(tmp_path: Path, received):
     said = rounds_in([("diverged", case + straight(root))], expect=None)["diverged"][0]
     assert "training diverged" in said or "no loss was finite" in said
     assert not (root / "out").exists() and not pending_residual(root / "state").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [1.0, 0.0, "largest", "-largest", float("inf"), -float("inf"), float("nan")])
+def test_values_that_are_not_finite_are_found_whatever_their_sum(dtype: torch.dtype, value: float | str):
+    """The largest of a dtype overflow in a sum, and two infinities of unlike sign make NaN: each is the oracle."""
+    largest = torch.finfo(dtype).max
+    number = {"largest": largest, "-largest": -largest}.get(str(value), value)
+    for more in (0.0, 1.0, -float("inf"), largest):
+        values = torch.full((1000,), 0.5, dtype=dtype)
+        values[7:900] = number
+        values[-1] = more
+        assert all_finite(values) == bool(torch.isfinite(values).all())
