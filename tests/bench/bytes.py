@@ -11,7 +11,8 @@ models is what weights cost; interpreter, libraries and logs are in both and can
 
 What a round must move: a facility reads the model and writes the update once; the coordinator reads every update as it
 has travelled and the server state, and writes the model and the state. A facility's optimizer state is read and written
-once, too.
+once, too, and so is what fixed point or an encoding leaves of an update for the next round (both are counted as
+`optimizer_state`).
 Training reads weights through `mmap` in places, which these counters do not see: reads of `train` are a lower bound.
 `--transfer ssh` reaches the facilities by an sshd of its own on this machine through the plug-in's connector, whose
 large files go through the system's ssh (models from 32 MB on, --hidden 768); `system` takes the system's ssh for

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from facility.rounds import held, masked, smaller
 from facility.rounds.finished import Finished
 from facility.rounds.held import drop_held, is_held, read_held
 from facility.rounds.masked import Masked, unmasked_path
+from facility.rounds.one_round import OneRound
 from facility.rounds.sealed import flaw
 from facility.rounds.smaller import drop_pending, pending_residual, residual_path
 from tests.aggregation import make
@@ -291,7 +293,9 @@ def killing(function: Callable[..., Any], *, skip: bool) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("what", ["sent", "rest", "seeds"])
-def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(tmp_path: Path, signers: Path, what: str):
+def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, what: str
+):
     pico = Pico(root=tmp_path, signers=signers)
     roster, state = pico.drawn(), pico.state(ME)
     pico.attempt(roster, tmp_path / "first")
@@ -305,11 +309,18 @@ def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(tmp_path: P
     }[what]
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
     assert not masks.can_make(found)
+    job = OneRound.__new__(OneRound)
+    job.job, job.finished, job.key, job.masks = Namespace(round=0), Finished(state), KEY, masks  # type: ignore[assignment]
+    assert not job.finished_before(), "a job of the round does not take it for finished"
     assert (held_place / "held.json").stat().st_mode & 0o077 == 0, "seeds are for this account alone"
     if what == "seeds":
         with pytest.raises(InputError, match="what was masked of them is not here"):
             pico.masks(pico.drawn()).make(found, received=pico.model(), key=KEY, out=tmp_path / "second")
     assert read_held(state, 1) is None, "of another round"
+    trained: list[str] = []
+    monkeypatch.setattr(f"{__name__}.rounds_in", counting(trained))
+    verify_manifest(pico.attempt(pico.drawn(), tmp_path / "third"))
+    assert trained and pico.masks(roster).can_make(found) and flaw(residual_path(state, 0)) == ""
 
 
 def test_shards_of_several_ranks_are_written_whole_and_masked_afterwards(tmp_path: Path, signers: Path):
