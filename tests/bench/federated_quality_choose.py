@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.config.automatic import TABLE
 from tests.bench.quality_sizes import size_of
-from tests.bench.quality_texts import experiment_of
+from tests.bench.quality_texts import DEALT, experiment_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
@@ -84,7 +84,8 @@ def _comparable(key: dict[str, Any]) -> bool:
     """Whether nothing differs that `auto` does not look at."""
     arm = key["arm"]
     other = {"codec", "unlike", "incomplete", "kind"} & set(arm)
-    return not other and arm.get("lora", ADAPTERS) == ADAPTERS and key["width"] in SEEDS
+    alike = key["experiment"].startswith(DEALT)
+    return not (other or alike) and arm.get("lora", ADAPTERS) == ADAPTERS and key["width"] in SEEDS
 
 
 def _kind(arm: dict[str, Any]) -> Kind:
