@@ -162,7 +162,7 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
             best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": len(runs)}
             best[state] |= {"training": json.loads(training)} if training != "{}" else {}
     names = ("facilities", "rounds", "steps", "pretrained")
-    where = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
+    where: dict[str, Any] = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
     where |= {"optimizer": kind[0], "adapters": kind[1]} if kind != PLAIN else {}
     return {"situation": where, "mean": round(plain, 4), "best": best}
 
