@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from coordinator.config.automatic import TABLE
 from tests.bench.quality_sizes import size_of
-from tests.bench.quality_texts import experiment_of
+from tests.bench.quality_texts import DEALT, experiment_of
 
 HERE = Path(__file__).resolve().parent
 RESULTS, EARLIER = HERE / "federated_quality.jsonl", HERE / "federated_quality_earlier.json"
@@ -84,7 +84,8 @@ def _comparable(key: dict[str, Any]) -> bool:
     """Whether nothing differs that `auto` does not look at."""
     arm = key["arm"]
     other = {"codec", "unlike", "incomplete", "kind"} & set(arm)
-    return not other and arm.get("lora", ADAPTERS) == ADAPTERS and key["width"] in SEEDS
+    alike = key["experiment"].startswith(DEALT)
+    return not (other or alike) and arm.get("lora", ADAPTERS) == ADAPTERS and key["width"] in SEEDS
 
 
 def _kind(arm: dict[str, Any]) -> Kind:
@@ -161,7 +162,7 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
             best[state] = {"aggregation": json.loads(aggregation), "over_pooled": round(over, 4), "seeds": len(runs)}
             best[state] |= {"training": json.loads(training)} if training != "{}" else {}
     names = ("facilities", "rounds", "steps", "pretrained")
-    where = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
+    where: dict[str, Any] = dict(zip(names, federation, strict=True)) | {"parameters": size_of(width).parameters}
     where |= {"optimizer": kind[0], "adapters": kind[1]} if kind != PLAIN else {}
     return {"situation": where, "mean": round(plain, 4), "best": best}
 
