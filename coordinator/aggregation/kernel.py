@@ -38,7 +38,7 @@ READ = 4 * PIECE
 READ_BYTES = 3 << 19
 """Bytes that one thread reads at a time, of all sources together (a piece of each at least)."""
 STRIDE = PIECE // 4
-"""Elements that the server optimizer moves at a time."""
+"""Elements that the server optimizer moves at a time, and that become a step where updates are masked."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
 
@@ -50,6 +50,8 @@ class _Buffers:
         self.raw = [np.empty(elements * 8, np.uint8).data for _ in range(sources)]
         """Of the widest dtype: what a narrower one does not touch takes no memory."""
         self.output = np.empty(elements * 8, np.uint8)
+        self.masked = [np.empty(elements * 8, np.uint8).data for _ in range(2)]
+        """What masked updates are read into: where they are hashed in turn, one while the next is read."""
         self.reader: TensorReader | None = None
         """Of the tensor that is under way."""
         self.blocks: dict[tuple[str, str], Array] = {}
@@ -73,7 +75,7 @@ def run(work: Work, *, threads: int) -> Passed:
     sources, elements = _sources(work), _elements_read(work)
     sums = Sums(len(work.updates), by_tensor=work.by_tensor, apart=threads > 1)
     with Files(work.hashed) as files:
-        for entries in sources:
+        for entries in (*sources, *work.masked):
             files.open(list(entries.values()))
 
         def worker() -> Callable[[_Cut], PartSums]:
@@ -96,11 +98,14 @@ def run(work: Work, *, threads: int) -> Passed:
 
 
 def _sources(work: Work) -> Sequence[Mapping[str, TensorEntry]]:
-    return (work.base, *work.updates, work.master, *work.slots)
+    """What is read into a buffer each: the base, the updates but masked ones, the master and the slots."""
+    return (work.base, *work.plain, work.master, *work.slots)
 
 
 def _elements_read(work: Work) -> int:
     """Elements read at a time from each source, a number of whole pieces."""
+    if work.unmasking is not None:  # the fewer, the less memory; the sum of a piece stays in the cache
+        return PIECE
     widest = max(
         (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
         default=1,
@@ -149,6 +154,8 @@ class _Part:
     buffers: _Buffers
     added: bool
     """The weighted sum is added to the base in one go."""
+    masked: Array | None = None
+    """The sum of masked updates, without their masks."""
 
     def take(self, piece: slice, **wanted: Any) -> tuple[Array, Array | None, Array]:
         """(base, steps, weighted sum) of a piece (`Steps.take`)."""
@@ -165,7 +172,7 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
     if work.values is not None:
         work.values.take(cut.name, cut.begin, part.sources[1:], part.dtypes[1:])
     outputs = _Outputs(work, cut, buffers)
-    for piece in pieces(cut.count):
+    for piece in pieces(cut.count, STRIDE if work.masked else PIECE):
         step = _combined(part, piece, result)
         if work.model is not None:
             _move(part, piece, *step, outputs, result)
@@ -177,25 +184,48 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
 def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> _Part:
     """The same elements of every source."""
     name, begin, count = cut.name, cut.begin, cut.count
-    base, updates = work.base[name], len(work.updates)
+    base, updates = work.base[name], len(work.plain)
     if buffers.reader is None or buffers.reader.name != name:
         buffers.reader = TensorReader(name, _sources(work), files, buffers.raw)
     arrays = buffers.reader.read(begin, count)
     result.bytes_read += buffers.reader.bytes_of(count)
+    masked = _sum_of_masked(work, cut, files, buffers) if work.masked else None
+    if masked is not None:
+        result.bytes_read += masked.nbytes * len(work.masked)
     master = arrays[1 + updates]
     return _Part(
         work=work,
         name=name,
         begin=begin,
         dtype="float64" if work.float64 or base.dtype == "F64" else "float32",
-        dtypes=[base.dtype, *(update[name].dtype for update in work.updates)],
+        dtypes=[base.dtype, *(update[name].dtype for update in work.plain)],
         sources=[array for array in arrays[: 1 + updates] if array is not None],
         places=buffers.reader.places,
         master=master,
         slots=arrays[2 + updates :],
         buffers=buffers,
         added=work.model is not None and work.coefficients is not None and work.step is None and master is None,
+        masked=masked,
     )
+
+
+def _sum_of_masked(work: Work, cut: _Cut, files: Files, buffers: _Buffers) -> Array:
+    """The masked updates' sum without their masks, whole numbers modulo a power of two: one update after the other."""
+    assert work.unmasking is not None
+    total: Array | None = None
+    for number, update in enumerate(work.masked):
+        buffer = buffers.masked[number % 2 if files.hashes else 0]
+        if number and number % 2 == 0:
+            files.settle()  # what lies in both is hashed
+        found = files.read(update[cut.name], cut.begin, cut.count, buffer)
+        if total is None:
+            total = buffers.block("masked", found.dtype.str)[: cut.count]
+            np.copyto(total, found)
+        else:
+            np.add(total, found, out=total)
+    assert total is not None
+    work.unmasking.unmask(cut.name, cut.begin, total)
+    return total
 
 
 def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array, bool]:
@@ -244,7 +274,8 @@ def _unmasked(part: _Part, piece: slice, unmasking: Unmasking) -> tuple[Array, A
     n = piece.stop - piece.start
     base, step = part.buffers.block("base", part.dtype)[:n], part.buffers.block("unmasked", part.dtype)[:n]
     widen(part.sources[0][piece], part.dtypes[0], base)
-    unmasking.combine(part.name, part.begin + piece.start, [source[piece] for source in part.sources[1:]], step)
+    assert part.masked is not None
+    unmasking.decode(part.name, part.masked[piece], step)
     return base, step
 
 

@@ -12,10 +12,12 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.steps import add_products
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import Array
@@ -44,8 +46,9 @@ class Unmasking:
     """For round.json."""
     _points: dict[str, FixedPoint] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
-    _squares: dict[tuple[str, int], float] = field(default_factory=dict)
-    """Sum of squares of the step, by tensor and first element."""
+    _squares: dict[str, Fraction] = field(default_factory=dict)
+    """Sum of squares of the step by tensor, exact: the same in whatever order pieces are added."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
     _elements: dict[str, int] = field(default_factory=dict)
     _local: threading.local = field(default_factory=threading.local)
 
@@ -64,23 +67,24 @@ class Unmasking:
             clip = clip_of(name, entry.shape, clips=self.clips, default=self.default_clip, new=new)
             self._points[name] = fixed_point(self.bits, clip, self.weights)
 
-    def combine(self, name: str, begin: int, sources: Sequence[Array], out: Array) -> None:
-        """Write the round's step of a piece of a tensor; `sources`: the masked updates, in the survivors' order."""
-        total = sources[0].copy()
-        for source in sources[1:]:
-            np.add(total, source, out=total)
+    def unmask(self, name: str, begin: int, total: Array) -> None:
+        """Take the masks off the sum of what was sent, in place: the elements of a tensor from `begin` on."""
         buffer = self._buffer()
         for sign, seed in self.seeds:
             buffer.add_to(total, sign, seed, self._places[name] + begin)
+
+    def decode(self, name: str, total: Array, out: Array) -> None:
+        """Write the round's step of a piece of a tensor from the sum without masks."""
         self._points[name].decode(total, math.fsum(self.weights[one] for one in self.survivors), out)
-        self._squares[name, begin] = float(np.square(out, dtype=np.float64).sum())
+        squared = np.zeros((1, 1))
+        add_products(squared, out[None])
+        if np.isfinite(squared[0, 0]):  # else the next model is refused
+            with self._lock:
+                self._squares[name] = self._squares.get(name, Fraction()) + Fraction(float(squared[0, 0]))
 
     def next_clips(self) -> dict[str, float]:
         """Clips of the next round: a multiple of each tensor's root mean square in this round's step."""
-        sums: dict[str, list[float]] = {}
-        for (name, _), squared in sorted(self._squares.items()):
-            sums.setdefault(name, []).append(squared)
-        rms = {name: math.sqrt(math.fsum(parts) / self._elements[name]) for name, parts in sums.items()}
+        rms = {name: math.sqrt(float(squared) / self._elements[name]) for name, squared in self._squares.items()}
         return {
             name: min(self.default_clip, HEADROOM * value)
             for name, value in sorted(rms.items())

@@ -74,6 +74,16 @@ class Work:
     new_master: TensorWriter | None = None
     new_slots: Sequence[TensorWriter] = ()
 
+    @property
+    def masked(self) -> Sequence[Mapping[str, TensorEntry]]:
+        """The updates, where they are masked: only their sum is worked on."""
+        return self.updates if self.unmasking is not None else ()
+
+    @property
+    def plain(self) -> Sequence[Mapping[str, TensorEntry]]:
+        """The updates, where they are not masked."""
+        return self.updates if self.unmasking is None else ()
+
 
 @dataclass(kw_only=True)
 class Passed:

@@ -20,7 +20,7 @@ GALOIS_ENDS = BLOCK << 32
 COUNTER_ENDS = BLOCK << 128
 MOST_SKIPPED = 64 * BLOCK
 """Bytes between two reads that are cheaper to make than a cipher is."""
-TRIED_BYTES, TRIALS = 1 << 18, 3
+TRIED_BYTES, TRIALS = 1 << 16, 3
 
 
 class KeyStream:

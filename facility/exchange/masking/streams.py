@@ -7,6 +7,7 @@ multiple of 16 elements. NIST SP 800-38A, section 6.5.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -30,11 +31,17 @@ def places_of(elements: Mapping[str, int]) -> dict[str, int]:
     return places
 
 
+@lru_cache(maxsize=1)
+def _zeros(count: int) -> memoryview:
+    """Bytes of zero that all threads share."""
+    return memoryview(bytes(count))
+
+
 class MaskBuffer:
     """One thread's memory for `rows` streams of at most `elements` values of `bits` bits."""
 
     def __init__(self, elements: int, bits: int, rows: int = 1) -> None:
-        self.bits, self._zeros = bits, memoryview(bytes(elements * bits // 8))
+        self.bits, self._zeros = bits, _zeros(elements * bits // 8)
         self._space = np.empty((rows, elements + BLOCK), UNSIGNED[bits])
         self._rows = [row.data.cast("B") for row in self._space]
         self._streams: dict[bytes, KeyStream] = {}
