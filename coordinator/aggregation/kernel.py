@@ -28,6 +28,7 @@ from coordinator.aggregation.turns import Turns
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.aggregation.work import NotFinite, Passed, Work
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
+from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
@@ -37,6 +38,8 @@ READ = 4 * PIECE
 """Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
 READ_BYTES = 3 << 19
 """Bytes that one thread reads at a time, of all sources together (a piece of each at least)."""
+MOST_BYTES = 3 << 20
+"""Of a piece of every source: where it would be more, as with 16 updates in float32, half a piece is read."""
 STRIDE = PIECE // 4
 """Elements that the server optimizer moves at a time, and that become a step where updates are masked."""
 SAMPLE = 16
@@ -103,13 +106,16 @@ def _sources(work: Work) -> Sequence[Mapping[str, TensorEntry]]:
 
 
 def _elements_read(work: Work) -> int:
-    """Elements read at a time from each source, a number of whole pieces."""
+    """Elements read at a time from each source: whole pieces, or half of one."""
     if work.unmasking is not None:  # the fewer, the less memory; the sum of a piece stays in the cache
         return PIECE
     widest = max(
         (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
         default=1,
     )
+    encoded = any(isinstance(entry, EncodedTensor) for source in _sources(work) for entry in source.values())
+    if widest * PIECE > MOST_BYTES and not encoded:  # messages are decoded by pieces
+        return PIECE // 2
     return max(PIECE, min(READ, READ_BYTES // widest // PIECE * PIECE))
 
 

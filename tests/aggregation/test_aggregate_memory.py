@@ -60,9 +60,10 @@ aggregate(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in
 
 
 def save(directory: Path, tensors: int, dtype: str = "BF16") -> Path:
-    """A checkpoint of tensors of 8 MB. `dtype`: BF16, or U16 for masked values."""
+    """A checkpoint of tensors of 4 million values. `dtype`: BF16, F32, or U16 for masked values."""
     directory.mkdir(parents=True)
-    content = np.full(1 << 22, 0x3F80, np.uint16).data.cast("B")
+    one = np.ones(1 << 22, np.float32) if dtype == "F32" else np.full(1 << 22, 0x3F80, np.uint16)
+    content = one.data.cast("B")
     planned = [Planned(name=f"w{i}", dtype=dtype, shape=(1 << 22,)) for i in range(tensors)]
     with TensorWriter(directory, {"model.safetensors": planned}) as writer:
         for tensor in planned:
@@ -147,4 +148,12 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
             os.link(masked / name, update / name)
     imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
     found = peak_of([sys.executable, "-c", MASKED, str(tmp_path), *map(str, updates)])
+    assert found - imports <= MOST_MEGABYTES, (found, imports)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+def test_many_updates_in_float32_fit_the_same_bound(tmp_path: Path):
+    base = save(tmp_path / "base", 6, dtype="F32")
+    imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+    found = peak_megabytes(tmp_path / "of16", base, 16)
     assert found - imports <= MOST_MEGABYTES, (found, imports)
