@@ -22,7 +22,13 @@ from facility.training.drift import KIND, is_in
 from facility.training.processes.ranks import gather, together
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
-from facility.training.state.update import outgoing_parts, outgoing_tensors, write_evaluation, write_update
+from facility.training.state.update import (
+    Outgoing,
+    outgoing_parts,
+    outgoing_tensors,
+    write_evaluation,
+    write_update,
+)
 
 log = logging.getLogger(__name__)
 
@@ -55,22 +61,17 @@ def finish_round(round: Round) -> None:
         figures["details"][drift.KEY] = walked.to_json()
     adapters = held.shapes if request.training.lora.rank else None
     tensors = outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype)
-    write_update(
-        request.out,
-        request.model,
-        inputs.checkpoint,
-        tensors,
-        held.names,
-        inputs.base,
-        outgoing_parts([*held.parts, *held.statistics], held.names.repeats),
-        round.ranks,
-        round.writes,
-        request.settings,
-        request.round,
-        lambda directory: add_files(round, figures, directory, {name: shape for name, _, shape in tensors}),
-        request.unsent_out,
-        request.masks,
+    update = Outgoing(
+        request=request,
+        checkpoint=inputs.checkpoint,
+        base=inputs.base,
+        tensors=tensors,
+        names=held.names,
+        parts=outgoing_parts([*held.parts, *held.statistics], held.names.repeats),
+        ranks=round.ranks,
+        writes=round.writes,
     )
+    write_update(update, lambda to: add_files(round, figures, to, {name: shape for name, _, shape in tensors}))
 
 
 def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict[str, tuple[int, ...]]) -> None:

@@ -6,8 +6,9 @@ import dataclasses
 import json
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,12 +27,10 @@ from facility.training import account
 from facility.training.devices import device_name
 from facility.training.model import Names
 from facility.training.processes.ranks import Ranks, barrier, broadcast, gather, together
+from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard, shard_of
 from facility.training.state.message import held_for_masks, held_tensors, write_message
 from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
-
-if TYPE_CHECKING:
-    from facility.rounds.masked import Masked
 
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -51,85 +50,116 @@ def outgoing_parts(parts: list[LocalShard], repeats: dict[str, str]) -> list[Loc
     return own
 
 
-def write_update(
-    out: Path,
-    model: Path,
-    checkpoint: Checkpoint,
-    tensors: list[tuple[str, str, tuple[int, ...]]],
-    names: Names,
-    base: manifests.Manifest | None,
-    parts: list[LocalShard],
-    ranks: Ranks,
-    writes: bool,
-    settings: FacilitySettings,
-    round: int,
-    add_files: Callable[[Path], None],
-    unsent_out: Path | None = None,
-    masks: Masked | None = None,
-) -> None:
-    """Write the update directory whole: `tensors` (name, dtype, shape) in that order, then what `add_files` writes.
+@dataclass(frozen=True, kw_only=True)
+class Outgoing:
+    """The update of a round, as one rank sees it."""
 
-    What no rank holds of the checkpoint is sent as received; `writes`: this rank's replica writes. `unsent_out`: write
-    a message in the settings' encoding where that can be done from memory, and there what it leaves out. `masks`: leave
-    the tensors masked in the state directory alone, where that can be done from memory.
+    request: RoundRequest
+    checkpoint: Checkpoint
+    """The received model."""
+    base: manifests.Manifest | None
+    """Its manifest."""
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+    """(name, dtype, shape) of what is written, in that order."""
+    names: Names
+    parts: list[LocalShard]
+    """What this rank holds of it."""
+    ranks: Ranks
+    writes: bool
+    """Whether this rank's replica writes."""
+
+    @property
+    def alone(self) -> bool:
+        """One rank holds and writes everything."""
+        return self.ranks.world == 1
+
+    @cached_property
+    def plan(self) -> tuple[dict[str, Slot], dict[str, bytes]]:
+        """Where each tensor goes, and the header of each file."""
+        return plan_files(self.tensors, single=ADAPTER if self.request.settings.training.lora.rank else SINGLE)
+
+    @property
+    def slots(self) -> dict[str, Slot]:
+        return self.plan[0]
+
+    @property
+    def conversion(self) -> Conversion | None:
+        """From the model's own tensors to the checkpoint's; adapters have none."""
+        return None if self.request.settings.training.lora.rank else self.names.conversion
+
+    @cached_property
+    def mine(self) -> list[LocalShard]:
+        """What this rank writes; the first one adds what no rank holds (buffers and the like), as received."""
+        found = [part for part in self.parts if self.writes and held_in(part.name, self.slots, self.conversion)]
+        if self.ranks.first:
+            for name in sorted(set(self.slots) - self.names.known - {part.name for part in found}):
+                found.append(shard_of(name, torch.nn.Parameter(self.checkpoint.read(name), requires_grad=False)))
+        return found
+
+
+def write_update(update: Outgoing, add_files: Callable[[Path], None]) -> None:
+    """Write the update directory whole: its tensors, then what `add_files` writes.
+
+    Where that can be done from memory, and the request asks for it, the tensors are written as a message in the
+    settings' encoding, or are left masked in the state directory alone.
     """
-    adapters = settings.training.lora
-    slots, headers = plan_files(tensors, single=ADAPTER if adapters.rank else SINGLE)
-    conversion = None if settings.training.lora.rank else names.conversion
-    mine = [part for part in parts if writes and held_in(part.name, slots, conversion)]
+    request, ranks = update.request, update.ranks
     if not ranks.first:
         temporary = Path(broadcast(ranks, None))
         barrier(ranks)
         with together(ranks):
-            write_shards(temporary, slots, mine, conversion)
+            write_shards(temporary, update.slots, update.mine, update.conversion)
         barrier(ranks)
         return
-    for name in sorted(set(slots) - names.known - {part.name for part in mine}):  # buffers and the like
-        mine.append(shard_of(name, torch.nn.Parameter(checkpoint.read(name), requires_grad=False)))
-    alone = ranks.world == 1
-    streams = held_tensors(model, slots, mine, settings) if alone and unsent_out is not None else None
-    masked = held_for_masks(model, slots, mine) if alone and masks is not None else None
-    with new_directory(out) as temporary:
+    training = request.settings.training
+    with new_directory(request.out) as temporary:
         broadcast(ranks, str(temporary))
-        described = describe(tensors, base, settings, round)
-        if streams is not None and unsent_out is not None:
-            described = as_message(described, settings.training.encoding, model)
-            known = write_message(temporary, unsent_out, *streams, settings)
-        elif masked is not None and masks is not None:
-            known = {}
-            masks.hold(masked, received=model)
-        else:
-            known = write_whole(temporary, slots, headers, mine, conversion, checkpoint, ranks, settings)
-        copy_companions(model, temporary)
-        state_dtype(temporary, settings.training.export_dtype)
-        if adapters.rank:
-            write_adapter_config(temporary, adapters, slots)
+        described, known = write_tensors_of(update, temporary)
+        copy_companions(request.model, temporary)
+        state_dtype(temporary, training.export_dtype)
+        if training.lora.rank:
+            write_adapter_config(temporary, training.lora, update.slots)
         add_files(temporary)
         manifests.write_manifest(temporary, described, known)
     barrier(ranks)
 
 
-def write_whole(
-    directory: Path,
-    slots: dict[str, Slot],
-    headers: dict[str, bytes],
-    mine: list[LocalShard],
-    conversion: Conversion | None,
-    checkpoint: Checkpoint,
-    ranks: Ranks,
-    settings: FacilitySettings,
-) -> dict[str, str]:
+def write_tensors_of(update: Outgoing, directory: Path) -> tuple[manifests.Manifest, dict[str, str]]:
+    """Write the tensors in the way that the request asks for and this rank can; on the first rank.
+
+    Returns the manifest without its files, and the sha256 of those that are known already.
+    """
+    request, model, slots = update.request, update.request.model, update.slots
+    described = describe(update.tensors, update.base, request.settings, request.round)
+    if update.alone and request.unsent_out is not None:
+        if (streams := held_tensors(model, slots, update.mine, request.settings)) is not None:
+            described = as_message(described, request.settings.training.encoding, model)
+            return described, write_message(directory, request.unsent_out, *streams, request.settings)
+    if update.alone and request.masks is not None:
+        if (held := held_for_masks(model, slots, update.mine)) is not None:
+            request.masks.hold(held, received=model)
+            return described, {}
+    return described, write_whole(update, directory)
+
+
+def write_whole(update: Outgoing, directory: Path) -> dict[str, str]:
     """Write the tensors of a whole update, on the first rank while all others write theirs, and the norms of its step.
 
     Returns the sha256 of the files where no other rank writes.
     """
+    slots, headers = update.plan
     hashed = create_files(directory, slots, headers)
-    barrier(ranks)
-    norms = StepNorms(checkpoint) if settings.norms_of_whole else None
-    alone = ranks.world == 1
-    with together(ranks):
+    barrier(update.ranks)
+    norms = StepNorms(update.checkpoint) if update.request.settings.norms_of_whole else None
+    alone = update.alone
+    with together(update.ranks):
         known = write_shards(
-            directory, slots, mine, conversion, hashed=hashed if alone else None, norms=norms if alone else None
+            directory,
+            slots,
+            update.mine,
+            update.conversion,
+            hashed=hashed if alone else None,
+            norms=norms if alone else None,
         )
     if norms is not None:
         state_norms(norms, directory, from_disk=not alone)
