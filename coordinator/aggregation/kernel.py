@@ -49,11 +49,11 @@ SAMPLE = 16
 class _Buffers:
     """One thread's memory."""
 
-    def __init__(self, sources: int, elements: int) -> None:
+    def __init__(self, sources: int, elements: int, *, masked: bool) -> None:
         self.raw = [np.empty(elements * 8, np.uint8).data for _ in range(sources)]
         """Of the widest dtype: what a narrower one does not touch takes no memory."""
         self.output = np.empty(elements * 8, np.uint8)
-        self.masked = [np.empty(elements * 8, np.uint8).data for _ in range(2)]
+        self.masked = [np.empty(elements * 8, np.uint8).data for _ in range(2 if masked else 0)]
         """What masked updates are read into: where they are hashed in turn, one while the next is read."""
         self.reader: TensorReader | None = None
         """Of the tensor that is under way."""
@@ -82,7 +82,7 @@ def run(work: Work, *, threads: int) -> Passed:
             files.open(list(entries.values()))
 
         def worker() -> Callable[[_Cut], PartSums]:
-            buffers = _Buffers(len(sources), elements)
+            buffers = _Buffers(len(sources), elements, masked=work.unmasking is not None)
 
             def one(cut: _Cut) -> PartSums:
                 if cut.begins and cut.number + 1 < len(spans):
