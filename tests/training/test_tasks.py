@@ -124,7 +124,7 @@ def test_a_classifiers_head_is_trained_and_travels_with_its_adapters(tmp_path: P
 
     classes, head = write_classes(tmp_path / "classes"), "base_model.model.score.weight"
     model = save_classifier(tmp_path / "model", 4, "llama")
-    lora = {"lora": {"rank": 4}, "learning_rate": 5e-3}
+    lora = {"lora": {"rank": 4}, "learning_rate": 5e-3, "epsilon": 1e-5}  # above rounding, which such a rate would show
     rounds_in([("one", arguments(tmp_path / "one", model, classes, **lora))])
     layouts = {"fsdp": {}, "pipeline": PIPELINE}
     rounds_in([(n, arguments(tmp_path / n, model, classes, **lora, **more)) for n, more in layouts.items()], ranks=2)
@@ -132,7 +132,7 @@ def test_a_classifiers_head_is_trained_and_travels_with_its_adapters(tmp_path: P
     assert {name for name in weights(out) if ".lora_" not in name} == {head}
     assert (weights(out)[head] - weights(model)["score.weight"]).abs().max() > 1e-3
     for name in layouts:
-        assert largest_difference(out, tmp_path / name / "out") < 1e-5, name
+        assert largest_difference(out, tmp_path / name / "out") < 2e-6, name
     loaded = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(model), out).eval()
     ids = torch.from_numpy(np.load(classes / "validation.npy").astype(np.int64))
     labels, lengths, _ = torch.from_numpy(np.load(classes / "validation.rows.npy").astype(np.int64)).T
