@@ -70,7 +70,7 @@ def test_adapters_and_bert_in_every_layout_of_four_are_one_process(tmp_path: Pat
     dataset = write_dataset(tmp_path / "data")
     words, classes = write_masked_words(tmp_path / "words"), write_classes(tmp_path / "classes")
     llama = save_pico(tmp_path / "llama", tie_word_embeddings=True)
-    adapters = {"lora": {"rank": 4}, "learning_rate": 1e-2}
+    adapters = {"lora": {"rank": 4}, "learning_rate": 1e-2, "epsilon": 1e-5}
     models: dict[str, tuple[Path, Path, dict[str, Any]]] = {
         "adapters": (llama, dataset, adapters),
         "words": (save_pico(tmp_path / "bert", "bert"), words, {}),

@@ -81,7 +81,7 @@ PIPELINE = {"layout": {"stages": 2, "units": [[0, 2], [2, 6]]}}
 def test_adapters_travel_alone_and_train_alike_in_every_layout(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data")
     model = save_pico(tmp_path / "model", "llama", tie_word_embeddings=True)
-    lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}, "learning_rate": 1e-2}
+    lora = {"lora": {"rank": 4, "targets": ["q_proj", "v_proj", "down_proj"]}, "learning_rate": 1e-2, "epsilon": 1e-5}
     rounds_in([("one", arguments(tmp_path / "one", model, dataset, **lora))])
     rounds_in(
         [
