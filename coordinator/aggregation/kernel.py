@@ -113,10 +113,14 @@ def _elements_read(work: Work) -> int:
         (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
         default=1,
     )
-    encoded = any(isinstance(entry, EncodedTensor) for source in _sources(work) for entry in source.values())
-    if widest * PIECE > MOST_BYTES and not encoded:  # messages are decoded by pieces
+    if widest * PIECE > MOST_BYTES and not _decodes(work):
         return PIECE // 2
     return max(PIECE, min(READ, READ_BYTES // widest // PIECE * PIECE))
+
+
+def _decodes(work: Work) -> bool:
+    """Whether some of the sources are messages, which are decoded by whole pieces."""
+    return any(isinstance(entry, EncodedTensor) for source in _sources(work) for entry in source.values())
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,11 @@ def peak_of(command: list[str]) -> float:
     return int(done.stderr.split()[-1]) / 1024
 
 
+def megabytes_of_imports() -> float:
+    """Of Python and all that an aggregation imports."""
+    return peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_memory_is_bounded(tmp_path: Path):
     small, large = save(tmp_path / "small", 4), save(tmp_path / "large", 12)  # 34 and 101 MB
@@ -119,7 +124,7 @@ def test_the_state_of_the_server_optimizer_fits_the_same_bound(tmp_path: Path, c
     old = read_manifest(tmp_path / "state")
     write_manifest(tmp_path / "state", dataclasses.replace(old, round=0, files={}))
     belong_to(tmp_path / "state", sent)
-    imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+    imports = megabytes_of_imports()
     found = []
     for _ in range(
         3
@@ -154,7 +159,7 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
         update.mkdir()
         for name in ("model.safetensors", "config.json"):
             os.link(masked / name, update / name)
-    imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+    imports = megabytes_of_imports()
     found = peak_of([sys.executable, "-c", MASKED, str(tmp_path), *map(str, updates)])
     assert found - imports <= MOST_MEGABYTES, (found, imports)
 
@@ -162,6 +167,6 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_many_updates_in_float32_fit_the_same_bound(tmp_path: Path):
     base = save(tmp_path / "base", 6, dtype="F32")
-    imports = peak_of([sys.executable, "-c", "import coordinator.aggregate"])
+    imports = megabytes_of_imports()
     found = peak_megabytes(tmp_path / "of16", base, 16)
     assert found - imports <= MOST_MEGABYTES, (found, imports)

@@ -227,16 +227,15 @@ def sums_to(pico: Pico, sent: Path, roster: Path, own: bytes, told: make.Tensors
         assert np.abs(step - wanted).max() <= unit * 2.0**-7 + rounding, name
 
 
-@pytest.mark.parametrize("again", ["the same roster", "another roster"])
-def test_killed_anywhere_the_next_job_sends_the_update_and_trains_once_it_is_kept(
-    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, again: str
-):
-    """One place after the other; training comes to the same update each time."""
-    pico = Pico(root=tmp_path, signers=signers, bits=16, largest_step=0.2)
-    roster, state = pico.drawn(), pico.state(ME)
-    (state / "masking").mkdir(exist_ok=True)
+def trained_to_disk(pico: Pico) -> make.Tensors:
+    """The update that training comes to each time, written whole, in float32."""
+    (pico.state(ME) / "masking").mkdir(exist_ok=True)
     rounds_in([("disk", pico.command())])
-    told = {name: value.float() for name, value in make.read_all(pico.trained).items()}
+    return {name: value.float() for name, value in make.read_all(pico.trained).items()}
+
+
+def seeds_drawn(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Every seed of its own that the facility draws from here on."""
     drawn: list[bytes] = []
     draw = masking.draw_seed
 
@@ -245,6 +244,17 @@ def test_killed_anywhere_the_next_job_sends_the_update_and_trains_once_it_is_kep
         return drawn[-1]
 
     monkeypatch.setattr(masking, "draw_seed", noted)
+    return drawn
+
+
+@pytest.mark.parametrize("again", ["the same roster", "another roster"])
+def test_killed_anywhere_the_next_job_sends_the_update_and_trains_once_it_is_kept(
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, again: str
+):
+    """One place after the other; training comes to the same update each time."""
+    pico = Pico(root=tmp_path, signers=signers, bits=16, largest_step=0.2)
+    roster, state = pico.drawn(), pico.state(ME)
+    told, drawn = trained_to_disk(pico), seeds_drawn(monkeypatch)
     contents: dict[bytes, bytes] = {}
     for number, (words, targets) in enumerate(PLACES.items()):
         as_before_the_round(state)
@@ -358,12 +368,7 @@ def test_killed_anywhere_as_it_is_masked_anew_the_next_job_sends_it_and_nothing_
 ):
     pico = Pico(root=tmp_path, signers=signers, bits=bits, largest_step=0.2)
     first, state = pico.drawn(), pico.state(ME)
-    (state / "masking").mkdir(exist_ok=True)
-    rounds_in([("disk", pico.command())])
-    told = {name: value.float() for name, value in make.read_all(pico.trained).items()}
-    drawn: list[bytes] = []
-    draw = masking.draw_seed
-    monkeypatch.setattr(masking, "draw_seed", lambda: drawn.append(draw()) or drawn[-1])
+    told, drawn = trained_to_disk(pico), seeds_drawn(monkeypatch)
     for number, (owner, name) in enumerate(ANEW.values()):
         as_before_the_round(state)
         pico.attempt(first, tmp_path / "out" / f"{number}-first")
