@@ -137,5 +137,8 @@ def _told(state: str, row: MeasuredFederation) -> str:
 
 
 def _described(settings: dict[str, Any]) -> str:
-    numbers = ", ".join(f"{name} {value:g}" for name, value in settings.items() if name != "rule")
+    own = settings.get("optimizer_parameters", {})
+    flat = {name: value for name, value in settings.items() if name not in ("rule", "optimizer_parameters")}
+    flat |= {f"optimizer_parameters.{name}": value for name, value in own.items()}
+    numbers = ", ".join(f"{name} {value:g}" for name, value in flat.items())
     return f"{settings['rule']} ({numbers})" if numbers else str(settings["rule"])

@@ -62,16 +62,25 @@ def with_measured(
 ) -> list[TrainingSettings]:
     """Every facility's settings with those that were measured with the choice of `rule: auto`.
 
-    `given`: the keys of `training:` that federation.yml writes for each facility; they are kept. What was measured was
-    one optimizer with the choice's optimizer state: where a facility has others, its settings stay as they are.
+    `given`: the keys of `training:` that federation.yml writes for each facility; they are kept, and of
+    `optimizer_parameters` those that it writes. What was measured was one optimizer with the choice's optimizer state:
+    where a facility has others, its settings stay as they are.
     """
     optimizer = "adamw" if choice.row is None else choice.row.optimizer
     return [
-        dataclasses.replace(one, **{key: value for key, value in choice.training.items() if key not in own})
+        dataclasses.replace(one, **_measured_for(one, own, choice.training))
         if (one.optimizer, one.optimizer_state) == (optimizer, choice.optimizer_state)
         else one
         for one, own in zip(training, given, strict=True)
     ]
+
+
+def _measured_for(one: TrainingSettings, own: Collection[str], measured: Mapping[str, Any]) -> dict[str, Any]:
+    """What one facility takes over of the settings that were measured."""
+    taken = {key: value for key, value in measured.items() if key not in own}
+    if parameters := measured.get("optimizer_parameters"):
+        taken["optimizer_parameters"] = parameters | one.optimizer_parameters
+    return taken
 
 
 def may_share(training: Sequence[TrainingSettings], settings: AggregationSettings) -> bool:

@@ -47,6 +47,8 @@ class Local:
     """FedProx's mu; 0 is off."""
     optimizer: str = "adamw"
     """One of `training.optimizer`."""
+    optimizer_parameters: dict[str, float] = field(default_factory=dict)
+    """Its own, as `training.optimizer_parameters`."""
     keep_optimizer: bool = True
     optimizer_state: str = "personal"
     """`shared`: second moments are averaged between rounds; first moments stay personal."""
@@ -57,7 +59,8 @@ class Local:
     blend: float = 1.0
     """Share of the averaged second moments in what a facility goes on from; the rest are its own."""
     first_moments: str = "off"
-    """`mean`: first moments are averaged between rounds, in full."""
+    """`mean`: first moments are averaged between rounds, in full; `step` (Muon): those of matrices are the way that the
+    global model went, as long as the facility's own; `zero` (Muon): they are forgotten."""
     along: float = 0.0
     """Momentum of the global model that is walked within the round instead of after it (`federated_drift.py`)."""
     control: float = 0.0

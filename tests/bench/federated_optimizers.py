@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
@@ -30,6 +30,7 @@ def settings_of(local: Local) -> TrainingSettings:
     """The product's settings of an experiment's training."""
     return TrainingSettings(
         optimizer=local.optimizer,
+        optimizer_parameters=dict(local.optimizer_parameters),
         learning_rate=local.learning_rate,
         weight_decay=local.weight_decay,
         beta1=local.betas[0],
@@ -51,7 +52,9 @@ def averaged_kinds(local: Local) -> tuple[str, ...]:
 
 def decay_of(kind: str, local: Local) -> float:
     """How much a step keeps of a running mean that begins at zero; 0: it is not biased, as Adafactor's are not."""
-    momentum = OPTIMIZERS.get("muon").values({})["momentum"]
+    momentum = OPTIMIZERS.get("muon").values(local.optimizer_parameters if local.optimizer == "muon" else {})[
+        "momentum"
+    ]
     return {"exp_avg": local.betas[0], "exp_avg_sq": local.betas[1], "momentum_buffer": float(momentum)}.get(kind, 0.0)
 
 
@@ -74,3 +77,18 @@ def share_state(learners: Sequence[Learner], weights: Sequence[float], takers: S
                 if learner.adam_steps:
                     own = learner.optimizer.state[learner.parameters[number]]
                     own[kind].copy_(mean * (1 - decay**learner.adam_steps))
+
+
+@torch.no_grad()
+def begin_momentum(learners: Sequence[Learner], before: Sequence[Tensor], after: Sequence[Tensor]) -> None:
+    """Let the momentum of matrices under Muon begin a round as `first_moments: step` or `zero` says."""
+    for learner in learners:
+        for parameter, old, new in zip(learner.parameters, before, after, strict=True):
+            own = learner.optimizer.state[parameter].get("momentum_buffer")
+            if own is None:
+                continue
+            if learner.local.first_moments == "zero":
+                own.zero_()
+            else:
+                way = (old - new).to(own.device)
+                own.copy_(way * (own.norm() / way.norm().clamp_min(1e-30)))

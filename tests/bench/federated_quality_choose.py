@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections import defaultdict
@@ -33,11 +34,11 @@ SEEDS_OF_OTHERS = 1
 """The same with another inner optimizer than AdamW, or with adapters."""
 SHARING = ("adamw", "muon")
 """Inner optimizers whose second moments `auto` shares, over whole models."""
-RATES = {"adafactor": 3e-2}
-"""Learning rate of an inner optimizer, where it is not the size's."""
+RATES = {"adafactor": 3e-2, "muon": 1.6e-2}
+"""Learning rate of an inner optimizer, where it is not the size's: Muon's is the best one of pooled training."""
 ADAPTERS, ADAPTERS_RATE = {"rank": 8}, 1e-2
 """Those that have rows, and their learning rate."""
-LOCAL = {"learning_rate", "optimizer", "optimizer_state", "warmup_steps", "betas"}
+LOCAL = {"learning_rate", "optimizer", "optimizer_parameters", "optimizer_state", "warmup_steps", "betas"}
 """What may differ from the benchmark's defaults in a federation that `auto` could choose: nothing that travels in a
 model's bytes, as first moments do."""
 BETA1, BETA2 = 0.9, 0.95
@@ -65,11 +66,11 @@ def measured(results: Iterable[dict[str, Any]], earlier: Iterable[dict[str, Any]
         where = row["experiment"], row["schedule"], min(SEEDS), PLAIN
         _add(found, where, row, dict(enumerate(row["over_pooled"], start=1)))
     rows = [row for row in results if _comparable(row["key"])]
-    pooled = {
-        _place(row["key"]): row["geometric_mean"]
-        for row in rows
-        if row["key"]["arm"]["aggregation"] is None and "betas" not in row["key"]["arm"]["local"]
-    }
+    pooled: dict[tuple[Any, ...], float] = {}
+    for row in rows:  # of pooled training with other parameters of its optimizer the best counts
+        if row["key"]["arm"]["aggregation"] is None and "betas" not in row["key"]["arm"]["local"]:
+            place = _place(row["key"])
+            pooled[place] = min(row["geometric_mean"], pooled.get(place, math.inf))
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
@@ -115,11 +116,13 @@ def _add(found: Found, where: Federation, arm: dict[str, Any], over: dict[int, f
         beta1, beta2 = local.get("betas", (BETA1, BETA2))
         if beta1 != BETA1:
             return
-        training = {} if beta2 == BETA2 else {"beta2": beta2}
+        training: dict[str, Any] = {} if beta2 == BETA2 else {"beta2": beta2}
+        if own := local.get("optimizer_parameters"):
+            training["optimizer_parameters"] = own
         way = (
             json.dumps(arm["aggregation"], sort_keys=True),
             local.get("optimizer_state", "personal"),
-            json.dumps(training),
+            json.dumps(training, sort_keys=True),
         )
         found[where][way] |= over
 

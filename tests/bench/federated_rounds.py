@@ -29,7 +29,7 @@ from tests.bench.federated_learner import (
     trained,
 )
 from tests.bench.federated_lora import train_components
-from tests.bench.federated_optimizers import share_state
+from tests.bench.federated_optimizers import begin_momentum, share_state
 from tests.bench.federated_unlike import is_late, steps_of, text_of
 from tests.reproductions.server_in_memory import Server
 
@@ -154,6 +154,8 @@ class Federation:
             self.sent = downlink(-1, self.sent, master)
             for name, old, new in zip(self.names, master, self.sent, strict=True):
                 own[name] = downlink.master(old, new).reshape(-1).numpy()
+        if self.local.first_moments in ("step", "zero"):
+            begin_momentum(list(self.learners.values()), before, self.sent)
         if self.drift.on:
             self.drift.moved(before, self.sent, next(iter(self.learners.values())).rates)
 

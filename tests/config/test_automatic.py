@@ -180,6 +180,27 @@ def test_settings_of_training_that_were_measured_with_the_choice_come_with_it(tm
     assert chosen.training == {"beta2": 0.99} and "beta2 0.99" in chosen.reason
 
 
+def test_parameters_of_the_optimizer_come_with_the_choice_but_for_those_that_a_facility_writes():
+    muon = TrainingSettings(optimizer="muon", optimizer_state="shared")
+    other = dataclasses.replace(muon, optimizer_parameters={"newton_schulz_steps": 6})
+    own = dataclasses.replace(muon, optimizer_parameters={"momentum": 0.95})
+    where = dataclasses.replace(situation(2), optimizer="muon")
+    measured = {"beta2": 0.99, "optimizer_parameters": {"momentum": 0.8}}
+    table = (
+        MeasuredFederation(situation=where, mean=1.5, best={"shared": dataclasses.replace(SHARED, training=measured)}),
+    )
+    choice = choose(where, may_share=True, table=table)
+    assert "beta2 0.99, optimizer_parameters.momentum 0.8" in choice.reason
+    written: list[set[str]] = [set(), {"optimizer_parameters"}, {"optimizer_parameters"}, set()]
+    found = with_measured([muon, other, own, TrainingSettings()], written, choice)
+    assert [one.optimizer_parameters for one in found] == [
+        {"momentum": 0.8},
+        {"momentum": 0.8, "newton_schulz_steps": 6},
+        {"momentum": 0.95},
+        {},
+    ]
+
+
 def test_federations_over_other_languages_count_together(tmp_path: Path):
     """One language's seeds weigh as much as another's single one, and a way must have every run."""
     rows = []
