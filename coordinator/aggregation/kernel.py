@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.aggregation.message_blocks import layout_as_stored
 from coordinator.aggregation.reading import TensorReader
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
@@ -27,6 +28,7 @@ from coordinator.aggregation.sums import PartSums, Sums
 from coordinator.aggregation.turns import Turns
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.aggregation.work import NotFinite, Passed, Work
+from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
@@ -109,18 +111,32 @@ def _elements_read(work: Work) -> int:
     """Elements read at a time from each source: whole pieces, or half of one."""
     if work.unmasking is not None:  # the fewer, the less memory; the sum of a piece stays in the cache
         return PIECE
-    widest = max(
-        (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
-        default=1,
-    )
-    if widest * PIECE > MOST_BYTES and not _decodes(work):
+    widest, decodes = 1.0, False
+    for name, base in work.base.items():
+        found = [source[name] for source in _sources(work) if name in source]
+        layouts = [layout_as_stored(entry, base) if _as_stored(work, name) else None for entry in found]
+        widest = max(widest, sum(map(_bytes_each, found, layouts)))
+        encoded = (isinstance(entry, EncodedTensor) and entry.fields for entry in found)
+        decodes = decodes or any(one and layout is None for one, layout in zip(encoded, layouts, strict=True))
+    if widest * PIECE > MOST_BYTES and not decodes:  # what is decoded is so by whole pieces
         return PIECE // 2
-    return max(PIECE, min(READ, READ_BYTES // widest // PIECE * PIECE))
+    return max(PIECE, min(READ, int(READ_BYTES / widest) // PIECE * PIECE))
 
 
-def _decodes(work: Work) -> bool:
-    """Whether some of the sources are messages, which are decoded by whole pieces."""
-    return any(isinstance(entry, EncodedTensor) for source in _sources(work) for entry in source.values())
+def _bytes_each(entry: TensorEntry, layout: native.BlockLayout | None) -> float:
+    """Of one value in a buffer."""
+    return ITEM_BYTES[entry.dtype] if layout is None else 1 / layout.values_a_byte
+
+
+def _arithmetic(work: Work, name: str) -> str:
+    """The dtype that a tensor is averaged in."""
+    return "float64" if work.float64 or work.base[name].dtype == "F64" else "float32"
+
+
+def _as_stored(work: Work, name: str) -> bool:
+    """Whether compiled code works on all updates of a tensor, and nothing else looks at their values."""
+    compiled = native.library() is not None and _arithmetic(work, name) == "float32"
+    return compiled and work.values is None and all(update[name].dtype in native.KINDS for update in work.plain)
 
 
 @dataclass(frozen=True)
@@ -157,8 +173,8 @@ class _Part:
     dtypes: list[str]
     """As stored, of the base and the updates."""
     sources: list[Array]
-    places: Sequence[int]
-    """Their addresses, and those of the arrays after them."""
+    reader: TensorReader
+    """That knows where they lie."""
     master: Array | None
     slots: list[Array | None]
     buffers: _Buffers
@@ -170,10 +186,9 @@ class _Part:
     def take(self, piece: slice, **wanted: Any) -> tuple[Array, Array | None, Array]:
         """(base, steps, weighted sum) of a piece (`Steps.take`)."""
         steps = self.buffers.steps(len(self.work.updates), self.dtype)
-        places = [
-            place + piece.start * source.itemsize for place, source in zip(self.places, self.sources, strict=False)
-        ]
-        return steps.take([source[piece] for source in self.sources], self.dtypes, places=places, **wanted)
+        places, scales = self.reader.addresses(piece.start, len(self.sources))
+        given = [source[piece] for source in self.sources]
+        return steps.take(given, self.dtypes, places=places, scales=scales, **wanted)
 
 
 def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> None:
@@ -193,12 +208,12 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
 
 def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> _Part:
     """The same elements of every source."""
-    name, begin, count = cut.name, cut.begin, cut.count
-    base, updates = work.base[name], len(work.plain)
+    name, begin, count, updates = cut.name, cut.begin, cut.count, len(work.plain)
     if buffers.reader is None or buffers.reader.name != name:
-        buffers.reader = TensorReader(name, _sources(work), files, buffers.raw)
-    arrays = buffers.reader.read(begin, count)
-    result.bytes_read += buffers.reader.bytes_of(count)
+        as_stored = _as_stored(work, name)
+        buffers.reader = TensorReader(name, _sources(work), files, buffers.raw, as_stored=as_stored)
+    arrays, reader = buffers.reader.read(begin, count), buffers.reader
+    result.bytes_read += reader.bytes_of(count)
     masked = _sum_of_masked(work, cut, files, buffers) if work.masked else None
     if masked is not None:
         result.bytes_read += masked.nbytes * len(work.masked)
@@ -207,10 +222,10 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
         work=work,
         name=name,
         begin=begin,
-        dtype="float64" if work.float64 or base.dtype == "F64" else "float32",
-        dtypes=[base.dtype, *(update[name].dtype for update in work.plain)],
+        dtype=_arithmetic(work, name),
+        dtypes=reader.dtypes[: 1 + updates],
         sources=[array for array in arrays[: 1 + updates] if array is not None],
-        places=buffers.reader.places,
+        reader=reader,
         master=master,
         slots=arrays[2 + updates :],
         buffers=buffers,
