@@ -71,8 +71,8 @@ static void widen(const void *stored, int kind, int64_t start, int64_t n, float 
 }
 
 /* Differences as whole numbers times the scale of their block: one byte each, or half a one and bfloat16 scales. */
-static inline void int8_values(int64_t n, int64_t block, const int8_t *restrict q, const float *restrict scales,
-                               float *restrict out)
+static inline __attribute__((always_inline)) void int8_values(int64_t n, int64_t block, const int8_t *restrict q,
+                                                              const float *restrict scales, float *restrict out)
 {
     for (int64_t start = 0; start < n; start += block) {
         int64_t count = n - start < block ? n - start : block;
@@ -82,19 +82,23 @@ static inline void int8_values(int64_t n, int64_t block, const int8_t *restrict 
     }
 }
 
-static inline void int4_values(int64_t n, int64_t block, float levels, const uint8_t *restrict q,
-                               const uint16_t *restrict scales, float *restrict out)
+static inline __attribute__((always_inline)) void int4_values(int64_t n, int64_t block, float levels,
+                                                              const uint8_t *restrict q, const uint16_t *restrict scales,
+                                                              float *restrict out)
 {
+    uint8_t nibbles[RUN]; /* block is at most RUN */
     for (int64_t start = 0; start < n; start += block) {
-        int64_t count = n - start < block ? n - start : block;
+        int64_t count = n - start < block ? n - start : block, pairs = count / 2;
+        const uint8_t *restrict two = q + start / 2;
         float scale = from_bits((uint32_t)*scales++ << 16);
-        for (int64_t i = 0; i + 1 < count; i += 2) {
-            uint8_t two = q[(start + i) / 2];
-            out[start + i] = ((float)(two & 15) - levels) * scale;
-            out[start + i + 1] = ((float)(two >> 4) - levels) * scale;
+        for (int64_t i = 0; i < pairs; i++) {
+            nibbles[2 * i] = two[i] & 15;
+            nibbles[2 * i + 1] = two[i] >> 4;
         }
         if (count & 1)
-            out[start + count - 1] = ((float)(q[(start + count - 1) / 2] & 15) - levels) * scale;
+            nibbles[count - 1] = two[pairs] & 15;
+        for (int64_t i = 0; i < count; i++)
+            out[start + i] = ((float)nibbles[i] - levels) * scale;
     }
 }
 
