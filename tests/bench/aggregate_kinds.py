@@ -16,7 +16,7 @@ process, CPU seconds (`cpu`) and wall seconds (`wall`) of its passes, the last o
 seconds from the begin of the first pass until all is synced to the disk and renamed (`io`: synced). Ratios are those of
 the last pass over `io` in CPU and in wall seconds, and of `durable`; mergekit's whole process over ours in CPU and wall
 seconds. Each is the median of the turns, or null where a turn is more than a fifth off it. --before names the root of
-another checkout, measured in the same turns.
+another checkout, measured in the same turns. `load`: the machine's average of the last minute, ours included.
 
 --cold: what is read is dropped from the page cache before every contender, in a DIR on a real disk; every message and
 masked update has bytes of its own then. A run that read less than nine tenths of them from the disk has failed. The
@@ -252,7 +252,7 @@ def cell(kind: str, base: Path, given: dict[str, Path], a: argparse.Namespace) -
             runs[name].append(run)
     for left in ("out", "state_out"):
         shutil.rmtree(a.work / left, ignore_errors=True)
-    return {"runs": runs, "ratios": ratios(runs)}
+    return {"load": round(os.getloadavg()[0], 1), "runs": runs, "ratios": ratios(runs)}
 
 
 def drop(files: list[Path]) -> None:
