@@ -14,32 +14,25 @@ sharding. What half precision cannot carry stays in m and is sent when it has gr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.reading import TensorReader
+from coordinator.aggregation.read_size import elements_read
+from coordinator.aggregation.reading import WIDEST, TensorReader
 from coordinator.aggregation.steps import Steps, add_products
 from coordinator.aggregation.streams import PIECE, Files, Span, pieces, spans_of
 from coordinator.aggregation.sums import PartSums, Sums
 from coordinator.aggregation.turns import Turns
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.aggregation.work import NotFinite, Passed, Work
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
-from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.malloc import share_one_arena
 
-READ = 4 * PIECE
-"""Elements read at a time from each source: few enough that they are still in the cache when they are worked on."""
-READ_BYTES = 3 << 19
-"""Bytes that one thread reads at a time, of all sources together (a piece of each at least)."""
-MOST_BYTES = 3 << 20
-"""Of a piece of every source: where it would be more, as with 16 updates in float32, half a piece is read."""
 STRIDE = PIECE // 4
 """Elements that the server optimizer moves at a time, and that become a step where updates are masked."""
 SAMPLE = 16
@@ -50,10 +43,10 @@ class _Buffers:
     """One thread's memory."""
 
     def __init__(self, sources: int, elements: int, *, masked: bool) -> None:
-        self.raw = [np.empty(elements * 8, np.uint8).data for _ in range(sources)]
+        self.raw = [np.empty(elements * WIDEST, np.uint8).data for _ in range(sources)]
         """Of the widest dtype: what a narrower one does not touch takes no memory."""
-        self.output = np.empty(elements * 8, np.uint8)
-        self.masked = [np.empty(elements * 8, np.uint8).data for _ in range(2 if masked else 0)]
+        self.output = np.empty(elements * WIDEST, np.uint8)
+        self.masked = [np.empty(elements * WIDEST, np.uint8).data for _ in range(2 if masked else 0)]
         """What masked updates are read into: where they are hashed in turn, one while the next is read."""
         self.reader: TensorReader | None = None
         """Of the tensor that is under way."""
@@ -75,7 +68,7 @@ def run(work: Work, *, threads: int) -> Passed:
     """Do one pass. Raises `NotFinite` when the result does not fit."""
     share_one_arena()
     spans = spans_of(dict(work.base))
-    sources, elements = _sources(work), _elements_read(work)
+    sources, elements = work.sources, elements_read(work)
     sums = Sums(len(work.updates), by_tensor=work.by_tensor, apart=threads > 1)
     with Files(work.hashed) as files:
         for entries in (*sources, *work.masked):
@@ -98,29 +91,6 @@ def run(work: Work, *, threads: int) -> Passed:
 
         Turns(_cuts(spans, elements), sums.take, ahead=threads).run(threads, worker)
     return sums.passed()
-
-
-def _sources(work: Work) -> Sequence[Mapping[str, TensorEntry]]:
-    """What is read into a buffer each: the base, the updates but masked ones, the master and the slots."""
-    return (work.base, *work.plain, work.master, *work.slots)
-
-
-def _elements_read(work: Work) -> int:
-    """Elements read at a time from each source: whole pieces, or half of one."""
-    if work.unmasking is not None:  # the fewer, the less memory; the sum of a piece stays in the cache
-        return PIECE
-    widest = max(
-        (sum(ITEM_BYTES[source[name].dtype] for source in _sources(work) if name in source) for name in work.base),
-        default=1,
-    )
-    if widest * PIECE > MOST_BYTES and not _decodes(work):
-        return PIECE // 2
-    return max(PIECE, min(READ, READ_BYTES // widest // PIECE * PIECE))
-
-
-def _decodes(work: Work) -> bool:
-    """Whether some of the sources are messages, which are decoded by whole pieces."""
-    return any(isinstance(entry, EncodedTensor) for source in _sources(work) for entry in source.values())
 
 
 @dataclass(frozen=True)
@@ -157,8 +127,8 @@ class _Part:
     dtypes: list[str]
     """As stored, of the base and the updates."""
     sources: list[Array]
-    places: Sequence[int]
-    """Their addresses, and those of the arrays after them."""
+    reader: TensorReader
+    """That knows where they lie."""
     master: Array | None
     slots: list[Array | None]
     buffers: _Buffers
@@ -170,10 +140,9 @@ class _Part:
     def take(self, piece: slice, **wanted: Any) -> tuple[Array, Array | None, Array]:
         """(base, steps, weighted sum) of a piece (`Steps.take`)."""
         steps = self.buffers.steps(len(self.work.updates), self.dtype)
-        places = [
-            place + piece.start * source.itemsize for place, source in zip(self.places, self.sources, strict=False)
-        ]
-        return steps.take([source[piece] for source in self.sources], self.dtypes, places=places, **wanted)
+        places, scales = self.reader.addresses(piece.start, len(self.sources))
+        given = [source[piece] for source in self.sources]
+        return steps.take(given, self.dtypes, places=places, scales=scales, **wanted)
 
 
 def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> None:
@@ -193,12 +162,12 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
 
 def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> _Part:
     """The same elements of every source."""
-    name, begin, count = cut.name, cut.begin, cut.count
-    base, updates = work.base[name], len(work.plain)
+    name, begin, count, updates = cut.name, cut.begin, cut.count, len(work.plain)
     if buffers.reader is None or buffers.reader.name != name:
-        buffers.reader = TensorReader(name, _sources(work), files, buffers.raw)
-    arrays = buffers.reader.read(begin, count)
-    result.bytes_read += buffers.reader.bytes_of(count)
+        as_stored = work.as_stored(name)
+        buffers.reader = TensorReader(name, work.sources, files, buffers.raw, as_stored=as_stored)
+    arrays, reader = buffers.reader.read(begin, count), buffers.reader
+    result.bytes_read += reader.bytes_of(count)
     masked = _sum_of_masked(work, cut, files, buffers) if work.masked else None
     if masked is not None:
         result.bytes_read += masked.nbytes * len(work.masked)
@@ -207,10 +176,10 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
         work=work,
         name=name,
         begin=begin,
-        dtype="float64" if work.float64 or base.dtype == "F64" else "float32",
-        dtypes=[base.dtype, *(update[name].dtype for update in work.plain)],
+        dtype=work.arithmetic(name),
+        dtypes=reader.dtypes[: 1 + updates],
         sources=[array for array in arrays[: 1 + updates] if array is not None],
-        places=buffers.reader.places,
+        reader=reader,
         master=master,
         slots=arrays[2 + updates :],
         buffers=buffers,

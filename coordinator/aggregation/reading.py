@@ -1,11 +1,17 @@
-"""One tensor of every source, read part by part: with one call for all of them where there is compiled code."""
+"""One tensor of every source, read part by part: with one call for all of them where there is compiled code.
+
+Messages in blocks of whole numbers lie in their buffers as they are stored where the compiled code works on them, which
+makes their values as it needs them. Other messages are decoded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.aggregation.message_blocks import Scales, adds_to, check_sizes, layout_as_stored
 from coordinator.aggregation.streams import STORED, Files
 from coordinator.aggregation.work import Malformed
 from facility.exchange.checkpoints import native
@@ -14,47 +20,82 @@ from facility.exchange.checkpoints.encoded import EncodedTensor, stored_of
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import CheckpointError
 
+WIDEST = 8
+"""Bytes of an element of the widest dtype: a buffer has as many for each element that is read at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Stream:
+    """A stored tensor that is read into one place."""
+
+    source: int
+    entry: TensorEntry
+    values: int
+    """Of the tensor as it is worked on, that one stored element stands for."""
+    item: int
+    """Bytes of a stored element."""
+    buffer: memoryview
+
 
 class TensorReader:
     """Reads the same elements of a tensor from every source that has it, each into its buffer."""
 
     def __init__(
-        self, name: str, sources: Sequence[Mapping[str, TensorEntry]], files: Files, buffers: Sequence[memoryview]
+        self,
+        name: str,
+        sources: Sequence[Mapping[str, TensorEntry]],
+        files: Files,
+        buffers: Sequence[memoryview],
+        *,
+        as_stored: bool = False,
     ) -> None:
-        """`sources`: the base first; `buffers`: one for each source."""
+        """`sources`: the base first; `buffers`: one for each source, WIDEST bytes for each element of a part.
+
+        `as_stored`: messages in blocks are not decoded. Raises `Malformed`.
+        """
         self.name, self._files, self._buffers = name, files, buffers
-        entries = [source.get(name) for source in sources]
-        self._encoded = [(number, entry) for number, entry in enumerate(entries) if isinstance(entry, EncodedTensor)]
+        self._entries = [source.get(name) for source in sources]
         self.places = [native.address(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
         """Addresses of the buffers, where the elements that are read begin."""
-        self._stored = [
-            (number, entry)
-            for number, entry in enumerate(entries)
-            if entry is not None and not isinstance(entry, EncodedTensor)
-        ]
-        self._arrays = {
-            number: np.frombuffer(buffers[number][: _whole(buffers[number], entry)], STORED[entry.dtype])
-            for number, entry in self._stored
-        }
-        self._descriptors = np.array([files.descriptor(entry) for _, entry in self._stored], np.int32)
-        self._starts = np.array([entry.start for _, entry in self._stored], np.int64)
-        self._items = np.array([ITEM_BYTES[entry.dtype] for _, entry in self._stored], np.int64)
-        self._bytes_each = int(self._items.sum())
-        self._into = np.array([self.places[number] for number, _ in self._stored], np.uint64)
+        self.dtypes = ["" if entry is None else entry.dtype for entry in self._entries]
+        """What lies there: a dtype, or a layout of blocks (`native.BLOCKS`)."""
+        self._streams: list[_Stream] = []
+        self._arrays: dict[int, Array] = {}
+        """Each buffer that holds what is stored."""
+        self._decoded: list[tuple[int, EncodedTensor]] = []
+        self._still: list[int] = []
+        """Messages in which this tensor is the base's."""
+        self._scales: dict[str, Scales] = {}
+        self._scale_places = [0] * len(buffers)
+        for number, entry in enumerate(self._entries):
+            if entry is not None:
+                self._plan(number, entry, as_stored=as_stored)
+        self._units = [self._unit(number) for number in range(len(buffers))]
+        self._descriptors = np.array([files.descriptor(one.entry) for one in self._streams], np.int32)
+        self._starts = np.array([one.entry.start for one in self._streams], np.int64)
+        self._values = np.array([one.values for one in self._streams], np.int64)
+        self._items = np.array([one.item for one in self._streams], np.int64)
+        into = [native.address(np.frombuffer(one.buffer, np.uint8)) for one in self._streams]
+        self._into = np.array(into, np.uint64)
 
     def read(self, begin: int, count: int) -> list[Array | None]:
         """`count` elements from `begin` on, as arrays that live in the buffers; None where a source has no such tensor.
 
-        Raises `Malformed`.
+        Of messages as they are stored, `begin` begins a block and the arrays are of bytes. Raises `Malformed`.
         """
-        done = self._read_at_once(begin, count)
-        for number, entry in self._stored[done:]:
-            self._files.read(entry, begin, count, self._buffers[number])
+        offsets, sizes = begin // self._values * self._items, -(-count // self._values) * self._items
+        done = self._read_at_once(offsets, sizes)
+        for stream, offset, size in zip(self._streams[done:], offsets[done:], sizes[done:], strict=True):
+            self._read_one(stream, int(offset), stream.buffer[: int(size)])
+        for scales in self._scales.values():
+            scales.check(count)
         found: list[Array | None] = [None] * len(self._buffers)
         for number, array in self._arrays.items():
             found[number] = array[:count]
-        for number, encoded in self._encoded:
-            base = found[0]
+        base = found[0]
+        for number in self._still:
+            found[number] = base
+        for number, encoded in self._decoded:
             assert base is not None
             try:
                 found[number] = self._files.decode(encoded, begin, base, self._buffers[number])
@@ -62,22 +103,82 @@ class TensorReader:
                 raise Malformed(number - 1, str(error)) from None
         return found
 
+    def addresses(self, start: int, sources: int) -> tuple[list[int], list[int]]:
+        """Where element `start` of a part lies in the first sources, and its scale, which it is the first of, or 0."""
+        places, scales = [], []
+        for (place, values, item), (scale, block, scale_bytes) in self._units[:sources]:
+            places.append(place + start // values * item)
+            scales.append(scale + start // block * scale_bytes)
+        return places, scales
+
     def bytes_of(self, count: int) -> int:
         """Bytes in the files of `count` elements of all sources; of encoded ones on average."""
-        return self._bytes_each * count + sum(
-            sum(one.size for one in stored_of(entry)) * count // max(1, entry.elements) for _, entry in self._encoded
+        return sum(
+            one.size * count // max(1, entry.elements)
+            for entry in self._entries
+            if entry is not None
+            for one in stored_of(entry)
         )
 
-    def _read_at_once(self, begin: int, count: int) -> int:
+    def _plan(self, number: int, entry: TensorEntry, *, as_stored: bool) -> None:
+        """What is read of one source, and where to."""
+        base, buffer = self._entries[0], self._buffers[number]
+        assert base is not None
+        if not isinstance(entry, EncodedTensor):
+            item = ITEM_BYTES[entry.dtype]
+            self._streams.append(_Stream(source=number, entry=entry, values=1, item=item, buffer=buffer))
+            self._arrays[number] = np.frombuffer(buffer[: len(buffer) // item * item], STORED[entry.dtype])
+            return
+        layout = layout_as_stored(entry, base) if as_stored else None
+        if layout is not None:
+            self._plan_blocks(number, entry, layout)
+        elif as_stored and not entry.fields and adds_to(entry, base):
+            self._still.append(number)
+            self.places[number], self.dtypes[number] = self.places[0], base.dtype
+        else:
+            self._decoded.append((number, entry))
+
+    def _plan_blocks(self, number: int, entry: EncodedTensor, layout: native.BlockLayout) -> None:
+        """Numbers go into the source's buffer, scales beside those of the other messages."""
+        blocks, buffer = entry.codec.blocks, self._buffers[number]
+        assert blocks is not None
+        try:
+            check_sizes(entry, blocks, layout)
+        except CheckpointError as error:
+            raise Malformed(number - 1, str(error)) from None
+        if blocks.kind not in self._scales:
+            made = Scales.for_messages(blocks, layout, len(self._buffers), len(buffer) // WIDEST)
+            self._scales[blocks.kind] = made
+        row = self._scales[blocks.kind].add(number, entry)
+        self.dtypes[number], self._scale_places[number] = blocks.kind, native.address(row)
+        self._arrays[number] = np.frombuffer(buffer, np.uint8)
+        for suffix, values, item, into in (
+            (blocks.numbers, layout.values_a_byte, 1, buffer),
+            (blocks.scales, layout.block, layout.scale_bytes, row.data.cast("B")),
+        ):
+            stored = entry.fields[suffix]
+            self._streams.append(_Stream(source=number, entry=stored, values=values, item=item, buffer=into))
+
+    def _unit(self, number: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """(address, values of an element, its bytes) of what lies in a source's buffer and of its scales."""
+        place, dtype = self.places[number], self.dtypes[number]
+        if (layout := native.BLOCKS.get(dtype)) is not None:
+            scales = self._scale_places[number], layout.block, layout.scale_bytes
+            return (place, layout.values_a_byte, 1), scales
+        return (place, 1, ITEM_BYTES.get(dtype, 0)), (0, 1, 0)
+
+    def _read_one(self, stream: _Stream, offset: int, view: memoryview) -> None:
+        try:
+            self._files.read_into(stream.entry, offset, view)
+        except CheckpointError as error:
+            if isinstance(self._entries[stream.source], EncodedTensor):
+                raise Malformed(stream.source - 1, str(error)) from None
+            raise
+
+    def _read_at_once(self, offsets: Array, sizes: Array) -> int:
         """How many stored tensors were read, from the first on; none where what is read is hashed one by one."""
         found = native.library()
         if found is None or self._files.hashes:
             return 0
-        arrays = (self._descriptors, self._starts + self._items * begin, self._items * count, self._into)
-        return int(found.crossfed_read(len(self._stored), *map(native.address, arrays)))
-
-
-def _whole(buffer: memoryview, entry: TensorEntry) -> int:
-    """Bytes of a buffer that hold whole elements."""
-    item = ITEM_BYTES[entry.dtype]
-    return len(buffer) // item * item
+        arrays = (self._descriptors, self._starts + offsets, sizes, self._into)
+        return int(found.crossfed_read(len(self._streams), *map(native.address, arrays)))

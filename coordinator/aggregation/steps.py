@@ -34,21 +34,23 @@ class Steps:
         rows: bool,
         add: bool = False,
         places: Sequence[int] | None = None,
+        scales: Sequence[int] | None = None,
     ) -> tuple[Array, Array | None, Array]:
         """(base, steps or None, weighted sum) of one piece; `sources`: the base and the updates as stored in `dtypes`.
 
         `gram`: the steps' inner products are added to it, or to blocks of it (`add_products`). `coefficients`: of the
         sum, else undefined. `rows`: whether the steps themselves are wanted. `add`: the sum is added to the base in its
-        place. `places`: the addresses of the sources, where they are known.
+        place. `places`: the addresses of the sources, where they are known; `scales`: and of the scales of those that
+        are stored in blocks, which only the compiled code reads.
         """
         n = len(sources[0])
         base, total = self.base[:n], self.total[:n]
-        if self._native is not None and all(dtype in native.KINDS for dtype in dtypes):
+        if self._native is not None and all(dtype in native.NUMBERS for dtype in dtypes):
             steps = self._block(n) if rows else None
             weights = None if coefficients is None else np.array(coefficients, np.float32)
-            kinds = [native.KINDS[dtype] for dtype in dtypes]
+            kinds = [native.NUMBERS[dtype] for dtype in dtypes]
             places = [native.address(source) for source in sources] if places is None else places
-            native.steps(self._native, places, kinds, base, steps, gram, weights, total, add, self._scratch)
+            native.steps(self._native, places, kinds, base, steps, gram, weights, total, add, self._scratch, scales)
             return base, steps, total
         steps = self._block(n)
         widen(sources[0], dtypes[0], base)

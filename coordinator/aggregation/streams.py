@@ -71,14 +71,14 @@ class Files:
         """Elements of a tensor into `buffer`, as an array of the storage dtype that lives in it."""
         item = ITEM_BYTES[entry.dtype]
         view = buffer[: count * item]
-        self._read(entry, start * item, view)
+        self.read_into(entry, start * item, view)
         return np.frombuffer(view, STORED[entry.dtype])
 
     def decode(self, entry: EncodedTensor, start: int, base: Array, buffer: memoryview) -> Array:
         """The same of an encoded tensor; `base`: the same elements of its reference, as stored."""
         values = np.frombuffer(buffer[: len(base) * ITEM_BYTES[entry.dtype]], STORED[entry.dtype])
         widen(base, entry.reference.dtype, values)
-        add_difference(entry, start, values, self._read)
+        add_difference(entry, start, values, self.read_into)
         return values
 
     @property
@@ -90,8 +90,8 @@ class Files:
         """Of the tensor's open file."""
         return self._descriptors[entry.file]
 
-    def _read(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
-        """Bytes of a stored tensor, which are hashed until `settle`."""
+    def read_into(self, entry: TensorEntry, offset: int, view: memoryview) -> None:
+        """Bytes of a stored tensor from byte `offset` within it on, which are hashed until `settle`."""
         read_exactly(self._descriptors[entry.file], view, entry.start + offset, entry.file)
         if self._hashers is not None and (digest := self._hashed.get(entry.file)) is not None:
             feeding = self._hashers.submit(digest.feed, entry.start + offset, view)
@@ -110,12 +110,9 @@ class Files:
 
     def will_need(self, entry: TensorEntry, start: int, count: int) -> None:
         """Tell the kernel to read ahead, so that the disk works while the arithmetic does."""
-        if isinstance(entry, EncodedTensor):  # a message is small
-            return
-        item = ITEM_BYTES[entry.dtype]
-        os.posix_fadvise(
-            self._descriptors[entry.file], entry.start + start * item, count * item, os.POSIX_FADV_WILLNEED
-        )
+        for one in stored_of(entry):  # of a message, as much as of the values
+            begin, end = (one.size * place // max(1, entry.elements) for place in (start, start + count))
+            os.posix_fadvise(self._descriptors[one.file], one.start + begin, end - begin, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         if self._hashers is not None:

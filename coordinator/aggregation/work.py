@@ -10,6 +10,7 @@ from typing import Protocol
 from coordinator.aggregation.rules.contract import Combine
 from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.unmasking import Unmasking
+from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import TensorEntry
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.writer import TensorWriter
@@ -83,6 +84,20 @@ class Work:
     def plain(self) -> Sequence[Mapping[str, TensorEntry]]:
         """The updates, where they are not masked."""
         return self.updates if self.unmasking is None else ()
+
+    @property
+    def sources(self) -> Sequence[Mapping[str, TensorEntry]]:
+        """What is read into a buffer each: the base, the updates but masked ones, the master and the slots."""
+        return (self.base, *self.plain, self.master, *self.slots)
+
+    def arithmetic(self, name: str) -> str:
+        """The dtype that a tensor is averaged in."""
+        return "float64" if self.float64 or self.base[name].dtype == "F64" else "float32"
+
+    def as_stored(self, name: str) -> bool:
+        """Whether compiled code works on all updates of a tensor, and nothing else looks at their values."""
+        compiled = native.library() is not None and self.arithmetic(name) == "float32"
+        return compiled and self.values is None and all(one[name].dtype in native.KINDS for one in self.plain)
 
 
 @dataclass(kw_only=True)

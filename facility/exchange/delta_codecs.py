@@ -54,6 +54,20 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Blocks:
+    """Of a codec that the averaging pass reads as it is stored: blocks of whole numbers, each with a scale."""
+
+    kind: str
+    """The compiled code's name for it (`native.BLOCKS`)."""
+    numbers: str
+    """Suffix of the field with the numbers."""
+    scales: str
+    """Suffix of the field with a scale for each block."""
+    check: Callable[[Values], None]
+    """Raises `ValueError` for scales, in an array of any shape, that no encoder writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Codec:
     """How the parts of one tensor are written and read. A part begins at a multiple of `codecs.PART` elements."""
 
@@ -64,6 +78,7 @@ class Codec:
     decode: Callable[[Stored, int], NDArray[np.float32]]
     """(arrays of a part, its number of values) -> float32 values. Raises `ValueError` for what no encoder writes."""
     selection: Selection | None = None
+    blocks: Blocks | None = None
 
 
 CODECS = Registry(

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from coordinator.aggregation.state import belong_to
+from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.delta import encode
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 
 LAUNCH = """
 import os, sys
@@ -59,10 +61,10 @@ aggregate(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in
 """The aggregation of masked updates, with a seed for each."""
 
 
-def save(directory: Path, tensors: int, dtype: str = "BF16") -> Path:
-    """A checkpoint of tensors of 4 million values. `dtype`: BF16, F32, or U16 for masked values."""
+def save(directory: Path, tensors: int, dtype: str = "BF16", value: int = 0x3F80) -> Path:
+    """A checkpoint of tensors of 4 million values. `dtype`: BF16, F32, or U16 for masked ones; `value`: of 16 bits."""
     directory.mkdir(parents=True)
-    one = np.ones(1 << 22, np.float32) if dtype == "F32" else np.full(1 << 22, 0x3F80, np.uint16)
+    one = np.ones(1 << 22, np.float32) if dtype == "F32" else np.full(1 << 22, value, np.uint16)
     content = one.data.cast("B")
     planned = [Planned(name=f"w{i}", dtype=dtype, shape=(1 << 22,)) for i in range(tensors)]
     with TensorWriter(directory, {"model.safetensors": planned}) as writer:
@@ -161,6 +163,30 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
             os.link(masked / name, update / name)
     imports = megabytes_of_imports()
     found = peak_of([sys.executable, "-c", MASKED, str(tmp_path), *map(str, updates)])
+    assert found - imports <= MOST_MEGABYTES, (found, imports)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
+@pytest.mark.skipif(native.library() is None, reason="no C compiler here")
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4"])
+@pytest.mark.parametrize("count", [4, 16])
+def test_messages_in_blocks_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
+    base, full = save(tmp_path / "base", 6), save(tmp_path / "full", 6, value=0x3F81)
+    write_manifest(base, Manifest(kind="model", federation="test", round=0))
+    described = Manifest(kind="update", federation="test", round=0, facility="site00")
+    write_manifest(full, described)
+    encode(full=full, reference=base, out=tmp_path / "site00", encoding=encoding, norms=True)
+    updates = [tmp_path / f"site{number:02d}" for number in range(count)]
+    for update in updates[1:]:
+        shutil.copytree(updates[0], update, copy_function=os.link)
+        (update / NAME).unlink()
+        told = dataclasses.replace(read_manifest(updates[0]), facility=update.name)
+        write_manifest(update, told)
+    write_json(tmp_path / "settings.json", {"weights": "equal", "rule": "mean"})
+    imports = megabytes_of_imports()
+    command = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base), "--out", str(tmp_path / "out")]
+    command += [word for update in updates for word in ("--update", str(update))]
+    found = peak_of([*command, "--settings", str(tmp_path / "settings.json")])
     assert found - imports <= MOST_MEGABYTES, (found, imports)
 
 

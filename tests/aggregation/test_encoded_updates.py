@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -15,9 +16,12 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.reading import WIDEST, TensorReader
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
+from coordinator.aggregation.streams import Files
+from coordinator.aggregation.work import Malformed
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
@@ -78,7 +82,13 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
 
 @pytest.mark.parametrize(
     ("encoding", "dtype", "threads"),
-    [("delta-int8", torch.bfloat16, 2), ("delta-int4", torch.float32, 1), ("sparse", torch.float16, 2)],
+    [
+        ("delta-int8", torch.bfloat16, 2),
+        ("delta-int8", torch.float32, 1),
+        ("delta-int4", torch.float32, 1),
+        ("delta-int4", torch.float16, 2),
+        ("sparse", torch.float16, 2),
+    ],
     ids=str,
 )
 def test_the_model_is_that_of_decoded_updates_to_the_last_bit(
@@ -231,6 +241,73 @@ def test_what_no_encoder_writes_is_found_by_the_pass_and_blamed_on_its_sender(
     assert refused.value.facility == "f1"
     for name in ("one", "two"):
         assert not list((tmp_path / name).iterdir())
+
+
+INFINITE = {"delta-int8": b"\x00\x00\x80\x7f", "delta-int4": b"\x80\xff"}
+"""As a scale is stored."""
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["hashed", "read at once"])
+@pytest.mark.parametrize(
+    ("encoding", "scale"),
+    [*INFINITE.items(), ("delta-int8", np.float32(-1e-5).tobytes()), ("delta-int8", np.float32(np.nan).tobytes())],
+)
+def test_one_scale_among_all_of_several_messages(tmp_path: Path, encoding: str, scale: bytes, verified: bool):
+    """The last of a tensor, in the last but one message."""
+    base, messages = a_round(tmp_path, 6, encoding)
+
+    def change(arrays: dict[str, Any]) -> None:
+        dtype, shape, raw = arrays["a.large::scale"]
+        raw = raw.copy()
+        raw[-len(scale) :] = np.frombuffer(scale, np.uint8)
+        arrays["a.large::scale"] = (dtype, shape, raw)
+
+    bad = [*messages[:4], odd(messages[4], tmp_path / "bad", change), messages[5]]
+    with pytest.raises(UpdateRefused, match="tensor 'a.large' is malformed: a scale is") as refusal:
+        combined(tmp_path / "one", base, bad, verify_updates=verified)
+    assert refusal.value.facility == "f4"
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4"])
+def test_zero_scales_of_either_sign_are_zero(tmp_path: Path, encoding: str):
+    base, messages = a_round(tmp_path, 4, encoding)
+
+    def change(arrays: dict[str, Any]) -> None:
+        dtype, shape, raw = arrays["a.large::scale"]
+        raw = np.zeros_like(raw)
+        raw[{"delta-int8": 3, "delta-int4": 1}[encoding] :: 8] = 0x80
+        arrays["a.large::scale"] = (dtype, shape, raw)
+
+    odd_ones = [odd(message, tmp_path / f"odd-{message.name}", change) for message in messages]
+    for one in odd_ones:
+        (one / NORMS).unlink()
+        resealed(one)
+    same(tmp_path, base, odd_ones)
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4"])
+@pytest.mark.parametrize("suffix", ["q", "scale"])
+@pytest.mark.parametrize("fault", ["shorter than its layout", "file that ends early"])
+def test_no_message_in_blocks_is_read_past_its_end(tmp_path: Path, encoding: str, suffix: str, fault: str):
+    """Also where nothing has checked the layout before the reader does."""
+    base, (message,) = a_round(tmp_path, 1, encoding)
+    entries = dict(open_message(message, read_manifest(message), base, read_manifest(base)).tensors)
+    entry = entries["a.large"]
+    assert isinstance(entry, EncodedTensor)
+    stored = entry.fields[suffix]
+    if fault == "shorter than its layout":
+        shorter = dataclasses.replace(stored, size=stored.size - 2)
+        entries["a.large"] = dataclasses.replace(entry, fields=dict(entry.fields) | {suffix: shorter})
+    elements, sources = 1 << 16, [open_checkpoint(base).tensors, entries]
+    buffers = [np.empty(elements * WIDEST, np.uint8).data for _ in sources]
+    with Files() as files:
+        for source in sources:
+            files.open(source.values())
+        with pytest.raises(Malformed, match="expected") as refusal:
+            reader = TensorReader("a.large", sources, files, buffers, as_stored=True)
+            os.truncate(message / FILE, stored.start + 8)
+            reader.read(0, elements)
+        assert refusal.value.update == 0
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)

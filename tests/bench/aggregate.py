@@ -78,7 +78,7 @@ child = os.posix_spawnp(sys.argv[1], sys.argv[1:], os.environ)
 _, status, usage = os.wait4(child, 0)
 print("\\n" + json.dumps({"seconds": round(time.perf_counter() - started, 2),
     "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
-    "peak_mb": round(usage.ru_maxrss / 1024, 1)}), file=sys.stderr)
+    "peak_mb": round(usage.ru_maxrss / 1024, 1), "disk_read_mb": round(usage.ru_inblock * 512 / 1e6)}), file=sys.stderr)
 sys.exit(os.waitstatus_to_exitcode(status))
 """
 
@@ -152,7 +152,7 @@ def state_norms(base: Path, updates: list[Path]) -> None:
 
 
 def measured(command: list[str], environment: dict[str, str] | None = None) -> dict[str, object]:
-    """Wall and CPU seconds and peak resident megabytes of one process.
+    """Wall and CPU seconds, peak resident megabytes, and megabytes read from disks, of one process.
 
     Started by a small one: a process's peak begins with the memory of the one that started it.
     """

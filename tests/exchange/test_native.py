@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,8 +21,10 @@ from coordinator.aggregation.server_optimizers import nesterov
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
 from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.delta import encode
 from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
+from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -133,18 +137,134 @@ def test_steps_their_products_and_their_sum(monkeypatch: pytest.MonkeyPatch, upd
     assert without[1] is None and np.array_equal(without[2], ours[2]) and np.array_equal(without[3], ours[3])
 
 
-@compiled
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="registers of this processor have one width")
-@pytest.mark.parametrize("processor", ["x86-64", "haswell"])
-def test_inner_products_have_the_same_bits_whatever_the_width_of_the_registers(tmp_path: Path, processor: str):
-    """Facilities state norms that the coordinator, on another processor, compares bit by bit."""
+@pytest.fixture(scope="module", params=["x86-64", "haswell"])
+def narrower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The library for processors with narrower registers."""
+    processor = request.param
+    if platform.machine() != "x86_64":
+        pytest.skip("registers of this processor have one width")
     if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("registers of 256 bits are not there")
+    made = tmp_path_factory.mktemp(processor) / "other.so"
     flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))))
-    command = [compiler, *flags, f"-march={processor}", str(native.SOURCE), "-o", str(tmp_path / "other.so"), "-lm"]
+    command = [compiler, *flags, f"-march={processor}", str(native.SOURCE), "-o", str(made), "-lm"]
     subprocess.run(command, check=True, capture_output=True)
-    ours, other = native.library(), native._load(tmp_path / "other.so")
+    return native._load(made)
+
+
+def as_bfloat16(values: np.ndarray) -> np.ndarray:
+    """Cut off, not rounded."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16)
+
+
+def encoded(kind: str, seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(numbers, scales, difference) of a message, all numbers and scales of either sign and zero among them."""
+    layout, random = native.BLOCKS[kind], np.random.default_rng(seed)
+    numbers = random.integers(0, 256, -(-n // layout.values_a_byte), np.uint8)
+    scales = (random.standard_normal(-(-n // layout.block)) * 10.0 ** random.integers(-30, 3)).astype(np.float32)
+    scales[::5] = 0
+    if kind == "INT8":
+        stored, codec = {"q": numbers.view(np.int8), "scale": np.abs(scales)}, "delta-int8"
+    else:
+        stored, codec = {"q": numbers, "scale": as_bfloat16(scales)}, "delta-int4"
+    return stored["q"], stored["scale"], load_codec(codec).decode(stored, n)
+
+
+KINDS_OF_SIX = {
+    "int8": ["INT8"] * 6,
+    "int4": ["INT4"] * 6,
+    "mixed": ["INT8", "F32", "INT4", "INT8", "BF16", "INT4"],
+}
+
+
+@compiled
+@pytest.mark.parametrize("count", [1, 4, 5, 6])
+@pytest.mark.parametrize("n", [1, 255, 1024, 9_999])
+@pytest.mark.parametrize("dtype", ["BF16", "F16", "F32"])
+@pytest.mark.parametrize("kinds", KINDS_OF_SIX.values(), ids=KINDS_OF_SIX)
+def test_messages_as_they_are_stored_have_the_bits_of_decoded_updates(
+    monkeypatch: pytest.MonkeyPatch, kinds: list[str], dtype: str, n: int, count: int
+):
+    random, wide = np.random.default_rng(n), np.empty(n, np.float32)
+    exact = random.standard_normal(n).astype(np.float32)
+    base = {"F32": exact, "F16": exact.astype(np.float16), "BF16": as_bfloat16(exact)}[dtype]
+    widen(base, dtype, wide)
+    stored, scales, plain, dtypes = [base], [0], [base], [dtype]
+    kept = []
+    for number, kind in enumerate(kinds[:count]):
+        if kind in native.BLOCKS:
+            numbers, scale, difference = encoded(kind, number, n)
+            kept.append(scale)
+            stored.append(numbers)
+            scales.append(native.address(scale))
+            plain.append(wide + difference)
+            dtypes.append("F32")
+        else:
+            values = random.standard_normal(n).astype(np.float32)
+            values = values if kind == "F32" else as_bfloat16(values)
+            stored.append(values)
+            scales.append(0)
+            plain.append(values)
+            dtypes.append(kind)
+    weights = [float(weight) for weight in random.random(count)]
+
+    def taken(rows: bool, **given: Any) -> list[np.ndarray]:
+        gram = np.ones((count, count))
+        memory = Steps(count, 10_000, "float32")
+        base, steps, total = memory.take(gram=gram, coefficients=weights, rows=rows, **given)
+        return [base.copy(), total.copy(), *([steps.copy()] if steps is not None else []), gram]
+
+    for rows in (True, False):
+        ours = taken(
+            rows, sources=stored, dtypes=[dtype, *kinds[:count]], places=[*map(native.address, stored)], scales=scales
+        )
+        decoded = taken(rows, sources=plain, dtypes=dtypes)
+        for mine, other in zip(ours, decoded, strict=True):
+            assert mine.tobytes() == other.tobytes()
+    monkeypatch.setattr(native, "library", lambda: None)
+    for mine, other in zip(ours[:2], taken(True, sources=plain, dtypes=dtypes)[:2], strict=True):
+        assert np.array_equal(mine, other)
+
+
+@compiled
+@pytest.mark.parametrize("kinds", KINDS_OF_SIX.values(), ids=KINDS_OF_SIX)
+def test_steps_have_the_same_bits_whatever_the_width_of_the_registers(narrower: ctypes.CDLL, kinds: list[str]):
+    ours, n, count = native.library(), 3_001, len(kinds)
+    assert ours is not None
+    base = values(1, n)
+    base[~(np.abs(base) < 1e15)] = 1
+    stored, scales, whole = [base], [np.zeros(1, np.float32)], {"F32": base[::-1].copy(), "BF16": as_bfloat16(base)}
+    for number, kind in enumerate(kinds):
+        numbers, scale = encoded(kind, number, n)[:2] if kind in native.BLOCKS else (whole[kind], scales[0])
+        stored.append(numbers)
+        scales.append(scale)
+    weights, found = np.linspace(0.1, 0.7, count, dtype=np.float32), []
+    for library in (ours, narrower):
+        widened, total, rows = np.empty(n, np.float32), np.empty(n, np.float32), np.empty((count, n), np.float32)
+        gram, scratch = np.zeros((count, count)), np.empty(count * native.RUN + native.SPARE, np.float32)
+        native.steps(
+            library,
+            [*map(native.address, stored)],
+            [native.NUMBERS[kind] for kind in ("F32", *kinds)],
+            widened,
+            rows,
+            gram,
+            weights,
+            total,
+            True,
+            scratch,
+            [*map(native.address, scales)],
+        )
+        found.append([widened, rows, gram, total])
+    for mine, other in zip(*found, strict=True):
+        assert mine.tobytes() == other.tobytes()
+
+
+@compiled
+def test_inner_products_have_the_same_bits_whatever_the_width_of_the_registers(narrower: ctypes.CDLL):
+    """Facilities state norms that the coordinator, on another processor, compares bit by bit."""
+    ours, other = native.library(), narrower
     assert ours is not None
     for updates in (*range(1, 10), 17):
         for n in (3, 16, 31, 512, 1_500):
@@ -157,6 +277,31 @@ def test_inner_products_have_the_same_bits_whatever_the_width_of_the_registers(t
             lengths = np.sqrt(exact.diagonal())
             assert np.array_equal(grams[0], grams[1]) and np.array_equal(grams[0], grams[0].T)
             assert (np.abs(grams[0] - exact) <= 1e-5 * lengths[:, None] * lengths[None, :]).all()
+
+
+@compiled
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+def test_a_whole_round_of_messages_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str):
+    start = make.random_tensors(0, {"a": (300, 400), "b": (77,)}, torch.bfloat16)
+    base, messages = make.model(tmp_path / "base", start), []
+    for number, name in enumerate("uvwxyz"):
+        moved = make.moved({name: tensor.float() for name, tensor in start.items()}, number, 1e-3)
+        full = make.update(tmp_path / name, moved, base=base, facility=name)
+        messages.append(tmp_path / f"message-{name}")
+        encode(full=full, reference=base, out=messages[-1], encoding=encoding)
+    names = iter("12")
+
+    def work():
+        out = tmp_path / next(names)
+        aggregate(base=base, updates=messages, out=out / "model", state_out=out / "state", settings=NESTEROV)
+        return [read_manifest(out / part).content_sha256 for part in ("model", "state")]
+
+    ours, theirs = both(monkeypatch, work)
+    assert ours == theirs
+
+
+NESTEROV = AggregationSettings(rule="nesterov", clip_ratio=0)
+"""Factors of clipping follow from sums of products, whose last bits may differ."""
 
 
 @compiled

@@ -14,8 +14,8 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BF16 = 0, F16 = 1, F32 = 2 };
-enum { RUN = 512, LANES = 8, PART = 65536, SPARE = 16 };
+enum { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4 }; /* the last two: differences to a base, with a scale for each block */
+enum { RUN = 512, LANES = 8, PART = 65536, SPARE = 16, INT8_BLOCK = 256, INT4_BLOCK = 64, INT4_LEVELS = 8 };
 
 /* Unaligned vectors as wide as the registers, and how many rows of how many sums fit into these. */
 #if defined __AVX512F__
@@ -70,15 +70,56 @@ static void widen(const void *stored, int kind, int64_t start, int64_t n, float 
     }
 }
 
+/* Differences as whole numbers times the scale of their block: one byte each, or half a one and bfloat16 scales. */
+static inline __attribute__((always_inline)) void int8_values(int64_t n, int64_t block, const int8_t *restrict q,
+                                                              const float *restrict scales, float *restrict out)
+{
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block;
+        float scale = *scales++;
+        for (int64_t i = 0; i < count; i++)
+            out[start + i] = (float)q[start + i] * scale;
+    }
+}
+
+static inline __attribute__((always_inline)) void int4_values(int64_t n, int64_t block, float levels,
+                                                              const uint8_t *restrict q, const uint16_t *restrict scales,
+                                                              float *restrict out)
+{
+    uint8_t nibbles[RUN]; /* block is at most RUN */
+    for (int64_t start = 0; start < n; start += block) {
+        int64_t count = n - start < block ? n - start : block, pairs = count / 2;
+        const uint8_t *restrict two = q + start / 2;
+        float scale = from_bits((uint32_t)*scales++ << 16);
+        for (int64_t i = 0; i < pairs; i++) {
+            nibbles[2 * i] = two[i] & 15;
+            nibbles[2 * i + 1] = two[i] >> 4;
+        }
+        if (count & 1)
+            nibbles[count - 1] = two[pairs] & 15;
+        for (int64_t i = 0; i < count; i++)
+            out[start + i] = ((float)nibbles[i] - levels) * scale;
+    }
+}
+
 /* update - base for the n elements from `start`, and its share of the weighted sum (weight NULL: no sum is wanted;
- * `first`: the sum begins here). */
-static void step_from(const float *restrict base, const void *stored, int kind, int64_t start, int64_t n,
+ * `first`: the sum begins here). `scales`: of a difference, which is added to the base and taken off again as if the update had
+ * been stored. */
+static void step_from(const float *restrict base, const void *stored, const void *scales, int kind, int64_t start, int64_t n,
                       const float *weight, int first, float *restrict step, float *restrict total)
 {
     if (kind == BF16) {
         const uint16_t *restrict raw = (const uint16_t *)stored + start;
         for (int64_t i = 0; i < n; i++)
             step[i] = from_bits((uint32_t)raw[i] << 16) - base[i];
+    } else if (kind == INT8 || kind == INT4) {
+        if (kind == INT8)
+            int8_values(n, INT8_BLOCK, (const int8_t *)stored + start, (const float *)scales + start / INT8_BLOCK, step);
+        else
+            int4_values(n, INT4_BLOCK, INT4_LEVELS, (const uint8_t *)stored + start / 2,
+                        (const uint16_t *)scales + start / INT4_BLOCK, step);
+        for (int64_t i = 0; i < n; i++)
+            step[i] = base[i] + step[i] - base[i];
     } else {
         widen(stored, kind, start, n, step);
         for (int64_t i = 0; i < n; i++)
@@ -92,18 +133,20 @@ static void step_from(const float *restrict base, const void *stored, int kind, 
             total[i] += step[i] * *weight;
 }
 
-/* Steps of four updates, bfloat16 or float32, and their share of the weighted sum, which stays in registers: the same operations
- * in the same order as `step_from` one by one. KEPT: the steps are stored, `stride` apart. SUMMED: the sum is wanted. */
+/* Steps of four updates of one kind, and their share of the weighted sum, which stays in registers: the same operations
+ * in the same order as `step_from` one by one. KEPT: the steps are stored, `stride` apart. SUMMED: the sum is wanted. `scales`:
+ * of the four, where VALUE asks for them. */
 #define FOUR(NAME, STORED, VALUE, KEPT, SUMMED)                                                                         \
     static void NAME(const float *restrict base, const STORED *restrict a, const STORED *restrict b,                    \
-                     const STORED *restrict c, const STORED *restrict d, const float *weights, int64_t n, int first,    \
-                     float *restrict steps, int64_t stride, float *restrict total)                                      \
+                     const STORED *restrict c, const STORED *restrict d, const float *restrict scales,                  \
+                     const float *weights, int64_t n, int first, float *restrict steps, int64_t stride,                 \
+                     float *restrict total)                                                                             \
     {                                                                                                                   \
         const float one = SUMMED ? weights[0] : 0, two = SUMMED ? weights[1] : 0, three = SUMMED ? weights[2] : 0,      \
                     four = SUMMED ? weights[3] : 0;                                                                     \
         for (int64_t i = 0; i < n; i++) {                                                                               \
-            float p = VALUE(a[i]) - base[i], q = VALUE(b[i]) - base[i], r = VALUE(c[i]) - base[i],                      \
-                  s = VALUE(d[i]) - base[i];                                                                            \
+            float p = VALUE(a[i], base[i], scales[0]) - base[i], q = VALUE(b[i], base[i], scales[1]) - base[i],         \
+                  r = VALUE(c[i], base[i], scales[2]) - base[i], s = VALUE(d[i], base[i], scales[3]) - base[i];         \
             if (KEPT) {                                                                                                 \
                 steps[i] = p;                                                                                           \
                 steps[i + stride] = q;                                                                                  \
@@ -118,19 +161,23 @@ static void step_from(const float *restrict base, const void *stored, int kind, 
             }                                                                                                           \
         }                                                                                                               \
     }
-#define UPPER_HALF(stored) from_bits((uint32_t)(stored) << 16)
-#define AS_STORED(stored) (stored)
+#define UPPER_HALF(stored, base, scale) from_bits((uint32_t)(stored) << 16)
+#define AS_STORED(stored, base, scale) (stored)
+#define ADDED(stored, base, scale) ((base) + (float)(stored) * (scale))
 FOUR(sum_bf16, uint16_t, UPPER_HALF, 0, 1)
 FOUR(keep_bf16, uint16_t, UPPER_HALF, 1, 0)
 FOUR(both_bf16, uint16_t, UPPER_HALF, 1, 1)
 FOUR(sum_f32, float, AS_STORED, 0, 1)
 FOUR(keep_f32, float, AS_STORED, 1, 0)
 FOUR(both_f32, float, AS_STORED, 1, 1)
+FOUR(sum_int8, int8_t, ADDED, 0, 1)
+FOUR(keep_int8, int8_t, ADDED, 1, 0)
+FOUR(both_int8, int8_t, ADDED, 1, 1)
 
-/* Steps of k updates, for the n elements from `start`, and their weighted sum; not wanted: `kept` 0, weights NULL.
+/* The same of k updates, for the n elements from `start`, a multiple of RUN; not wanted: `kept` 0, weights NULL.
  * steps: k rows, `stride` apart; n values where they are not wanted. */
-static void steps_of(const float *base, const void *const *updates, const int *kinds, int64_t k, int64_t start, int64_t n,
-                     const float *weights, int kept, float *steps, int64_t stride, float *total)
+static void steps_of(const float *base, const void *const *updates, const void *const *scales, const int *kinds, int64_t k,
+                     int64_t start, int64_t n, const float *weights, int kept, float *steps, int64_t stride, float *total)
 {
     int64_t row = 0;
     while (row < k) {
@@ -141,15 +188,26 @@ static void steps_of(const float *base, const void *const *updates, const int *k
         if (alike && kinds[row] == BF16) {
             const uint16_t *const *raw = (const uint16_t *const *)updates + row;
             (kept ? w ? both_bf16 : keep_bf16 : sum_bf16)(base, raw[0] + start, raw[1] + start, raw[2] + start,
-                                                          raw[3] + start, w, n, row == 0, step, stride, total);
+                                                          raw[3] + start, 0, w, n, row == 0, step, stride, total);
             row += 4;
         } else if (alike && kinds[row] == F32) {
             const float *const *raw = (const float *const *)updates + row;
             (kept ? w ? both_f32 : keep_f32 : sum_f32)(base, raw[0] + start, raw[1] + start, raw[2] + start,
-                                                       raw[3] + start, w, n, row == 0, step, stride, total);
+                                                       raw[3] + start, 0, w, n, row == 0, step, stride, total);
+            row += 4;
+        } else if (alike && kinds[row] == INT8) {
+            const int8_t *const *raw = (const int8_t *const *)updates + row;
+            const float *const *every = (const float *const *)scales + row;
+            for (int64_t at = 0; at < n; at += INT8_BLOCK) {
+                int64_t from = start + at, block = from / INT8_BLOCK, count = n - at < INT8_BLOCK ? n - at : INT8_BLOCK;
+                const float four[4] = {every[0][block], every[1][block], every[2][block], every[3][block]};
+                (kept ? w ? both_int8 : keep_int8 : sum_int8)(base + at, raw[0] + from, raw[1] + from, raw[2] + from,
+                                                              raw[3] + from, four, w, count, row == 0, step + at, stride,
+                                                              total + at);
+            }
             row += 4;
         } else {
-            step_from(base, updates[row], kinds[row], start, n, w, row == 0, step, total);
+            step_from(base, updates[row], scales[row], kinds[row], start, n, w, row == 0, step, total);
             row++;
         }
     }
@@ -255,10 +313,11 @@ void crossfed_add_blocks(int64_t count, int64_t size, const double *blocks, doub
 /* base and k updates as stored -> base in float32, steps (update - base), their inner products, their weighted sum.
  * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
  * `gram_apart`: values from one gram to that of the next RUN values; 0: all are added to the same.
- * scratch: k times RUN values and SPARE, used where steps are not wanted. */
-void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates, const int *kinds,
-                    float *widened, float *steps, int64_t stride, double *gram, int64_t gram_apart,
-                    const float *weights, float *sum, int add, float *scratch)
+ * scratch: k times RUN values and SPARE, used where steps are not wanted. `scales`: of updates that are stored as differences,
+ * whose first value begins a block. */
+void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates,
+                    const void *const *scales, const int *kinds, float *widened, float *steps, int64_t stride,
+                    double *gram, int64_t gram_apart, const float *weights, float *sum, int add, float *scratch)
 {
     scratch = (float *)(((uintptr_t)scratch + 4 * SPARE - 1) / (4 * SPARE) * (4 * SPARE)); /* lines of the cache */
     for (int64_t start = 0; start < n; start += RUN) {
@@ -267,7 +326,7 @@ void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const
         float *b = widened + start, *total = sum + start;
         widen(base, base_kind, start, count, b);
         if (weights || steps || gram)
-            steps_of(b, updates, kinds, k, start, count, weights, steps || gram, rows, apart, total);
+            steps_of(b, updates, scales, kinds, k, start, count, weights, steps || gram, rows, apart, total);
         if (gram) {
             add_products(rows, apart, k, count, gram);
             gram += gram_apart;
@@ -478,15 +537,9 @@ void crossfed_int8_encode(int64_t n, int64_t block, float per_level, float small
     }
 }
 
-void crossfed_int8_decode(int64_t n, int64_t block, const int8_t *restrict q, const float *restrict scales,
-                          float *restrict out)
+void crossfed_int8_decode(int64_t n, int64_t block, const int8_t *q, const float *scales, float *out)
 {
-    for (int64_t start = 0; start < n; start += block) {
-        int64_t count = n - start < block ? n - start : block;
-        float scale = *scales++;
-        for (int64_t i = 0; i < count; i++)
-            out[start + i] = (float)q[start + i] * scale;
-    }
+    int8_values(n, block, q, scales, out);
 }
 
 /* q: one byte for two values; scales: bfloat16, of either sign. */
@@ -517,20 +570,9 @@ void crossfed_int4_encode(int64_t n, int64_t block, float levels, float smallest
     }
 }
 
-void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t *restrict q,
-                          const uint16_t *restrict scales, float *restrict out)
+void crossfed_int4_decode(int64_t n, int64_t block, float levels, const uint8_t *q, const uint16_t *scales, float *out)
 {
-    for (int64_t start = 0; start < n; start += block) {
-        int64_t count = n - start < block ? n - start : block;
-        float scale = from_bits((uint32_t)*scales++ << 16);
-        for (int64_t i = 0; i + 1 < count; i += 2) {
-            uint8_t two = q[(start + i) / 2];
-            out[start + i] = ((float)(two & 15) - levels) * scale;
-            out[start + i + 1] = ((float)(two >> 4) - levels) * scale;
-        }
-        if (count & 1)
-            out[start + count - 1] = ((float)(q[(start + count - 1) / 2] & 15) - levels) * scale;
-    }
+    int4_values(n, block, levels, q, scales, out);
 }
 
 /* Copies those of eight values whose bit is set; returns where the next goes. No branch to predict. */

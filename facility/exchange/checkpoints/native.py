@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,12 +32,32 @@ from facility.exchange.files.user_cache import ours_alone, user_cache
 
 SOURCE = Path(__file__).with_name("native.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMPILE_SECONDS = 60
 RUN = 512
 """Values that the C code works on at once: `scratch` of `steps` holds this many for each update, and SPARE."""
 SPARE = 16
 KINDS = {"BF16": 0, "F16": 1, "F32": 2}
 """Stored dtypes that it reads, with its number for each."""
-_COMPILE_SECONDS = 60
+
+
+class BlockLayout(NamedTuple):
+    """How differences to a base are stored that `steps` reads as they are: numbers, and a scale for each block."""
+
+    number: int
+    """That the compiled code has for it."""
+    block: int
+    """Values of one scale."""
+    scale_bytes: int
+    values_a_byte: int
+
+
+BLOCKS = {
+    "INT8": BlockLayout(number=3, block=256, scale_bytes=4, values_a_byte=1),
+    "INT4": BlockLayout(number=4, block=64, scale_bytes=2, values_a_byte=2),
+}
+"""By the name that a codec declares (`delta_codecs.Blocks`)."""
+NUMBERS = KINDS | {kind: layout.number for kind, layout in BLOCKS.items()}
+"""Of everything that `steps` reads."""
 
 
 @lru_cache(maxsize=1)
@@ -126,6 +146,7 @@ def _load(path: Path) -> ctypes.CDLL:
                 pointer,
                 pointer,
                 pointer,
+                pointer,
                 size,
                 pointer,
                 size,
@@ -169,8 +190,10 @@ def steps(
     total: Any,
     add: bool,
     scratch: Any,
+    scales: Sequence[int] | None = None,
 ) -> None:
-    """`sources`: addresses of the base and the updates as stored, `kinds` theirs.
+    """`sources`: addresses of the base and the updates as stored, `kinds` theirs; `scales`: addresses of theirs, for
+    those of `BLOCKS`, which begin with a block.
 
     Fills `widened`, and what is not None of `rows` (updates, n), `total` (with `weights`, float32) and `gram`
     (symmetric, added to). `add`: the total is added to `widened`.
@@ -184,6 +207,7 @@ def steps(
         sources[0],
         kinds[0],
         (ctypes.c_void_p * count)(*sources[1:]),
+        (ctypes.c_void_p * count)(*(scales[1:] if scales is not None else ())),
         (ctypes.c_int * count)(*kinds[1:]),
         address(widened),
         None if rows is None else address(rows),

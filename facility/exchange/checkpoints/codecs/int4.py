@@ -12,7 +12,7 @@ import numpy as np
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs.int8 import SMALLEST, padded
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.delta_codecs import Codec, DeltaCodec
+from facility.exchange.delta_codecs import Blocks, Codec, DeltaCodec
 
 DECLARATION = DeltaCodec(
     name="delta-int4",
@@ -55,10 +55,13 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
     return {"q": packed[: -(-len(values) // 2)], "scale": bits}
 
 
-def decode(stored: dict[str, Array], count: int) -> Array:
-    scale = (stored["scale"].astype(np.uint32) << 16).view(np.float32)
-    if not np.isfinite(scale).all():
+def check(bits: Array) -> None:
+    if ((bits & 0x7F80) == 0x7F80).any():  # an exponent of all ones
         raise ValueError("a scale is NaN or infinity")
+
+
+def decode(stored: dict[str, Array], count: int) -> Array:
+    check(stored["scale"])
     packed = stored["q"]
     found = native.library()
     if found is not None:
@@ -67,6 +70,7 @@ def decode(stored: dict[str, Array], count: int) -> Array:
             count, BLOCK, LEVELS, native.address(packed), native.address(stored["scale"]), native.address(values)
         )
         return values
+    scale = (stored["scale"].astype(np.uint32) << 16).view(np.float32)
     values = np.empty(2 * len(packed), np.float32)
     values[0::2] = packed & 15
     values[1::2] = packed >> 4
@@ -76,4 +80,9 @@ def decode(stored: dict[str, Array], count: int) -> Array:
     return (rows * scale[:, None]).reshape(-1)[:count]
 
 
-CODEC = Codec(fields=fields, encode=encode, decode=decode)
+CODEC = Codec(
+    fields=fields,
+    encode=encode,
+    decode=decode,
+    blocks=Blocks(kind="INT4", numbers="q", scales="scale", check=check),
+)

@@ -10,7 +10,7 @@ import numpy as np
 
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.delta_codecs import Codec, DeltaCodec
+from facility.exchange.delta_codecs import Blocks, Codec, DeltaCodec
 
 DECLARATION = DeltaCodec(
     name="delta-int8",
@@ -48,10 +48,14 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
     return {"q": scaled.astype(np.int8).reshape(-1)[: len(values)], "scale": scale}
 
 
-def decode(stored: dict[str, Array], count: int) -> Array:
-    scale = stored["scale"]
+def check(scale: Array) -> None:
     if not np.isfinite(scale).all() or (scale < 0).any():
         raise ValueError("a scale is negative, NaN or infinity")
+
+
+def decode(stored: dict[str, Array], count: int) -> Array:
+    scale = stored["scale"]
+    check(scale)
     found = native.library()
     if found is not None:
         values = np.empty(count, np.float32)
@@ -70,4 +74,9 @@ def padded(values: Array, block: int) -> Array:
     return np.concatenate([values, np.zeros(missing, values.dtype)]) if missing else values
 
 
-CODEC = Codec(fields=fields, encode=encode, decode=decode)
+CODEC = Codec(
+    fields=fields,
+    encode=encode,
+    decode=decode,
+    blocks=Blocks(kind="INT8", numbers="q", scales="scale", check=check),
+)
