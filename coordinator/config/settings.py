@@ -19,6 +19,7 @@ from coordinator.config.closing import (
     count_of,
 )
 from coordinator.config.evaluation import AskedTasks, ComparisonSettings
+from coordinator.config.folded import unfolded
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.evaluation import EvaluationSettings
@@ -131,8 +132,9 @@ class CoordinatorSettings(RoundSettings):
     """How long a job may wait in a queue; 0: no limit."""
     steps: dict[str, int] = field(default_factory=dict)
     """By facility, the steps that its settings ask for in a round; with `even` alone."""
-    described: dict[str, Any] = field(default_factory=dict)
-    """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run."""
+    described: Annotated[dict[str, Any], BeforeValidator(unfolded)] = field(default_factory=dict)
+    """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run; what
+    all facilities have alike is once in the file."""
     lora: LoraSettings | None = None
     """The adapters that updates must hold; a rank of 0: whole models; null: not known."""
     seed: int = 0

@@ -21,6 +21,7 @@ from coordinator.config.closing import carries
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
+from coordinator.config.folded import folded
 from coordinator.config.masked_moments import masked_moments
 from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
@@ -169,6 +170,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         aggregation = dataclasses.replace(settings.aggregation, maximum_staleness=latest)
         settings = dataclasses.replace(settings, aggregation=aggregation)
     values = {"federation": federation.name} | dataclasses.asdict(settings)
+    values["described"] = folded(settings.described)
     if key := federation.sending.signing_key:
         values["sending"]["signing_key"] = _for_a_step(federation.path(key))
         values["settings_sha256"] = {

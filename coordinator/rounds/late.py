@@ -7,6 +7,7 @@ until its update was used, so that a coordinator that is killed finds it again.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -18,6 +19,8 @@ from facility.exchange.files.durable import write_json
 FOLDER = "late"
 LONGEST = 300
 TIMES = "times.json"
+SINCE = "times.jsonl"
+"""What was noted after `TIMES`, a line each."""
 WAIT = "wait.json"
 JOB = "job-"
 DISCOUNTED = "discounted.json"
@@ -105,6 +108,7 @@ def forget_all(workdir: Path) -> None:
         *folder.glob(f"{JOB}*.json"),
         *folder.glob(f"{LOST}*.json"),
         folder / TIMES,
+        folder / SINCE,
         folder / WAIT,
         folder / DISCOUNTED,
     ]:
@@ -126,16 +130,35 @@ def discounted(workdir: Path, number: int) -> set[str]:
 
 
 def write_times(workdir: Path, times: dict[int, dict[str, float]]) -> None:
-    """Seconds that each facility needed, by round and facility: what `grace: auto` learns from."""
+    """Seconds that each facility needed, by round and facility: what `grace: auto` learns from. Takes the place of
+    what was noted before."""
     write_json(_folder(workdir) / TIMES, {str(number): seconds for number, seconds in times.items()})
+    (_folder(workdir) / SINCE).unlink(missing_ok=True)
+
+
+def add_time(workdir: Path, number: int, facility: str, seconds: float) -> None:
+    """Note one more: a line, whatever is noted already. One that a power cut takes is missing, and no more."""
+    line = json.dumps({"round": number, "facility": facility, "seconds": seconds}) + "\n"
+    handle = os.open(_folder(workdir) / SINCE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(handle, line.encode())
+    finally:
+        os.close(handle)
 
 
 def read_times(workdir: Path) -> dict[int, dict[str, float]]:
     """Those of earlier runs; {} where nothing can be read."""
+    found: dict[int, dict[str, float]] = {}
+    folder = Path(workdir) / FOLDER
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / TIMES).read_text())
-        return {int(number): {str(name): float(one) for name, one in times.items()} for number, times in raw.items()}
-    return {}
+        raw = json.loads((folder / TIMES).read_text())
+        found = {int(number): {str(name): float(one) for name, one in times.items()} for number, times in raw.items()}
+    with suppress(OSError):
+        for line in (folder / SINCE).read_bytes().splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                one = json.loads(line)
+                found.setdefault(int(one["round"]), {})[str(one["facility"])] = float(one["seconds"])
+    return found
 
 
 def write_wait(workdir: Path, round: int, wait: Wait | None) -> None:

@@ -29,6 +29,7 @@ from coordinator.config.closing import ClosingSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import (
     LateJob,
+    add_time,
     discounted,
     drop_late,
     forget_job,
@@ -52,6 +53,11 @@ PAUSE_SECONDS = 60.0
 """Between two tries to reach one."""
 KEPT_TIMES = 16
 """Rounds whose times are kept."""
+
+
+def latest(times: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
+    """Those of the last `KEPT_TIMES` rounds."""
+    return times if len(times) <= KEPT_TIMES else {number: times[number] for number in sorted(times)[-KEPT_TIMES:]}
 
 
 def now() -> float:
@@ -103,7 +109,9 @@ class Closing:
     def workdir(self, path: Path) -> None:
         if self._workdir is None:
             self._workdir = path
-            self._history = read_times(path)
+            self._history = latest(read_times(path))
+            if self._history:
+                write_times(path, self._history)
 
     def directory(self, job: Any) -> str | None:
         """Where the update lies that the step of `job` hands on: in its own job's directory, or in a late one's.
@@ -285,10 +293,10 @@ class Closing:
         if self.workdir is not None:
             handed_on(self.workdir, facility, number)
         if result.status is Status.COMPLETED and result.exit_code == 0:
-            self._history.setdefault(number, {})[facility] = now() - work.began
-            self._history = {n: self._history[n] for n in sorted(self._history)[-KEPT_TIMES:]}
+            seconds = self._history.setdefault(number, {})[facility] = now() - work.began
+            self._history = latest(self._history)
             if self.workdir is not None:
-                write_times(self.workdir, self._history)
+                add_time(self.workdir, number, facility, seconds)
             if facility not in gate.discounted:
                 gate.delivered.add(facility)
             if facility in gate.delivered and len(gate.delivered) == self.quorum:

@@ -36,6 +36,7 @@ from coordinator.config.deployments import FACILITY
 from coordinator.events.event import quoted
 from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
+from coordinator.streamflow_plugin.copies import Copies, going_to
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
@@ -277,6 +278,12 @@ def _source(context: Any, token: Token) -> str | None:
 class CarefulDataManager(DefaultDataManager):
     """`dataManager: default`; a facility's data is written only below the coordinator's working directory."""
 
+    path_mapper: Copies
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self.path_mapper = Copies(context)
+
     async def transfer_data(
         self, src_location: Any, src_path: str, dst_locations: Any, dst_path: str, writable: bool = False
     ) -> None:
@@ -286,12 +293,20 @@ class CarefulDataManager(DefaultDataManager):
                 raise TransferFailed(f"nothing is sent from {src_location.deployment} to {target.deployment}")
             workdir = self.context.deployment_manager.config_map[target.deployment].workdir
             check_target(Path(dst_path), Path(workdir))
-        await super().transfer_data(src_location, src_path, dst_locations, dst_path, writable)
+        with going_to(*dict.fromkeys(one.deployment for one in dst_locations)):
+            await super().transfer_data(src_location, src_path, dst_locations, dst_path, writable)
+
+    async def get_source_location(self, path: str, dst_deployment: str) -> Any:
+        with going_to(dst_deployment):
+            return await super().get_source_location(path, dst_deployment)
 
     def register_relation(self, src_location: Any, dst_location: Any) -> None:
         """That both hold the same data. StreamFlow also enters every earlier copy of it beside the new one: of a model
         that goes to hundreds of facilities and their steps, those are tens of thousands, which nothing looks for."""
-        self.path_mapper.put(src_location.path, dst_location)
+        if is_facility(dst_location.deployment) and not is_facility(src_location.deployment):
+            self.path_mapper.put_sent(src_location.path, dst_location)
+        else:
+            self.path_mapper.put(src_location.path, dst_location)
         self.path_mapper.put(dst_location.path, src_location)
 
 

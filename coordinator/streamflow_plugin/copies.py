@@ -1,0 +1,57 @@
+"""Where data lies: of what went to facilities, each facility's copy is found by who asks for that facility.
+
+StreamFlow enters a copy beside its original and goes through all copies whenever it looks for either. A model has one
+at every facility, and every facility's steps look for it several times a round.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from streamflow.core.data import DataLocation, DataType
+from streamflow.data.manager import _RemotePathMapper
+
+destinations: ContextVar[tuple[str, ...]] = ContextVar("destinations", default=())
+"""Deployments whose own copies count in what is looked for now."""
+
+
+@contextmanager
+def going_to(*deployments: str) -> Iterator[None]:
+    """Copies at these deployments are found as well."""
+    token = destinations.set(deployments)
+    try:
+        yield
+    finally:
+        destinations.reset(token)
+
+
+class Copies(_RemotePathMapper):
+    """StreamFlow's table of paths, and beside it the copies that were sent."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__(context)
+        self._sent: dict[tuple[str, str], list[DataLocation]] = defaultdict(list)
+
+    def put_sent(self, path: str, copy: DataLocation) -> None:
+        """Note a copy of `path` at another deployment."""
+        known = self._sent[posixpath.normpath(path), copy.deployment]
+        if all((one.path, one.name) != (copy.path, copy.name) for one in known):
+            known.append(copy)
+
+    def get(
+        self, path: str, data_type: DataType | None = None, deployment: str | None = None, name: str | None = None
+    ) -> list[DataLocation]:
+        """As in the original; of copies that were sent, those at `deployment`, without one at the `destinations`."""
+        found = list(super().get(path, data_type=data_type, deployment=deployment, name=name))
+        for place in destinations.get() if deployment is None else (deployment,):
+            found += [
+                one
+                for one in self._sent.get((posixpath.normpath(path), place), ())
+                if (data_type is None or one.data_type == data_type) and (name is None or one.name == name)
+            ]
+        return found

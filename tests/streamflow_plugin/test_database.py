@@ -1,0 +1,85 @@
+"""StreamFlow's database holds the same rows where statements are carried out at once as where a thread does it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiosqlite
+import pytest
+
+pytest.importorskip("streamflow")
+
+from streamflow.core.persistence import DependencyType
+from streamflow.core.workflow import Port, Status, Step, Token, Workflow
+from streamflow.persistence import sqlite
+
+from coordinator.streamflow_plugin import database
+from coordinator.streamflow_plugin.database import PrivateDatabase
+
+
+async def fill(path: Path) -> tuple[list[Any], set[int]]:
+    """A few rows of every kind that a run writes; what reading gives of them, and the threads seen meanwhile."""
+    opened = PrivateDatabase(SimpleNamespace(config={"path": str(path.parent)}), connection=str(path))
+    try:
+        return await written_and_read(opened)
+    finally:
+        await opened.close()
+
+
+async def written_and_read(opened: PrivateDatabase) -> tuple[list[Any], set[int]]:
+    workflow = await opened.add_workflow("w", {"a": 1}, Status.RUNNING.value, Workflow)
+    ports = [await opened.add_port(f"p{n}", workflow, Port, {"n": n}) for n in range(3)]
+    steps = [await opened.add_step(f"/s{n}", workflow, Status.WAITING.value, Step, {}) for n in range(2)]
+    await asyncio.gather(
+        *(opened.add_dependency(step, port, DependencyType.INPUT, f"i{port}") for step in steps for port in ports)
+    )
+    tokens = [await opened.add_token("0", Token, {"v": n}, ports[0], n % 2 == 0) for n in range(4)]
+    await opened.add_provenance(tokens[:3], tokens[3])
+    await opened.update_step(steps[0], {"status": Status.COMPLETED.value})
+    seen = {thread.ident or 0 for thread in threading.enumerate()}
+    found = [
+        await opened.get_workflow(workflow),
+        await opened.get_port(ports[1]),
+        await opened.get_step(steps[0]),
+        [dict(row) for row in await opened.get_input_ports(steps[1])],
+        [dict(row) for row in await opened.get_dependees(tokens[3])],
+        await opened.get_token(tokens[2]),
+    ]
+    return found, seen
+
+
+def rows(path: Path) -> list[str]:
+    with sqlite3.connect(path) as connection:
+        return list(connection.iterdump())
+
+
+def test_the_rows_are_those_that_a_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sqlite, "aiosqlite", aiosqlite)
+    by_thread, _ = asyncio.run(fill(tmp_path / "thread.db"))
+    database.install()
+    before = {thread.ident for thread in threading.enumerate()}
+    at_once, during = asyncio.run(fill(tmp_path / "direct.db"))
+    assert at_once == by_thread and len(at_once[3]) == 3 and len(at_once[4]) == 3
+    assert rows(tmp_path / "direct.db") == rows(tmp_path / "thread.db")
+    assert during == before
+
+
+def test_what_sqlite_refuses_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sqlite, "aiosqlite", aiosqlite)
+    database.install()
+
+    async def ask() -> None:
+        opened = await database.connect(str(tmp_path / "a.db"), timeout=1.0)
+        try:
+            async with opened.execute("SELECT * FROM absent"):
+                pass
+        finally:
+            await opened.close()
+
+    with pytest.raises(sqlite3.OperationalError, match="absent"):
+        asyncio.run(ask())
