@@ -152,11 +152,17 @@ def row_of(situation: Situation, ways: dict[Way, dict[Run, float]]) -> dict[str,
 
     No choice is worse than the plain mean, and none was measured in fewer runs than another of its optimizer state.
     """
-    mean = json.dumps({"rule": "mean"}), "personal", "{}"
+    mean = json.dumps({"rule": "mean"})
     *federation, width, kind = situation
-    if len(ways.get(mean, ())) < (SEEDS[width] if kind == PLAIN else SEEDS_OF_OTHERS):
+    enough = SEEDS[width] if kind == PLAIN else SEEDS_OF_OTHERS
+    plains = [
+        mean_of(runs)
+        for (aggregation, state, _), runs in ways.items()
+        if aggregation == mean and state == "personal" and len(runs) >= enough
+    ]
+    if not plains:
         return None
-    plain = mean_of(ways[mean])
+    plain = min(plains)
     best: dict[str, Any] = {}
     for way, over in sorted(((way, mean_of(runs)) for way, runs in ways.items()), key=lambda pair: pair[1]):
         (aggregation, state, training), runs = way, ways[way]
