@@ -7,13 +7,14 @@ Times are of the coordinator's clock. What a facility says (a reason, a log) is 
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from facility.exchange.files.durable import append_lines
 
 FILE = "events.jsonl"
 KINDS: Mapping[str, str] = {
@@ -78,11 +79,7 @@ class Journal:
         if self.path.parent.is_dir():
             lines, self._kept = "".join(self._kept), []
             with suppress(OSError):
-                handle = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                try:
-                    os.write(handle, lines.encode())
-                finally:
-                    os.close(handle)
+                append_lines(self.path, lines)
         return entry
 
     def read(self) -> list[Entry]:

@@ -7,14 +7,13 @@ until its update was used, so that a coordinator that is killed finds it again.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from coordinator.archive.rounds import Wait
-from facility.exchange.files.durable import write_json
+from facility.exchange.files.durable import append_lines, write_json
 
 FOLDER = "late"
 LONGEST = 300
@@ -139,11 +138,7 @@ def write_times(workdir: Path, times: dict[int, dict[str, float]]) -> None:
 def add_time(workdir: Path, number: int, facility: str, seconds: float) -> None:
     """Note one more: a line, whatever is noted already. One that a power cut takes is missing, and no more."""
     line = json.dumps({"round": number, "facility": facility, "seconds": seconds}) + "\n"
-    handle = os.open(_folder(workdir) / SINCE, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        os.write(handle, line.encode())
-    finally:
-        os.close(handle)
+    append_lines(_folder(workdir) / SINCE, line)
 
 
 def read_times(workdir: Path) -> dict[int, dict[str, float]]:

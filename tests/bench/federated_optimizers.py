@@ -52,10 +52,9 @@ def averaged_kinds(local: Local) -> tuple[str, ...]:
 
 def decay_of(kind: str, local: Local) -> float:
     """How much a step keeps of a running mean that begins at zero; 0: it is not biased, as Adafactor's are not."""
-    momentum = OPTIMIZERS.get("muon").values(local.optimizer_parameters if local.optimizer == "muon" else {})[
-        "momentum"
-    ]
-    return {"exp_avg": local.betas[0], "exp_avg_sq": local.betas[1], "momentum_buffer": float(momentum)}.get(kind, 0.0)
+    if kind == "momentum_buffer":
+        return float(OPTIMIZERS.get(local.optimizer).values(local.optimizer_parameters)["momentum"])
+    return {"exp_avg": local.betas[0], "exp_avg_sq": local.betas[1]}.get(kind, 0.0)
 
 
 @torch.no_grad()

@@ -131,3 +131,12 @@ def remove_abandoned(path: Path) -> None:
             pass  # its maker lives
         finally:
             os.close(descriptor)
+
+
+def append_lines(path: Path, lines: str) -> None:
+    """Add lines to a file, which is made where it is absent, with one write: what others add comes before or after."""
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.write(handle, lines.encode())
+    finally:
+        os.close(handle)
