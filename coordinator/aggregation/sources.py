@@ -19,6 +19,7 @@ from facility.exchange.messages.manifest import (
     Manifest,
     check_digest,
     read_manifest,
+    streamed_digest,
     tensor_files,
     verify_manifest,
 )
@@ -42,7 +43,7 @@ class Sources:
         """Compare the files `names` of a directory later."""
         self.manifests[directory] = manifest
         for name in names:
-            self.hashed[directory / name] = StreamedDigest(directory / name, manifest.files[name].size)
+            self.hashed[directory / name] = streamed_digest(directory, manifest, name)
 
     def promise_updates(self, updates: Sequence[Update], verified: set[str]) -> None:
         """Compare the updates but those of the facilities `verified` later."""

@@ -23,18 +23,18 @@ from facility.exchange.checkpoints.delta_parts import as_bytes, parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
-from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import (
-    NAME,
+    STATE,
     Manifest,
     read_manifest,
     tensor_files,
     verify_manifest,
+    with_extra,
     write_manifest,
 )
 
 MASTER = "master"
-KIND = "state"
 
 
 def open_state(
@@ -49,7 +49,7 @@ def open_state(
         return {}
     later = tensor_files(read_manifest(state), names) if sources is not None else []
     manifest = verify_manifest(state, later=later)
-    if manifest.kind != KIND:
+    if manifest.kind != STATE:
         raise CheckpointError(f"{state} is a {manifest.kind!r}, expected the state of the round before")
     if base and (manifest.round, manifest.federation) != (base.round, base.federation):
         raise CheckpointError(
@@ -102,15 +102,13 @@ def seal(
         {"model_sha256": model.content_sha256} if model else {}
     )
     write_manifest(
-        directory, Manifest(kind=KIND, federation=federation, round=round, parameters=parameters, extra=extra), known
+        directory, Manifest(kind=STATE, federation=federation, round=round, parameters=parameters, extra=extra), known
     )
 
 
 def belong_to(directory: Path, model: Manifest) -> None:
     """Say in a sealed state's manifest that it is the state of `model`."""
-    manifest = read_manifest(directory)
-    extra = manifest.extra | {"model_sha256": model.content_sha256}
-    write_json(directory / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=extra)))
+    with_extra(directory, "model_sha256", model.content_sha256)
 
 
 def draw_near(directory: Path, model: Checkpoint, share: float) -> None:
@@ -147,7 +145,7 @@ def make_way(state: Path | None, model: Path) -> None:
         manifest = read_manifest(state)
     except CheckpointError:
         manifest = None
-    if manifest and manifest.kind == KIND and manifest.extra.get("model_path") == str(Path(model).absolute()):
+    if manifest and manifest.kind == STATE and manifest.extra.get("model_path") == str(Path(model).absolute()):
         shutil.rmtree(state)
         return
     raise InputError(f"{state} exists already; remove it or choose another name for --state-out")

@@ -34,6 +34,7 @@ from facility.exchange.messages.manifest import (
     check_digest,
     read_manifest,
     sha256_of,
+    streamed_digest,
     tensor_files,
     verify_manifest,
 )
@@ -121,7 +122,7 @@ def check_content(
     directory: Path, manifest: Manifest, names: Sequence[str], matched: dict[str, TensorEntry], facility: str
 ) -> None:
     """Compare the files `names` with the manifest, and refuse values that are not finite, in one reading."""
-    hashed = {directory / name: StreamedDigest(directory / name, manifest.files[name].size) for name in names}
+    hashed = {directory / name: streamed_digest(directory, manifest, name) for name in names}
     check_finite(matched, facility, hashed)
     for name in names:
         check_digest(directory, manifest, name, hashed[directory / name].finish())

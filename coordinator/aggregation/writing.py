@@ -31,6 +31,7 @@ from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
+from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.manifest import Manifest, tensor_files, write_manifest
@@ -103,7 +104,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
 
 
 def _written(outputs: Outputs, model: TensorWriter, state: Sequence[TensorWriter | None]) -> dict[Path, dict[str, str]]:
-    """sha256 of what was written, by directory and name in it."""
+    """Digests of what was written, by directory and name in it."""
     found = {outputs.model: model.digests()}
     if outputs.state is not None:
         found[outputs.state] = {
@@ -195,7 +196,9 @@ def _state_writers(
     for name in names:
         (state / name).mkdir()
         layout = layout_like(aggregation.source, kinds)
-        writers.append(stack.enter_context(TensorWriter(state / name, layout, {"format": "pt"}, hashed=True)))
+        writers.append(
+            stack.enter_context(TensorWriter(state / name, layout, {"format": "pt"}, hashed=True, digest=Checksum))
+        )
     return writers
 
 

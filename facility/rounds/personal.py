@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint, save_tensors
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages.manifest import read_manifest, store_manifest, write_manifest
 from facility.rounds.kept import by_round, latest_before
 from facility.rounds.sealed import seal
 
@@ -93,7 +93,7 @@ class Personal:
         """Let an evaluation of the model with this facility's own tensors say which model was received."""
         if self.any:
             manifest = dataclasses.replace(read_manifest(evaluated), base_sha256=read_manifest(received).content_sha256)
-            write_json(evaluated / NAME, dataclasses.asdict(manifest))
+            store_manifest(evaluated, manifest)
 
 
 def _overlay(model: Checkpoint, own: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:

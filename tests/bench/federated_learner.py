@@ -132,7 +132,7 @@ class Learner:
             self._fresh()
             self.adam_steps = 0
         anchor = [p.detach().clone() for p in self.parameters] if self.local.proximal else []
-        losses: list[Tensor] = []
+        losses = torch.empty(steps, dtype=torch.float64, device=self.device)
         self.rates, began = 0.0, self.step_number
         span = steps if span is None else span
         for made in range(steps):
@@ -153,9 +153,9 @@ class Learner:
             self.optimizer.zero_grad()
             self._move(rate)
             self.adam_steps += 1
-            losses.append(loss.detach())
+            losses[made] = loss.detach()
         self.step_number = began + span
-        return math.fsum(map(float, losses)) / steps
+        return math.fsum(losses.tolist()) / steps
 
     @torch.no_grad()
     def _move(self, rate: float) -> None:

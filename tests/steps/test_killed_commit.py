@@ -39,7 +39,7 @@ def closed(archive: Archive, updates: list[Path]) -> dict[str, str]:
         directory = archive.round_directory(0) / name
         verify_manifest(directory)
         files = read_manifest(directory).files
-        found |= {f"{name}/{path}": one.sha256 for path, one in files.items() if path.endswith(".safetensors")}
+        found |= {f"{name}/{path}": one.digest for path, one in files.items() if path.endswith(".safetensors")}
     return found
 
 

@@ -20,7 +20,14 @@ from facility.exchange.delta_codecs import FULL
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.streamed_digest import StreamedDigest
-from facility.exchange.messages.manifest import Manifest, check_digest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import (
+    Manifest,
+    check_digest,
+    read_manifest,
+    streamed_digest,
+    verify_manifest,
+    write_manifest,
+)
 
 DECODED = "decoded_from"
 """In `extra`: the encoding that a directory travelled in."""
@@ -39,7 +46,7 @@ def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) ->
     try:
         old = open_checkpoint(reference)
         tensors = open_message(message, manifest, reference, read_manifest(reference)).tensors
-        hashed = StreamedDigest(message / FILE, manifest.files[FILE].size)
+        hashed = streamed_digest(message, manifest, FILE)
         kinds = {name: entry.dtype for name, entry in tensors.items()}
         with new_directory(out) as directory, StepNorms(old) as steps:
             with TensorWriter(directory, layout_like(old, kinds), old.metadata, hashed=True) as writer:

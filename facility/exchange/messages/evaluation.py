@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError, ManifestError
-from facility.exchange.files.durable import write_json
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
+from facility.exchange.messages.manifest import Manifest, with_extra
 from facility.exchange.messages.strict_json import Fields
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
@@ -84,13 +83,10 @@ class Score:
 
 def with_scores(update: Path, scores: Sequence[Score], problem: str = "") -> None:
     """Say in an update's manifest how the received model did; `problem`: why there are no scores."""
-    manifest = read_manifest(update)
     entry: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in scores]} | (
         {"problem": problem} if problem else {}
     )
-    write_json(
-        Path(update) / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {SCORES: entry}))
-    )
+    with_extra(update, SCORES, entry)
 
 
 def scores_of(manifest: Manifest) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,10 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD, head
+from facility.exchange.files.checksum import Checksum, is_checksum
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.keyed_checksum import Digest
+from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.strict_json import Fields, read_json
 
 FORMAT = 1
@@ -33,6 +36,9 @@ MOST_ROUNDS = 10**9
 KEEPS = "keeps_sha256"
 """In an update's `extra`: digest of the model that the facility keeps; the next may be sent as a difference to it."""
 
+STATE = "state"
+"""Kind of a directory that never leaves the coordinator, whose files of tensors have checksums."""
+
 RUN = "run"
 """In `extra`: id of one run of a federation from its initial model on. A model and its update carry it."""
 
@@ -41,10 +47,21 @@ RUN = "run"
 class FileEntry:
     """One file of the directory."""
 
-    sha256: str
+    sha256: str = ""
     """Hex digest of the content."""
     size: int
     """Bytes."""
+    checksum: str = ""
+    """In place of the sha256, in a coordinator's state alone: a `Checksum`."""
+
+    @property
+    def digest(self) -> str:
+        """Sha256 or checksum, whichever is stated."""
+        return self.checksum or self.sha256
+
+    def begin(self) -> Callable[[], Digest]:
+        """What makes the digest of no bytes, of the kind that is stated."""
+        return Checksum if self.checksum else hashlib.sha256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +69,7 @@ class Manifest:
     """What a directory holds."""
 
     kind: str
-    """`model` (coordinator to facility) or `update` (facility to coordinator)."""
+    """`model` (coordinator to facility), `update` (facility to coordinator), or STATE, among others."""
     federation: str
     """Name of the federation."""
     round: int
@@ -100,18 +117,13 @@ def with_run(directory: Path, run: str) -> None:
 def with_extra(directory: Path, key: str, value: Any) -> None:
     """Write one entry of `extra` into the manifest of `directory`."""
     manifest = read_manifest(directory)
-    extended = dataclasses.replace(manifest, extra=manifest.extra | {key: value})
-    write_json(Path(directory) / NAME, dataclasses.asdict(extended))
+    store_manifest(directory, dataclasses.replace(manifest, extra=manifest.extra | {key: value}))
 
 
 def with_head(directory: Path, log: str) -> None:
     """Write the head of the audit log `log` into the manifest of `directory`; nothing where there is none."""
     if log and (found := head(Path(log))):
-        manifest = read_manifest(directory)
-        write_json(
-            Path(directory) / NAME,
-            dataclasses.asdict(dataclasses.replace(manifest, extra=manifest.extra | {HEAD: found})),
-        )
+        with_extra(directory, HEAD, found)
 
 
 def sha256_of(path: Path) -> str:
@@ -119,8 +131,14 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _digests(paths: Sequence[Path]) -> list[str]:
-    """sha256 of each file, two at a time: hashing takes longer than reading."""
+def streamed_digest(directory: Path, manifest: Manifest, name: str) -> StreamedDigest:
+    """The digest of the file `name`, of the kind that the manifest states, from its bytes as they go by."""
+    entry = manifest.files[name]
+    return StreamedDigest(Path(directory) / name, entry.size, entry.begin())
+
+
+def _sha256_of_all(paths: Sequence[Path]) -> list[str]:
+    """Of each file, two at a time: hashing takes longer than reading."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(sha256_of, paths))
 
@@ -140,16 +158,30 @@ def _files(directory: Path) -> list[Path]:
 def write_manifest(directory: Path, manifest: Manifest, known: Mapping[str, str] | None = None) -> Manifest:
     """Hash every file below `directory` and write `manifest.json` last; returns the manifest with `files` filled.
 
-    `known`: digests of files that were hashed as they were written, by path relative to the directory.
+    `known`: digests of files that were hashed as they were written (a `Checksum` in a STATE), by path relative
+    to the directory.
     """
     directory, known = Path(directory), known or {}
     found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     unknown = [name for name in found if name not in known]
-    digests = dict(zip(unknown, _digests([found[name] for name in unknown]), strict=True)) | dict(known)
-    files = {name: FileEntry(sha256=digests[name], size=path.stat().st_size) for name, path in found.items()}
+    digests = dict(zip(unknown, _sha256_of_all([found[name] for name in unknown]), strict=True)) | dict(known)
+    files = {
+        name: FileEntry(
+            **{"checksum" if is_checksum(digests[name]) else "sha256": digests[name]}, size=path.stat().st_size
+        )
+        for name, path in found.items()
+    }
     manifest = dataclasses.replace(manifest, files=files)
-    write_json(directory / NAME, dataclasses.asdict(manifest))
+    store_manifest(directory, manifest)
     return manifest
+
+
+def store_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `manifest.json` as it is, hashing nothing."""
+    described = dataclasses.asdict(manifest)
+    for entry in described["files"].values():
+        del entry["sha256" if entry["checksum"] else "checksum"]
+    write_json(Path(directory) / NAME, described)
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -164,8 +196,9 @@ def read_manifest(directory: Path) -> Manifest:
         )
     found = Fields(raw=raw, where=str(path)).only([field.name for field in dataclasses.fields(Manifest)])
     dtypes = Fields(raw=found.mapping("dtypes", 100), where=f"{path}: dtypes")
+    kind = found.text("kind")
     return Manifest(
-        kind=found.text("kind"),
+        kind=kind,
         federation=found.text("federation"),
         round=found.whole("round", most=MOST_ROUNDS),
         facility=None if raw.get("facility") is None else found.text("facility"),
@@ -173,23 +206,30 @@ def read_manifest(directory: Path) -> Manifest:
         encoding=found.text("encoding", "full"),
         dtypes={name: dtypes.whole(name) for name in dtypes.raw},
         parameters=found.whole("parameters", 0),
-        files={name: _entry(name, entry, path) for name, entry in found.mapping("files", MOST_FILES).items()},
+        files={name: _entry(name, entry, path, kind) for name, entry in found.mapping("files", MOST_FILES).items()},
         extra=found.mapping("extra", MOST_EXTRA),
         format=found.whole("format", least=1),
     )
 
 
-def _entry(name: str, raw: Any, path: Path) -> FileEntry:
+def _entry(name: str, raw: Any, path: Path, kind: str) -> FileEntry:
     if not isinstance(raw, dict):
         raise ManifestError(f"{path} says of {name!r:.80} nothing of its size and sha256")
+    if kind == STATE and "checksum" in raw:
+        found = Fields(raw=raw, where=f"{path}: {name:.80}").only(("checksum", "size"))
+        if not is_checksum(stated := found.text("checksum")):
+            raise ManifestError(
+                f"{path}: the checksum of {name!r:.80} is {stated!r:.80}, expected xxh3-128: and 32 digits"
+            )
+        return FileEntry(checksum=stated, size=found.whole("size"))
     found = Fields(raw=raw, where=f"{path}: {name:.80}").only(("sha256", "size"))
     return FileEntry(sha256=found.digest("sha256"), size=found.whole("size"))
 
 
 def verify_manifest(directory: Path, *, later: Collection[str] = ()) -> Manifest:
-    """Read the manifest and check every file's presence, size and sha256; no other file may lie beside them.
+    """Read the manifest and check every file's presence, size and digest; no other file may lie beside them.
 
-    `later`: files whose sha256 the caller makes as it reads them, and compares by `check_digest` before what it read
+    `later`: files whose digest the caller makes as it reads them, and compares by `check_digest` before what it read
     is of any effect. Raises `ManifestError` naming the first file that differs.
     """
     directory = Path(directory)
@@ -206,17 +246,21 @@ def verify_manifest(directory: Path, *, later: Collection[str] = ()) -> Manifest
                 f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered; send it again"
             )
     names = sorted(manifest.files.keys() - set(later))
-    for name, digest in zip(names, _digests([directory / name for name in names]), strict=True):
-        check_digest(directory, manifest, name, digest)
+    with ThreadPoolExecutor(2) as pool:
+        digests = pool.map(lambda name: streamed_digest(directory, manifest, name).finish(), names)
+        for name, digest in zip(names, digests, strict=True):
+            check_digest(directory, manifest, name, digest)
     if surplus := sorted(present - set(manifest.files)):
         raise ManifestError(f"{directory} holds files that its manifest does not name: {surplus[:5]}")
     return manifest
 
 
 def check_digest(directory: Path, manifest: Manifest, name: str, digest: str) -> None:
-    """Raise `ManifestError` unless the manifest gives the file `name` this sha256."""
-    if digest != manifest.files[name].sha256:
-        raise ManifestError(f"{directory}/{name} has another sha256 than its manifest says: altered; send it again")
+    """Raise `ManifestError` unless the manifest gives the file `name` this digest."""
+    entry = manifest.files[name]
+    if digest != entry.digest:
+        kind = "checksum" if entry.checksum else "sha256"
+        raise ManifestError(f"{directory}/{name} has another {kind} than its manifest says: altered; send it again")
 
 
 def tensor_files(manifest: Manifest, folders: Collection[str] = ("",)) -> list[str]:

@@ -15,9 +15,8 @@ from pathlib import Path
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD
-from facility.exchange.files.durable import write_json
 from facility.exchange.messages.comparison import SENT
-from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, sha256_of
+from facility.exchange.messages.manifest import SIGNATURE, Manifest, read_manifest, run_of, sha256_of, store_manifest
 from facility.exchange.messages.signatures import sign, verify
 
 SETTINGS, EXPIRES = "settings_sha256", "expires"
@@ -32,7 +31,7 @@ def sign_order(directory: Path, key: Path, *, settings: Mapping[str, str], expir
     manifest = read_manifest(directory)
     extra = manifest.extra | {SETTINGS: dict(settings), EXPIRES: int(expires)} | ({HEAD: head} if head else {})
     (directory / SIGNATURE).unlink(missing_ok=True)
-    write_json(directory / NAME, dataclasses.asdict(dataclasses.replace(manifest, extra=extra)))
+    store_manifest(directory, dataclasses.replace(manifest, extra=extra))
     sign(directory, key)
 
 

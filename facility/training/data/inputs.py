@@ -134,9 +134,7 @@ def read_model(
 
 def digests_of(directory: Path, manifest: manifests.Manifest) -> dict[str, StreamedDigest]:
     """What makes the digests of the tensor files of a model as they are read, by name."""
-    return {
-        name: StreamedDigest(directory / name, manifest.files[name].size) for name in manifests.tensor_files(manifest)
-    }
+    return {name: manifests.streamed_digest(directory, manifest, name) for name in manifests.tensor_files(manifest)}
 
 
 def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: PreparedDataset, config: Any) -> None:
