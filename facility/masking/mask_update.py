@@ -26,8 +26,8 @@ from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference
 from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.keyed_checksum import KeyedChecksum
 from facility.exchange.masking.fixed_point import FixedPoint, clip_of, fixed_point
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shares import write_shares
@@ -59,7 +59,7 @@ def mask_update(
 ) -> tuple[Manifest, dict[str, str]]:
     """Write the masked form of `update`, trained from `received`, and what it leaves to send.
 
-    Returns its manifest, and a checksum of each file of what it leaves, made of what is written (`KeyedChecksum`:
+    Returns its manifest, and a checksum of each file of what it leaves, made of what is written (`Checksum`:
     sha256 would take as long as the masks). Neither `out` nor `residual_out` may exist. Raises `InputError` where the
     roster is for another model.
     """
@@ -84,7 +84,7 @@ class MaskedTensors:
     sent: dict[str, str]
     """sha256 of the files that travel, by name."""
     left: dict[str, str]
-    """A `KeyedChecksum` of each file of what is left to send."""
+    """A `Checksum` of each file of what is left to send."""
 
 
 def mask_tensors(
@@ -110,7 +110,7 @@ def mask_tensors(
     layout, rest_layout = (layout_like(update, dict.fromkeys(sources, kinds[bits])) for kinds in (DTYPES, RESTS))
     with ExitStack() as open_files:
         writer = open_files.enter_context(TensorWriter(directory, layout, hashed=True))
-        rests = open_files.enter_context(TensorWriter(rest_directory, rest_layout, hashed=True, digest=KeyedChecksum))
+        rests = open_files.enter_context(TensorWriter(rest_directory, rest_layout, hashed=True, digest=Checksum))
         piece = piece_of(len(masks), bits)
         masker = Masker(masks, piece=piece, bits=bits, weight=weight, factor=factor)
         for name, source in sources.items():

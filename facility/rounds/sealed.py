@@ -1,12 +1,12 @@
-"""Directories of a facility's state that say themselves whether they are whole: `seal.json` with sizes and digests.
+"""Directories of a facility's state that say themselves whether they are whole: `seal.json` has each file's checksum.
 
 What a round keeps for the next (optimizer state, mid-round checkpoint, local parameters, residual) is sealed where it
 is written, and verified before a round uses it. While a directory that the round needs is damaged, the facility skips
 the round: the operator restores the directory, or removes it, and the round begins without it as on the first day. One
 that the round does without (a mid-round checkpoint, what a repeated round left) is put aside. One from before seals
-existed is used as it is.
+existed is used as it is; one of before checksums has sha256 in its seal.
 
-A file that still has the inode, size and times that it had when it was sealed is not read again for its digest: only
+A file that still has the inode, size and times that it had when it was sealed is not read again for its checksum: only
 this account can write there, and whatever writes to a file changes its times (`ctime` cannot be set). What copies,
 moves back or truncates a file is noticed; a disk that returns other bytes than it was given is not.
 """
@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from facility.exchange.errors import InputError
+from facility.exchange.files.checksum import checksum_of, is_checksum
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.keyed_checksum import is_checksum, matches
 from facility.exchange.messages.manifest import sha256_of
 from facility.rounds.kept import latest_before
 
@@ -34,12 +34,12 @@ SELF_CHECKED = ("finished", "models", ASIDE)
 
 
 def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
-    """Write the digests of the files of a complete directory.
+    """Write the checksums of the files of a complete directory.
 
-    `known`: those of files hashed as they were written: sha256, or a `KeyedChecksum`.
+    `known`: those of files hashed as they were written.
     """
     paths = [path for path in sorted(directory.iterdir()) if path.is_file() and path.name not in (SEAL, UNCHANGED)]
-    write_json(directory / SEAL, {path.name: (known or {}).get(path.name) or sha256_of(path) for path in paths})
+    write_json(directory / SEAL, {path.name: (known or {}).get(path.name) or checksum_of(path) for path in paths})
     _outlast_clock_tick(paths)
     write_json(directory / UNCHANGED, {path.name: identity(path) for path in paths})
 
@@ -82,7 +82,7 @@ def flaw(directory: Path) -> str:
 
 
 def _has(path: Path, digest: str) -> bool:
-    return matches(path, digest) if is_checksum(digest) else sha256_of(path) == digest
+    return digest == (checksum_of(path) if is_checksum(digest) else sha256_of(path))
 
 
 def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]:

@@ -60,7 +60,7 @@ def make_smaller(
         patterns=patterns,
         norms=norms,
     )
-    keep_residual(state, round, done.residual_sha256)
+    keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
     message.rename(update)
     return done
@@ -102,7 +102,7 @@ def residual_path(state: Path, round: int) -> Path:
 
 def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = None) -> None:
     """Seal what `round` left unsent, and remove those of rounds before, but the last: it is needed if this round is
-    repeated. `known`: digests of files hashed as they were written."""
+    repeated. `known`: checksums of files, made as they were written."""
     if (directory := residual_path(state, round)).is_dir():
         seal(directory, known)
     _drop_before(state, round)

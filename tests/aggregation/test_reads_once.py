@@ -102,7 +102,7 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
 
     def encoded() -> None:
         made = encode(full=update, reference=base, encoding=encoding, out=message, residual_out=residual)
-        seal(residual, made.residual_sha256)
+        seal(residual, made.residual_checksums)
 
     found = read_by(encoded)
     read = size(update) + size(base)

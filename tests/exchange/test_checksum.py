@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.files.checksum import Checksum, is_checksum
+from facility.exchange.files.checksum import Checksum, checksum_of, is_checksum
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.manifest import (
     NAME,
@@ -20,7 +21,8 @@ from facility.exchange.messages.manifest import (
     verify_manifest,
     write_manifest,
 )
-from tests.exchange.test_keyed_checksum import CONTENT, harms
+
+CONTENT = random.Random(3).randbytes(70_001)
 
 
 @pytest.mark.parametrize("count", [0, 1, 240, 241, len(CONTENT)])
@@ -31,6 +33,26 @@ def test_it_is_xxh3_of_the_whole_however_it_comes(count: int, piece: int):
         made.update(memoryview(CONTENT)[start : min(start + piece, count)])
     assert made.hexdigest() == made.hexdigest() == f"xxh3-128:{xxhash.xxh3_128_hexdigest(CONTENT[:count])}"
     assert is_checksum(made.hexdigest()) and not is_checksum("0" * 64)
+
+
+def harms() -> dict[str, bytes]:
+    flipped = {f"bit {bit}": bytearray(CONTENT) for bit in (0, 100_003, 8 * len(CONTENT) - 1)}
+    for name, content in flipped.items():
+        bit = int(name.split()[1])
+        content[bit // 8] ^= 1 << bit % 8
+    blocks = CONTENT[16:32] + CONTENT[:16] + CONTENT[32:]
+    others = {"cut": CONTENT[:-1], "longer": CONTENT + b"\0", "empty": b"", "blocks changed places": blocks}
+    return {name: bytes(content) for name, content in flipped.items()} | others
+
+
+@pytest.mark.parametrize("harm", harms())
+def test_a_file_that_is_not_as_it_was_is_told(harm: str, tmp_path: Path):
+    file = tmp_path / "file"
+    file.write_bytes(CONTENT)
+    stated = checksum_of(file)
+    assert is_checksum(stated) and stated == StreamedDigest(file, len(CONTENT), Checksum).finish()
+    file.write_bytes(harms()[harm])
+    assert checksum_of(file) != stated
 
 
 def sealed(directory: Path, kind: str = "state") -> Manifest:

@@ -44,6 +44,7 @@ from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.delta_codecs import Codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
@@ -68,7 +69,7 @@ class Encoded:
     """Tensors that did not travel."""
     relative_error: float
     """Root mean square of what was lost, over that of the differences."""
-    residual_sha256: dict[str, str] = field(default_factory=dict)
+    residual_checksums: dict[str, str] = field(default_factory=dict)
     """Of the residual's files by name, made as they were written."""
     message_sha256: dict[str, str] = field(default_factory=dict)
     """Of the message's tensor file."""
@@ -135,7 +136,9 @@ def write_tensors(
         if kept is not None:
             kinds = {name: "F32" for name in sending.moved if old.tensors[name].dtype in FLOATS}
             if kinds:
-                residual = files.enter_context(TensorWriter(kept, layout_like(old, kinds), hashed=True))
+                residual = files.enter_context(
+                    TensorWriter(kept, layout_like(old, kinds), hashed=True, digest=Checksum)
+                )
         with StepNorms(old) as steps:
             squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None)
             steps.unmoved(old.tensors[name] for name in old.tensors.keys() - set(sending.moved))
@@ -147,7 +150,7 @@ def write_tensors(
         parameters=sum(entry.elements for entry in old.tensors.values() if entry.dtype in FLOATS),
         unchanged=len(old.tensors) - len(sending.sent),
         relative_error=math.sqrt(lost / squared) if squared else 0.0,
-        residual_sha256=digests,
+        residual_checksums=digests,
         message_sha256=made,
     )
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, Checkpoint
+from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.keyed_checksum import Digest
 from facility.exchange.files.streamed_digest import StreamedDigest
 
 

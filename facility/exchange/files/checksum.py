@@ -8,12 +8,22 @@ updates and in signatures, it is sha256.
 from __future__ import annotations
 
 import re
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import xxhash
 
 PREFIX = "xxh3-128"
 STATED = re.compile(f"{PREFIX}:[0-9a-f]{{32}}")
+READ_BYTES = 4 << 20
+
+
+class Digest(Protocol):
+    """What hashes the bytes of a file in their order."""
+
+    def update(self, content: Any, /) -> object: ...
+
+    def hexdigest(self) -> str: ...
 
 
 class Checksum:
@@ -28,6 +38,15 @@ class Checksum:
     def hexdigest(self) -> str:
         """`xxh3-128:` and 32 hexadecimal digits."""
         return f"{PREFIX}:{self._state.hexdigest()}"
+
+
+def checksum_of(path: Path) -> str:
+    """Of a whole file."""
+    made, buffer = Checksum(), memoryview(bytearray(READ_BYTES))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            made.update(buffer[:count])
+    return made.hexdigest()
 
 
 def is_checksum(stated: str) -> bool:

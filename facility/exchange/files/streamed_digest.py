@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from facility.exchange.files.keyed_checksum import Digest
+from facility.exchange.files.checksum import Digest
 
 MOST_WAITING = 16 << 20
 """Bytes of one file that wait for their turn in memory."""

@@ -16,9 +16,8 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD, head
-from facility.exchange.files.checksum import Checksum, is_checksum
+from facility.exchange.files.checksum import Checksum, Digest, is_checksum
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.keyed_checksum import Digest
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.strict_json import Fields, read_json
 

@@ -107,5 +107,5 @@ def write_message(
             density=training.sparse_density,
             norms=settings.step_norms,
         )
-    seal(unsent_out, done.residual_sha256)
+    seal(unsent_out, done.residual_checksums)
     return done.message_sha256

@@ -8,8 +8,9 @@ by all ranks, as it must be for a checkpoint of several ranks in any case.
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
 from facility.exchange.errors import CheckpointError
+from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import as_umask_allows
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.training.shards import PIECE_BYTES, LocalShard
@@ -65,10 +67,15 @@ def plan_files(
     return slots, headers
 
 
-def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, bytes]) -> dict[str, StreamedDigest]:
+def create_files(
+    directory: Path,
+    slots: dict[str, Slot],
+    headers: dict[str, bytes],
+    digest: Callable[[], Digest] = hashlib.sha256,
+) -> dict[str, StreamedDigest]:
     """Write headers and index, and give every file its final size. One rank does this before all write rows.
 
-    Returns what makes the files' sha256 of what `write_shards` writes, where one rank writes everything.
+    Returns what makes the files' digests of what `write_shards` writes, where one rank writes everything.
     """
     hashed: dict[str, StreamedDigest] = {}
     ends = dict.fromkeys(headers, 0)
@@ -78,7 +85,7 @@ def create_files(directory: Path, slots: dict[str, Slot], headers: dict[str, byt
         with open(directory / file, "wb") as handle:
             handle.write(header)
             handle.truncate(max(ends[file], len(header)))
-        hashed[file] = StreamedDigest(directory / file, max(ends[file], len(header)))
+        hashed[file] = StreamedDigest(directory / file, max(ends[file], len(header)), digest)
         hashed[file].feed(0, header)
         os.chmod(directory / file, as_umask_allows(0o644))
     layout: dict[str, list[Planned]] = {file: [] for file in headers}
@@ -100,7 +107,7 @@ def write_shards(
     """Write the rows this rank holds of each tensor. Raises `CheckpointError` where fp16 cannot hold a weight.
 
     `hashed`: of `create_files`, where no other rank writes; then tensors are written in the order in which they lie,
-    and the sha256 of each file is returned. `norms`: takes what is written.
+    and the digest of each file is returned. `norms`: takes what is written.
     """
     pieces = conversion.pieces if conversion is not None else {}
     if hashed:

@@ -19,6 +19,7 @@ import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
@@ -193,7 +194,7 @@ def publish(
     shutil.rmtree(new, ignore_errors=True)
     with new_directory(new) as temporary:
         broadcast(ranks, str(temporary))
-        hashed = create_files(temporary, slots, headers if tensors else {})
+        hashed = create_files(temporary, slots, headers if tensors else {}, Checksum)
         known = write_mine(temporary, hashed if ranks.world == 1 else None)
         write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
         seal(temporary, known)
