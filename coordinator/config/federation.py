@@ -47,6 +47,7 @@ from coordinator.config.resolution import (
     with_measured,
 )
 from coordinator.config.settings import RoundSettings
+from coordinator.config.sparse_updates import are_sparse, check_rounds, for_sparse_updates, sending_of
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.comparison import GLOBAL
@@ -242,6 +243,9 @@ def _build(lined: Lined) -> Federation:
         longest_queue_hours=LONGEST_QUEUE_HOURS if closing is None else closing.longest_queue_hours,
         **keys,
     )
+    check_rounds({one.name: one.training for one in federation.facilities}, federation.rounds)
+    sending = sending_of(federation.sending, data.get("sending") or {}, [one.training for one in federation.facilities])
+    federation = dataclasses.replace(federation, sending=sending)
     federation = _chosen(federation, data.get("aggregation") or {}, [entry["training"] for entry in data["facilities"]])
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
@@ -287,6 +291,8 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         pretrained = looks_pretrained(model)
     settings = federation.aggregation
     choice = choice_of(training, federation.rounds, settings, pretrained=pretrained, parameters=parameters_of(model))
+    if are_sparse(training):
+        choice = for_sparse_updates(choice, settings, federation.sending)
     training = resolve_training(training, choice.optimizer_state)
     if settings.rule == AUTO:
         training = with_measured(training, given_training, choice)

@@ -35,6 +35,11 @@ class DeltaCodec(Declaration):
     """And for each value that is sent, where a codec sends only a share of them (`sparse_density`)."""
     selects: bool = False
     """Sends the values of largest magnitude only."""
+    fading: float = 0.0
+    """What a message leaves is multiplied by this and added to the next difference, and training begins from the
+    received model (error feedback); 0: training goes on from what was left instead."""
+    least_rounds: int = 1
+    """Of a federation; in fewer it does harm that was measured."""
 
     def message_bytes(self, values: int, density: float) -> float:
         """Of a message for `values` values, a share `density` of them sent."""

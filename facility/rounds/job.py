@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL
+from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
@@ -77,9 +77,10 @@ class Job:
     @property
     def writes_messages(self) -> bool:
         """May the trainer write its update as a message at once? CrossFed's own does, in a round that takes steps,
-        where nothing is to be taken out of the update or masked before it is encoded."""
+        where nothing is to be taken out of the update, masked, or added to it before it is encoded."""
         own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
-        encoded = self.settings.training.encoding != FULL and self.round < self.settings.rounds
+        encoding = self.settings.training.encoding
+        encoded = encoding != FULL and not declared_codec(encoding).fading and self.round < self.settings.rounds
         return own and encoded and not self.personal.any and self.settings.masking is None
 
     @property

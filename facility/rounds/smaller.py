@@ -2,7 +2,9 @@
 
 What the encoding loses stays under the facility's state directory, and training goes on from it in the next round: its
 weights begin as the received model plus what of this facility's steps has not been sent. Adding it to the next
-difference only (error feedback as usual) makes many local steps take the same way again, and then it is sent twice.
+difference only (error feedback as usual) makes many local steps take the same way again, and then it is sent twice. A
+codec that fades has it so nevertheless: what it leaves is most of a step, and training from there would be training
+from another model than all others do.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
@@ -38,13 +41,14 @@ def make_smaller(
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
     The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
-    trained from `unsent`, so its difference to `model` holds what was not sent before. `norms`: state the norm of the
-    step that the message decodes to. A trainer that was given `pending_residual` may have written the message already.
+    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades it is
+    added here. `norms`: state the norm of the step that the message decodes to. A trainer that was given
+    `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
         keep_pending(state, round)
         return None
-    if settings.encoding == "full" or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
+    if settings.encoding == FULL or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
         return None
     message = update.with_name(f".{update.name}.message")
     after = residual_path(state, round)
@@ -59,6 +63,7 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
         norms=norms,
+        ahead=_left_before(state, round) if declared_codec(settings.encoding).fading else None,
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -90,8 +95,16 @@ def keep_pending(state: Path, round: int) -> None:
 
 
 def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
-    """The residual of messages before `round`: a checkpoint of the tensors concerned; None if there is none."""
-    found = latest_before(_home(state), round) if masked or settings.encoding != "full" else None
+    """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
+    None if there is none."""
+    if masked or (settings.encoding != FULL and not declared_codec(settings.encoding).fading):
+        return _left_before(state, round)
+    return None
+
+
+def _left_before(state: Path, round: int) -> Path | None:
+    """What the messages before `round` left, if there is any."""
+    found = latest_before(_home(state), round)
     return found if found is not None and any(found.glob("*.safetensors")) else None
 
 

@@ -39,7 +39,7 @@ from tests.aggregation.test_stated_norms import alike, resealed, without_stateme
 
 SHAPES: dict[str, tuple[int, ...]] = {"b.odd": (777,), "a.large": (2100, 2003), "c.part": (65536,), "d.one": (1,)}
 """One is more than a span, one fills a part, two fill no block."""
-ENCODINGS = ("delta-int8", "delta-int4", "sparse")
+ENCODINGS = ("delta-int8", "delta-int4", "sparse", "sparseloco")
 MEAN = AggregationSettings(rule="mean+nesterov")
 
 
@@ -88,6 +88,7 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
         ("delta-int4", torch.float32, 1),
         ("delta-int4", torch.float16, 2),
         ("sparse", torch.float16, 2),
+        ("sparseloco", torch.bfloat16, 2),
     ],
     ids=str,
 )

@@ -75,7 +75,7 @@ def test_what_is_read_from_a_file_is_what_it_declares() -> None:
         module = importlib.import_module(entry.module)
         assert entry == DeltaCodec(**(vars(module.DECLARATION) | {"module": module.__name__})), name
         assert load_codec(name) is module.CODEC and entry.summary
-    assert encodings() == ("full", "delta-int4", "delta-int8", "sparse")
+    assert encodings() == ("full", "delta-int4", "delta-int8", "sparse", "sparseloco")
 
 
 @pytest.mark.parametrize("name", CODECS.built_in)

@@ -11,7 +11,8 @@ to send in full, never a silent fallback.
 
 What the codec loses is kept at the sender (`residual_out`): error feedback, F. Seide et al., Interspeech 2014, and
 S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a
-facility's next training begins from it (`facility.rounds.smaller`).
+facility's next training begins from it (`facility.rounds.smaller`). With a codec that fades (`DeltaCodec.fading`) it is
+one (`ahead`), times that factor.
 
 An update is decoded to float32, so that half precision does not take away what the codec carried; the coordinator does
 that as it averages, mostly without a decoded file (`facility.exchange.checkpoints.encoded`). A model is decoded to the
@@ -42,7 +43,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
-from facility.exchange.delta_codecs import Codec, load_codec
+from facility.exchange.delta_codecs import Codec, declared_codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
@@ -86,19 +87,24 @@ def encode(
     density: float = SPARSE_DENSITY,
     patterns: Patterns | None = None,
     norms: bool = False,
+    ahead: Path | None = None,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
 
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
-    federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to.
+    federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to. `ahead`:
+    the `residual_out` of the message before, of a codec that fades.
     """
     manifest, old = read_manifest(full), open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
         directory = stack.enter_context(new_directory(out))
         kept = stack.enter_context(new_directory(residual_out)) if residual_out is not None else None
-        done = write_tensors(directory, kept, old=old, new=new, encoding=encoding, density=density, norms=norms)
+        left = open_checkpoint(ahead) if ahead is not None else None
+        done = write_tensors(
+            directory, kept, old=old, new=new, encoding=encoding, density=density, norms=norms, ahead=left
+        )
         copy_companions(Path(full), directory, leave=(NORMS,))
         write_manifest(directory, as_message(manifest, encoding, reference), done.message_sha256)
     return done
@@ -119,16 +125,18 @@ def write_tensors(
     encoding: str,
     density: float = SPARSE_DENSITY,
     norms: bool = False,
+    ahead: Checkpoint | None = None,
 ) -> Encoded:
     """Write a message's tensors to `directory`, and what it loses to the directory `kept`, which both exist.
 
     `new`: by the names of `old`, stored or in memory; read part by part, in the order in which `old` lies. `norms`:
-    write step_norms.json, too.
+    write step_norms.json, too. `ahead`: what the message before left, of a codec that fades.
     """
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
-    codec = load_codec(encoding)
-    sending = _plan(codec, old, new, density)
+    codec, fading = load_codec(encoding), declared_codec(encoding).fading
+    left = Left(tensors=ahead.tensors if ahead is not None and fading else {}, fading=fading)
+    sending = _plan(codec, old, new, density, left)
     with ExitStack() as files:
         writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
         message = files.enter_context(writer)
@@ -140,7 +148,7 @@ def write_tensors(
                     TensorWriter(kept, layout_like(old, kinds), hashed=True, digest=Checksum)
                 )
         with StepNorms(old) as steps:
-            squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None)
+            squared, lost = _write(codec, sending, old, new, message, residual, steps if norms else None, left)
             steps.unmoved(old.tensors[name] for name in old.tensors.keys() - set(sending.moved))
         digests, made = residual.digests() if residual is not None else {}, message.digests()
     if norms:
@@ -163,6 +171,7 @@ def _write(
     message: TensorWriter,
     residual: TensorWriter | None,
     norms: StepNorms | None,
+    left: Left,
 ) -> tuple[float, float]:
     """Write what the plan says, part by part; returns the sums of squares of the differences and of what was lost."""
     squared = lost = 0.0
@@ -173,7 +182,7 @@ def _write(
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-        for start, base, step, length in _differences(entry, new[name]):
+        for start, base, step, length in _differences(entry, new[name], left=left):
             squared += length
             missed, arrives = step, None
             if name in sending.sent:
@@ -280,7 +289,7 @@ class _Sending:
     """A codec that selects sends magnitudes from here on."""
 
 
-def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> _Sending:
+def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float, left: Left) -> _Sending:
     """Which tensors differ, and what is stored of each."""
     limit = _limit(old, new, density) if codec.selection is not None else 0.0
     planned: list[Planned] = []
@@ -296,8 +305,8 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
                 planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
                 moved.append(name)
             continue
-        codes, differs = 0, codec.selection is None and _differs_early(entry, new[name])
-        for _, _, step, length in _differences(entry, new[name]) if not differs else ():
+        codes, differs = 0, codec.selection is None and _differs_early(entry, new[name], left)
+        for _, _, step, length in _differences(entry, new[name], left=left) if not differs else ():
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -312,10 +321,10 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
     return _Sending(planned=planned, moved=moved, sent=sent, limit=limit)
 
 
-def _differs_early(old: TensorEntry, new: TensorEntry) -> bool:
+def _differs_early(old: TensorEntry, new: TensorEntry, left: Left) -> bool:
     """Whether the first `PROBE` values of some part differ: of what was trained, the first part tells without the rest
     being read once more."""
-    return any(length > 0 for _, _, _, length in _differences(old, new, PROBE))
+    return any(length > 0 for _, _, _, length in _differences(old, new, PROBE, left))
 
 
 def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> float:
@@ -330,15 +339,37 @@ def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> f
     return magnitudes.threshold(counts, density, smallest=1)
 
 
-def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, Array, float]]:
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """What the message before left of each tensor, in float32; no tensors: nothing."""
+
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
+    fading: float = 0.0
+    """It is added to the difference times this."""
+
+
+NOTHING = Left()
+
+
+def _differences(
+    old: TensorEntry, new: TensorEntry, width: int = PART, left: Left = NOTHING
+) -> Iterator[tuple[int, Array, Array, float]]:
     """(first element, old as stored, new - old in float32, its sum of squares): the first `width` values of each part.
 
     The array is used again for the next part.
     """
     block, widened = np.empty(PART, np.float32), np.empty(PART, np.float32)
-    for start, (base, update) in parts([old, new], width):
+    more = [left.tensors[old.name]] if old.name in left.tensors else []
+    if more and (more[0].shape, more[0].dtype) != (old.shape, "F32"):
+        found = f"{more[0].dtype} {list(more[0].shape)}"
+        raise CheckpointError(f"{more[0].file}: tensor {old.name!r} is {found}, expected F32 {list(old.shape)}")
+    for start, (base, update, *before) in parts([old, new, *more], width):
         values = block[: len(base)]
         squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
+        for rest in before:
+            np.multiply(rest, np.float32(left.fading), out=widened[: len(values)])
+            values += widened[: len(values)]
+            squared = float(np.vdot(values, values))
         if not math.isfinite(squared):
             raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
         yield start, base, values, squared

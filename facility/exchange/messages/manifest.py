@@ -93,7 +93,7 @@ class Manifest:
     @property
     def content_sha256(self) -> str:
         """Digest over the tensor files' digests: equal when the weights are the same bytes in the same files."""
-        return content_digest({name: e.sha256 for name, e in self.files.items() if name.endswith(".safetensors")})
+        return content_digest({name: e.digest for name, e in self.files.items() if name.endswith(".safetensors")})
 
 
 def content_digest(files: Mapping[str, str]) -> str:

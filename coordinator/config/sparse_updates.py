@@ -1,0 +1,53 @@
+"""What goes with updates that hold a few values of each step (`training.encoding: sparseloco`), in long federations.
+
+A model that moves by the mean of such updates differs in few values from the one before: `sending.encoding: changed`
+sends those alone. A server momentum moves every value, so `rule: auto` takes the plain mean there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from coordinator.aggregation.settings import AUTO, AggregationSettings
+from coordinator.config.automatic import Choice
+from coordinator.config.settings import SendingSettings
+from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.settings import TrainingSettings
+
+LOSSLESS = "changed"
+REASON = "the mean, since updates are sparse and a momentum would move every value of the model: sending.encoding is {}"
+
+
+def check_rounds(training: Mapping[str, TrainingSettings], rounds: int) -> None:
+    """Raise `ConfigurationError` where an encoding needs more rounds than there are."""
+    for name, one in training.items():
+        if one.encoding != FULL and (least := declared_codec(one.encoding).least_rounds) > rounds:
+            raise ConfigurationError(
+                f"training.encoding of {name!r} is {one.encoding!r} with {rounds} rounds, expected {least} or more: a "
+                "value of the model is sent in few of them, and in fewer rounds most are hardly sent at all; take "
+                "'sparse' or 'delta-int4' here",
+                key="training.encoding",
+            )
+
+
+def are_sparse(training: Sequence[TrainingSettings]) -> bool:
+    """Whether all updates hold few values of a step, and the rest of it fades."""
+    return all(one.encoding != FULL and declared_codec(one.encoding).fading for one in training)
+
+
+def for_sparse_updates(choice: Choice, settings: AggregationSettings, sending: SendingSettings) -> Choice:
+    """The choice of `rule: auto` with the plain mean."""
+    if settings.rule != AUTO:
+        return choice
+    return dataclasses.replace(choice, aggregation={"rule": "mean"}, reason=REASON.format(sending.encoding))
+
+
+def sending_of(
+    sending: SendingSettings, given: Collection[str], training: Sequence[TrainingSettings]
+) -> SendingSettings:
+    """The same with models sent by what has changed of them, where updates are sparse and no encoding is `given`."""
+    if "encoding" in given or not are_sparse(training):
+        return sending
+    return dataclasses.replace(sending, encoding=LOSSLESS)
