@@ -44,7 +44,7 @@ def _resolved_rule(given: Mapping[str, Any], settings: AggregationSettings, choi
         return dataclasses.replace(settings, rule="mean")
     own = {name for name in OUTER if name in given and given[name] != AUTO}
     chosen = {name: value for name, value in choice.aggregation.items() if name not in own}
-    if chosen.get("rule") == "mean" and own:  # a momentum that is given wants an optimizer to use it
+    if chosen.get("rule") == "mean" and own - {"server_learning_rate"}:  # a momentum that is given wants one to use it
         chosen["rule"] = "nesterov"
     return dataclasses.replace(settings, **chosen)
 

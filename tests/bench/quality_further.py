@@ -121,11 +121,14 @@ def many_rounds() -> list[tuple[str, Arm]]:
     return [
         ("pooled", ARMS["pooled"]),
         ("mean", ARMS["mean"]),
-        ("sparseloco", Arm(aggregation={"rule": "mean"}, local=RATE, codec="sparseloco")),
         (DEFAULT, ARMS[DEFAULT]),
         (
-            "sparseloco, shared second moments",
-            Arm(aggregation={"rule": "mean"}, local=RATE | SHARED, codec="sparseloco"),
+            "sparseloco, server rate 2.5",
+            Arm(
+                aggregation={"rule": "mean", "server_learning_rate": 2.5},
+                local={"learning_rate": 4e-3, "betas": SLOW, "optimizer_state": "shared"},
+                codec="sparseloco",
+            ),
         ),
     ]
 

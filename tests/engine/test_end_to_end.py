@@ -199,3 +199,22 @@ def test_shared_second_moments_and_walks_go_round_with_models_and_updates_sent_a
         assert walk.tensors.keys() == shapes.keys() and rounds == {"site-a.1": number, "b_2": number}
     assert [row["status"] for entry in summary(archive)["rounds"] for row in entry["facilities"]] == ["ok"] * 6
     assert "delta-int8" in (archive.path / "round-0002" / "round.json").read_text()
+
+
+@pytest.mark.slow  # the quicker laws are in tests/aggregation/test_sparseloco.py and tests/steps
+def test_few_values_go_round_in_a_long_federation_that_is_killed_on_its_way(tmp_path: Path):
+    path = make(tmp_path, rounds=100, training={"encoding": "sparseloco", "export_dtype": "float32"})
+    for moment in ("round 2", "round 4"):
+        killed_at(moment, path, tmp_path / "engine")
+    archive = archive_of(path)
+    assert list(archive.rounds())[:4] == [0, 1, 2, 3]
+    for number in range(1, 4):
+        found = archive.read_round(number)
+        assert {(row.facility, row.status, row.sent) for row in found.facilities} == {
+            ("site-a.1", "ok", "changed"),
+            ("b_2", "ok", "changed"),
+        }
+        old, new = (open_checkpoint(archive.model_for(one)) for one in (number, number + 1))
+        values = sum(entry.elements for entry in new.tensors.values())
+        changed = sum(int((old.read(name) != new.read(name)).sum()) for name in new.tensors)
+        assert 0 < changed <= 2 * (0.022 * values + len(new.tensors)), "each facility sends so many"

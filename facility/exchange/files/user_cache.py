@@ -2,7 +2,8 @@
 `.cache/crossfed` in the account's home directory.
 
 Not in `$HOME`, which is a directory of its own for every step and job of a workflow: there each would compile the
-kernel and hash a base model anew. Where the account's home cannot be written (compute nodes without it), `$HOME` serves.
+kernel and hash a base model anew. Where the account's home cannot be written (compute nodes without it), `$HOME`
+serves.
 """
 
 from __future__ import annotations
