@@ -111,6 +111,7 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
     model, whole = directory / "model", directory / "whole"
     if reason := _unlike(model, reference):
         return {"encoding": "full", "reason": reason}
+    codec = declared_codec(settings.encoding)
     model.rename(whole)
     done = encode_model(
         model=whole,
@@ -118,11 +119,11 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
         out=directory / "message",
         decoded=model,
         encoding=settings.encoding,
-        master=directory / "state" / "master",
+        master=None if codec.lossless else directory / "state" / "master",
         density=settings.sparse_density,
     )
     shutil.rmtree(whole)
-    if declared_codec(settings.encoding).selects:
+    if codec.selects:
         draw_near(directory / "state", open_checkpoint(model), FORGOTTEN)
     belong_to(directory / "state", read_manifest(model))
     return {

@@ -37,12 +37,12 @@ from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, difference, parts, raw
-from facility.exchange.checkpoints.floats import Array, widen
+from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
-from facility.exchange.delta_codecs import Codec, load_codec
+from facility.exchange.delta_codecs import Codec, declared_codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
@@ -92,7 +92,10 @@ def encode(
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
     federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to.
+    Raises `ConfigurationError` where a codec that is for models alone is to encode an update.
     """
+    if declared_codec(encoding).lossless and read_manifest(full).kind == "update":
+        raise ConfigurationError(f"encoding {encoding!r} is for models alone, and {full} is an update")
     manifest, old = read_manifest(full), open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
@@ -127,8 +130,10 @@ def write_tensors(
     """
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
-    codec = load_codec(encoding)
-    sending = _plan(codec, old, new, density)
+    codec, declared = load_codec(encoding), declared_codec(encoding)
+    if codec.of_bits and (kept is not None or norms):
+        raise ConfigurationError(f"encoding {encoding!r} is for models alone, which leave no residual and no norms")
+    sending = _plan(codec, old, new, density if declared.selects else None)
     with ExitStack() as files:
         writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
         message = files.enter_context(writer)
@@ -173,7 +178,7 @@ def _write(
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-        for start, base, step, length in _differences(entry, new[name]):
+        for start, base, step, length in _steps(codec, entry, new[name]):
             squared += length
             missed, arrives = step, None
             if name in sending.sent:
@@ -280,9 +285,9 @@ class _Sending:
     """A codec that selects sends magnitudes from here on."""
 
 
-def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> _Sending:
-    """Which tensors differ, and what is stored of each."""
-    limit = _limit(old, new, density) if codec.selection is not None else 0.0
+def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float | None) -> _Sending:
+    """Which tensors differ, and what is stored of each. `density`: of a codec that selects by magnitude."""
+    limit = _limit(old, new, density) if density is not None else 0.0
     planned: list[Planned] = []
     moved: list[str] = []
     for entry in in_file_order(old):
@@ -297,7 +302,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
                 moved.append(name)
             continue
         codes, differs = 0, codec.selection is None and _differs_early(entry, new[name])
-        for _, _, step, length in _differences(entry, new[name]) if not differs else ():
+        for _, _, step, length in _steps(codec, entry, new[name]) if not differs else ():
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -328,6 +333,28 @@ def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> f
                 seen += magnitudes.histogram(step)
             counts += seen * (entry.elements / max(1, seen.sum()))
     return magnitudes.threshold(counts, density, smallest=1)
+
+
+def _steps(codec: Codec, old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, Array, Array, float]]:
+    """What the codec encodes, as `_differences` has it."""
+    return _bit_differences(old, new) if codec.of_bits else _differences(old, new)
+
+
+def _bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, Array, Array, float]]:
+    """(first element, old as stored, new - old of the stored whole numbers, how many differ): each part.
+
+    Raises `CheckpointError` for other dtypes than the reference's, and for NaN and infinity.
+    """
+    if new.dtype != old.dtype:
+        raise CheckpointError(f"tensor {new.name!r} is {new.dtype}, the reference has {old.dtype}: send it in full")
+    values = np.empty(PART, np.float64 if old.dtype == "F64" else np.float32)
+    signed = f"<i{STORAGE[old.dtype].itemsize}"
+    for start, (base, update) in parts([old, new]):
+        widen(update, new.dtype, values[: len(update)])
+        if not np.isfinite(values[: len(update)]).all():
+            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN or infinity")
+        step = update.view(signed) - base.view(signed)
+        yield start, base, step, float(np.count_nonzero(step))
 
 
 def _differences(old: TensorEntry, new: TensorEntry, width: int = PART) -> Iterator[tuple[int, Array, Array, float]]:

@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from facility.exchange.delta_codecs import CODECS, Encoding
+from facility.exchange.delta_codecs import CODECS, FULL, Encoding, declared_codec
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.images import ImageSettings
@@ -140,6 +140,11 @@ class TrainingSettings:
             raise ConfigurationError(
                 f"layout.compile is true beside lora.quantize_base {self.lora.quantize_base!r}: compiled steps of "
                 "layers in 4 bits were never compared with plain ones; leave one of both out"
+            )
+        if self.encoding != FULL and declared_codec(self.encoding).lossless:
+            raise ConfigurationError(
+                f"encoding is {self.encoding!r}, which is for models alone (sending.encoding): of an update nearly every "
+                "float32 value differs from the received model's, and nothing would be smaller"
             )
         if self.encoding != "full" and self.export_dtype != "float32":
             raise ConfigurationError(
