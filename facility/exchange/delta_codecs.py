@@ -21,7 +21,8 @@ from facility.exchange.registry import Declaration, Registry
 Values = NDArray[Any]
 Stored = dict[str, NDArray[Any]]
 LOSSLESS_MOST = 1.05
-"""Bytes of a lossless message at most, over those of the model: nothing makes random bits fewer."""
+"""Bytes of a lossless message at most, over those of the model: nothing makes random bits fewer. Of tensors of some
+thousand values and more; of smaller ones the headers weigh more."""
 FULL = "full"
 """No codec: a whole checkpoint travels."""
 

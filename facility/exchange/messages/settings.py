@@ -84,7 +84,8 @@ class TrainingSettings:
     evaluation_sequences: NonNegative[int] = 0
     """Validation blocks per evaluation at most; 0: all."""
     encoding: Encoding = "full"
-    """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
+    """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16); not
+    `changed`, which is for models (`sending.encoding`)."""
     signing_key: Line = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: Share = SPARSE_DENSITY
@@ -143,8 +144,8 @@ class TrainingSettings:
             )
         if self.encoding != FULL and declared_codec(self.encoding).lossless:
             raise ConfigurationError(
-                f"encoding is {self.encoding!r}, which is for models alone (sending.encoding): of an update nearly every "
-                "float32 value differs from the received model's, and nothing would be smaller"
+                f"encoding is {self.encoding!r}, which is for models alone (sending.encoding): of an update nearly "
+                "every float32 value differs from the received model's, and nothing would be smaller"
             )
         if self.encoding != "full" and self.export_dtype != "float32":
             raise ConfigurationError(
