@@ -15,7 +15,7 @@ from hypothesis.extra.numpy import arrays
 
 from coordinator.config.settings import SendingSettings
 from coordinator.steps.send import make_message
-from facility.exchange.checkpoints import delta
+from facility.exchange.checkpoints import delta, native
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
 from facility.exchange.checkpoints.codecs import PART, changed
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
@@ -90,9 +90,14 @@ def test_any_finite_bits_become_any_others(dtype: str, data, tmp_path_factory: p
     arrives(path, model(path / "old", {"w": old}, dtype), model(path / "new", {"w": new}, dtype))
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("dtype", ["BF16", "F16"])
-def test_every_finite_half_precision_number_from_far_away_ones(dtype: str, tmp_path: Path) -> None:
+def test_every_finite_half_precision_number_from_far_away_ones(
+    dtype: str, compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All numbers, each from ones that are larger and smaller by many orders: float32 differences would lose some."""
+    if not compiled:
+        monkeypatch.setattr(native, "library", lambda: None)
     every = np.arange(1 << 16).astype(np.uint16).view(np.int16)
     every = every[(every & EXPONENTS[dtype]) != EXPONENTS[dtype]]
     shuffled = np.random.default_rng(0).permutation(every)

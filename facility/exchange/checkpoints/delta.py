@@ -188,6 +188,7 @@ def _write(
                     places[suffix] += array.nbytes
                 arrives = codec.decode(stored, len(step))
                 missed = step - arrives
+                assert not codec.of_bits or not missed.any(), f"a lossless codec loses values of {name}"
             if norms is not None:
                 _take_norm(norms, entry, start, base, arrives)
             lost += float(np.vdot(missed, missed))
