@@ -50,7 +50,8 @@ class SendingSettings:
 
     encoding: Encoding = "full"
     """Whole, or as the difference to the model of the round before (51, 27 or 25 % of bfloat16); whole to a facility
-    that does not hold that one."""
+    that does not hold that one. `changed` sends the values that differ and loses nothing: 3.2 % where 6 % of them do by
+    a few units in the last place, as after sparse updates."""
     sparse_density: Share = SPARSE_DENSITY
     """Share of the values that `sparse` sends each round, in 1 + 4 x share bits a value; the rest is sent in later
     rounds. The default shows no measurable loss over 10 rounds, 0.35 none over 30."""

@@ -117,6 +117,12 @@ class ModelFigures:
         """Bytes on the link of a checkpoint that takes `full` bytes whole."""
         return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
 
+    def travelling_at_most(self, full: int, encoding: str, density: float) -> int:
+        """The same at most, for disks: a lossless message is as large as what changed asks for."""
+        if encoding == FULL:
+            return full
+        return math.ceil(declared_codec(encoding).most_bytes(self.parameters, density, full))
+
 
 def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
     """Whether the tensor of that name counts as the weight of a linear layer of a block."""

@@ -117,6 +117,7 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         keep_rounds=federation.keep_rounds,
         links=can_link(archive),
         decoded=not averages_encoded(federation),
+        sending=federation.sending,
     )
     if archive.stat().st_dev == work.stat().st_dev:
         places = {archive: need}

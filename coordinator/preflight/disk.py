@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
+from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import WALK_BYTES, ModelFigures, moments_bytes
 from coordinator.preflight.row import size
 from facility.exchange.messages.settings import TrainingSettings
@@ -44,7 +45,7 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     As a round ends the state before it and the new one are there: two times AdamW's moments, with the walks where
     drift is corrected (and a third time after an update that was not used); or the state before it and
     a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
-    encoding of received models, which refer to one that is kept.
+    encoding of received models: as one arrives, its message and the two models that are kept are there beside it.
     """
     trained = model.trained(training)
     state = moments_bytes(model, training)
@@ -54,10 +55,12 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     moments_sent = model.moments(training)
     update = model.written(training)
     encoded = training.encoding != "full"
+    received, beside = model.received(training), model.mean_walk(training) + moments_sent
+    message = beside + model.travelling_at_most(received, sending, density=1.0) if sending != "full" else 0
     return Disk(
         parts={
-            "models": (2 if sending == "full" else 3)
-            * (model.received(training) + model.mean_walk(training) + moments_sent),
+            "models": (2 if sending == "full" else 3) * (received + beside),
+            "a model's encoded form": message,
             "update": update + moments_sent,
             "its encoded form": moments_sent + model.travelling(update, training.encoding, training.sparse_density)
             if encoded
@@ -79,12 +82,15 @@ def coordinator_disk(
     keep_rounds: int,
     links: bool = False,
     decoded: bool = True,
+    sending: SendingSettings | None = None,
 ) -> Disk:
     """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
 
     `updates`: the training settings of each facility. An update that travels as a difference is there as it came, and
     `decoded` as well where it is not averaged so (`coordinator.rounds.verification`). `links`: the archive's file
     system has hard links, so that what adapters leave unchanged is there once (`coordinator.aggregation.unchanged`).
+    `sending`: of models that travel as differences, each round's message is there beside its model, and the model that
+    is encoded beside the one that facilities will hold.
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
     in_flight = 0
@@ -101,11 +107,18 @@ def coordinator_disk(
     moments = max((model.moments(training) for training in updates.values()), default=0)
     shared = links and bool(updates) and all(training.lora.rank for training in updates.values())
     following = (0 if shared else model.bytes) + adapters + walk + moments
+    messages = encoded_one = 0
+    if sending is not None and sending.encoding != "full":
+        encoded_one = model.bytes + adapters + walk + moments
+        of_one = model.travelling_at_most(model.bytes + adapters, sending.encoding, sending.sparse_density)
+        messages = (kept + 1) * (of_one + walk + moments)
     return Disk(
         parts={
             "initial model": model.bytes,
             f"models of {kept} rounds": kept * following,
             "the next model": following,
+            "messages of these": messages,
+            "the model that is encoded": encoded_one,
             IN_FLIGHT: in_flight,
             "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots) + bool(walk)) * trained,
         }

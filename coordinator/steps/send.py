@@ -111,6 +111,7 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
     model, whole = directory / "model", directory / "whole"
     if reason := _unlike(model, reference):
         return {"encoding": "full", "reason": reason}
+    codec = declared_codec(settings.encoding)
     model.rename(whole)
     done = encode_model(
         model=whole,
@@ -118,17 +119,21 @@ def make_message(directory: Path, reference: Path, settings: SendingSettings) ->
         out=directory / "message",
         decoded=model,
         encoding=settings.encoding,
-        master=directory / "state" / "master",
+        master=None if codec.lossless else directory / "state" / "master",
         density=settings.sparse_density,
     )
     shutil.rmtree(whole)
-    if declared_codec(settings.encoding).selects:
+    message_bytes, model_bytes = (bytes_of(read_manifest(directory / name)) for name in ("message", "model"))
+    if codec.lossless and message_bytes >= model_bytes:
+        shutil.rmtree(directory / "message")
+        return {"encoding": "full", "reason": f"what changed takes {message_bytes} bytes, the model {model_bytes}"}
+    if codec.selects:
         draw_near(directory / "state", open_checkpoint(model), FORGOTTEN)
     belong_to(directory / "state", read_manifest(model))
     return {
         "encoding": settings.encoding,
-        "bytes": bytes_of(read_manifest(directory / "message")),
-        "model_bytes": bytes_of(read_manifest(model)),
+        "bytes": message_bytes,
+        "model_bytes": model_bytes,
         "relative_error": done.relative_error,
         "unchanged_tensors": done.unchanged,
     }

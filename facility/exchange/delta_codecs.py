@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import numpy as np
 from numpy.typing import NDArray
 from pydantic import AfterValidator
 
@@ -21,6 +20,9 @@ from facility.exchange.registry import Declaration, Registry
 
 Values = NDArray[Any]
 Stored = dict[str, NDArray[Any]]
+LOSSLESS_MOST = 1.05
+"""Bytes of a lossless message at most, over those of the model: nothing makes random bits fewer. Of tensors of some
+thousand values and more; of smaller ones the headers weigh more."""
 FULL = "full"
 """No codec: a whole checkpoint travels."""
 
@@ -40,20 +42,27 @@ class DeltaCodec(Declaration):
     received model (error feedback); 0: training goes on from what was left instead."""
     least_rounds: int = 1
     """Of a federation; in fewer it does harm that was measured."""
+    lossless: bool = False
+    """A decoded model has the bits of the one that was encoded; for models alone, of the dtypes of the one before."""
 
     def message_bytes(self, values: int, density: float) -> float:
         """Of a message for `values` values, a share `density` of them sent."""
         return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
 
+    def most_bytes(self, values: int, density: float, full: int) -> float:
+        """The same at most, of a checkpoint of `full` bytes: of a lossless codec, with all values changed at random."""
+        return full * LOSSLESS_MOST if self.lossless else self.message_bytes(values, density)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of a codec that selects: one of its fields is as long as the selected values ask for."""
+    """Of a codec that sends some values only: one of its fields is as long as the selected ones ask for."""
 
     field: str
     """Suffix of that field, the last that is read of a part."""
     length: Callable[[Values, float], int]
-    """Its elements for a part's values, of which those are selected whose magnitude reaches the limit."""
+    """Its elements for a part's values, of which those are selected whose magnitude reaches the limit (0: none is
+    given, and the codec selects as it does)."""
     stored_length: Callable[[Stored, int], int]
     """Its elements, from a part's other fields as stored, for that many values. Raises `ValueError`."""
 
@@ -80,9 +89,12 @@ class Codec:
     """(elements of a tensor, length of the selection's field) -> what it is stored as: (suffix, dtype, length)."""
     encode: Callable[[Values, float], Stored]
     """(float32 values of a part, the limit of a codec that selects, else 0) -> array by suffix."""
-    decode: Callable[[Stored, int], NDArray[np.float32]]
+    decode: Callable[[Stored, int], Values]
     """(arrays of a part, its number of values) -> float32 values. Raises `ValueError` for what no encoder writes."""
     selection: Selection | None = None
+    of_bits: bool = False
+    """Of a lossless codec: values are no float32 differences but those of the whole numbers that hold the two models'
+    values, as they are stored, signed and wrapping around; encoded from integers of that size, decoded to int64."""
     blocks: Blocks | None = None
 
 

@@ -64,9 +64,11 @@ def test_one_from_another_package_encodes_and_decodes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["delta-int9", "half_codec:CODEC", "os.path", ""])
 def test_only_names_are_taken(name: str) -> None:
     """A message names its codec: a dotted path would let it choose what is imported."""
-    with pytest.raises(ConfigurationError, match="expected one of full, delta-int4, delta-int8, sparse"):
+    with pytest.raises(ConfigurationError, match="expected one of full, changed, delta-int4, delta-int8, sparse"):
         declared_codec(name)
-    with pytest.raises(ConfigurationError, match="expected one of 'full', 'delta-int4', 'delta-int8', 'sparse'"):
+    with pytest.raises(
+        ConfigurationError, match="expected one of 'full', 'changed', 'delta-int4', 'delta-int8', 'sparse'"
+    ):
         TrainingSettings(encoding=name)
 
 
@@ -75,17 +77,24 @@ def test_what_is_read_from_a_file_is_what_it_declares() -> None:
         module = importlib.import_module(entry.module)
         assert entry == DeltaCodec(**(vars(module.DECLARATION) | {"module": module.__name__})), name
         assert load_codec(name) is module.CODEC and entry.summary
-    assert encodings() == ("full", "delta-int4", "delta-int8", "sparse", "sparseloco")
+    assert encodings() == ("full", "changed", "delta-int4", "delta-int8", "sparse", "sparseloco")
 
 
 @pytest.mark.parametrize("name", CODECS.built_in)
+def test_what_a_codec_does_is_what_it_declares(name: str) -> None:
+    codec, declared = load_codec(name), declared_codec(name)
+    assert declared.lossless == codec.of_bits
+    assert (codec.selection is not None) == (declared.selects or declared.lossless)
+
+
+@pytest.mark.parametrize("name", [name for name in CODECS.built_in if not declared_codec(name).lossless])
 def test_a_message_is_as_large_as_declared(name: str) -> None:
+    """A lossless one is as large as what changed asks for (tests/exchange/test_changed.py)."""
     values, codec, declared = np.random.default_rng(0).standard_normal(4 * PART), load_codec(name), declared_codec(name)
     limit = float(np.quantile(np.abs(values), 0.25)) if declared.selects else 0.0
     parts = values.astype(np.float32).reshape(4, PART)
     found = sum(array.nbytes for part in parts for array in codec.encode(part, limit).values())
     assert found == pytest.approx(declared.message_bytes(values.size, 0.75), rel=2e-3)
-    assert declared.selects == (codec.selection is not None)
 
 
 def test_the_documentation_lists_the_setting_of_a_codec_that_selects() -> None:

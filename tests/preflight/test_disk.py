@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ def test_a_facility_holds_two_models_an_update_a_state_and_what_a_round_writes_a
     assert facility_disk(MODEL, TrainingSettings()).bytes == 2 * 2 * P + 2 * P + 8 * P + 12 * P
     without = TrainingSettings(keep_optimizer=False)
     assert facility_disk(MODEL, without).bytes == 2 * 2 * P + 2 * P + 12 * P
-    assert facility_disk(MODEL, without, "delta-int8").bytes == 3 * 2 * P + 2 * P + 12 * P
+    message = P + 4 * P // 256
+    assert facility_disk(MODEL, without, "delta-int8").bytes == 3 * 2 * P + message + 2 * P + 12 * P
+    assert facility_disk(MODEL, without, "changed").parts["a model's encoded form"] == math.ceil(1.05 * 2 * P)
     encoded = TrainingSettings(keep_optimizer=False, encoding="delta-int8", export_dtype="float32")
     assert facility_disk(MODEL, encoded).bytes == 2 * 2 * P + 4 * P + (P + 4 * P // 256) + 2 * 4 * P + 12 * P
 
@@ -91,6 +94,16 @@ def test_the_coordinator_does_not_need_more_for_more_rounds():
     plain = coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=0)
     assert plain.bytes == (1 + 5 + 1) * 2 * P + 2 * P + 2 * 4 * P
     assert "server state, old and new 8.19 kB" in str(plain)
+
+
+@pytest.mark.parametrize(("encoding", "message"), [("delta-int8", P + 4 * P // 256), ("changed", 1.05 * 2 * P)])
+def test_messages_of_models_are_beside_the_models(encoding: str, message: float):
+    """That of each kept round and of the next; and as it is made, the model that is encoded. All values may change."""
+    plain, more = (
+        coordinator_disk(MODEL, {"a": TrainingSettings()}, rule="mean", rounds=5, keep_rounds=2, sending=one).bytes
+        for one in (SendingSettings(), SendingSettings(encoding=encoding))
+    )
+    assert more - plain == 3 * math.ceil(message) + 2 * P
 
 
 def test_a_message_that_is_averaged_as_it_came_takes_its_own_room_alone():

@@ -137,6 +137,29 @@ def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
     assert close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)[1] == 2
 
 
+def test_models_sent_without_loss_are_those_of_whole_models(tmp_path: Path):
+    """Of rounds with the same updates: bit for bit, in the archive and at a facility that has had differences alone."""
+    made: list[list[dict[str, torch.Tensor]]] = []
+    start_from = save_pico(tmp_path / "model", dtype="bfloat16")
+    for encoding in ("full", "changed"):
+        settings = dataclasses.replace(SETTINGS, sending=SendingSettings(encoding=encoding))
+        archive, kept = Archive(tmp_path / encoding / "archive"), Models(tmp_path / encoding / "state")
+        start(archive, start_from, settings)
+        made.append([])
+        for number in range(3):
+            travels = outgoing(archive, settings, "a", number)
+            assert travels.encoding == (encoding if number else "full")
+            held = kept.whole(travels.path)
+            assert read_manifest(held).content_sha256 == read_manifest(archive.model_for(number)).content_sha256
+            made[-1].append(read_all(held))
+            arrived = sort_out([update(archive, "a", number)])
+            close_round(archive, settings, model=archive.model_for(number), number=number, arrived=arrived)
+    whole, exact = made
+    for one, other in zip(whole, exact, strict=True):
+        assert all(torch.equal(tensor.view(torch.int16), other[name].view(torch.int16)) for name, tensor in one.items())
+    assert any(not torch.equal(whole[1][name], whole[2][name]) for name in whole[1])
+
+
 def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, monkeypatch: pytest.MonkeyPatch):
     settings = dataclasses.replace(
         SETTINGS, aggregation=dataclasses.replace(SETTINGS.aggregation, output_dtype="float32")

@@ -38,7 +38,7 @@ from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, difference, parts, raw
-from facility.exchange.checkpoints.floats import Array, widen
+from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms
@@ -95,7 +95,10 @@ def encode(
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
     federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to. `ahead`:
     the `residual_out` of the message before, of a codec that fades.
+    Raises `ConfigurationError` where a codec that is for models alone is to encode an update.
     """
+    if declared_codec(encoding).lossless and read_manifest(full).kind == "update":
+        raise ConfigurationError(f"encoding {encoding!r} is for models alone, and {full} is an update")
     manifest, old = read_manifest(full), open_checkpoint(reference)
     new = _same_names(open_checkpoint(values or full), open_checkpoint(full), old, patterns or Patterns())
     with ExitStack() as stack:
@@ -134,9 +137,11 @@ def write_tensors(
     """
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
-    codec, fading = load_codec(encoding), declared_codec(encoding).fading
-    left = Left(tensors=ahead.tensors if ahead is not None and fading else {}, fading=fading)
-    sending = _plan(codec, old, new, density, left)
+    codec, declared = load_codec(encoding), declared_codec(encoding)
+    if codec.of_bits and (kept is not None or norms):
+        raise ConfigurationError(f"encoding {encoding!r} is for models alone, which leave no residual and no norms")
+    left = Left(tensors=ahead.tensors if ahead is not None and declared.fading else {}, fading=declared.fading)
+    sending = _plan(codec, old, new, density if declared.selects else None, left)
     with ExitStack() as files:
         writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)
         message = files.enter_context(writer)
@@ -182,7 +187,7 @@ def _write(
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-        for start, base, step, length in _differences(entry, new[name], left=left):
+        for start, base, step, length in _steps(codec, entry, new[name], left):
             squared += length
             missed, arrives = step, None
             if name in sending.sent:
@@ -192,6 +197,7 @@ def _write(
                     places[suffix] += array.nbytes
                 arrives = codec.decode(stored, len(step))
                 missed = step - arrives
+                assert not codec.of_bits or not missed.any(), f"a lossless codec loses values of {name}"
             if norms is not None:
                 _take_norm(norms, entry, start, base, arrives)
             lost += float(np.vdot(missed, missed))
@@ -289,9 +295,9 @@ class _Sending:
     """A codec that selects sends magnitudes from here on."""
 
 
-def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float, left: Left) -> _Sending:
-    """Which tensors differ, and what is stored of each."""
-    limit = _limit(old, new, density) if codec.selection is not None else 0.0
+def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density: float | None, left: Left) -> _Sending:
+    """Which tensors differ, and what is stored of each. `density`: of a codec that selects by magnitude."""
+    limit = _limit(old, new, density) if density is not None else 0.0
     planned: list[Planned] = []
     moved: list[str] = []
     for entry in in_file_order(old):
@@ -306,7 +312,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
                 moved.append(name)
             continue
         codes, differs = 0, codec.selection is None and _differs_early(entry, new[name], left)
-        for _, _, step, length in _differences(entry, new[name], left=left) if not differs else ():
+        for _, _, step, length in _steps(codec, entry, new[name], left) if not differs else ():
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -349,6 +355,28 @@ class Left:
 
 
 NOTHING = Left()
+
+
+def _steps(codec: Codec, old: TensorEntry, new: TensorEntry, left: Left) -> Iterator[tuple[int, Array, Array, float]]:
+    """What the codec encodes, as `_differences` has it."""
+    return _bit_differences(old, new) if codec.of_bits else _differences(old, new, left=left)
+
+
+def _bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, Array, Array, float]]:
+    """(first element, old as stored, new - old of the stored whole numbers, how many differ): each part.
+
+    Raises `CheckpointError` for other dtypes than the reference's, and for NaN and infinity.
+    """
+    if new.dtype != old.dtype:
+        raise CheckpointError(f"tensor {new.name!r} is {new.dtype}, the reference has {old.dtype}: send it in full")
+    values = np.empty(PART, np.float64 if old.dtype == "F64" else np.float32)
+    signed = f"<i{STORAGE[old.dtype].itemsize}"
+    for start, (base, update) in parts([old, new]):
+        widen(update, new.dtype, values[: len(update)])
+        if not np.isfinite(values[: len(update)]).all():
+            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN or infinity")
+        step = update.view(signed) - base.view(signed)
+        yield start, base, step, float(np.count_nonzero(step))
 
 
 def _differences(

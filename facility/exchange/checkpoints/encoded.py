@@ -28,7 +28,7 @@ from facility.exchange.checkpoints.checkpoint import (
 )
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.delta_parts import FILE, READ, as_bytes
-from facility.exchange.checkpoints.floats import STORAGE, Array, widen
+from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.delta_codecs import CODECS, Codec, load_codec
 from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.manifest import Manifest
@@ -85,6 +85,8 @@ def open_message(message: Path, manifest: Manifest, reference: Path, base: Manif
     """
     check_reference(message, manifest, reference, base)
     codec, old = load_codec(manifest.encoding), open_checkpoint(reference)
+    if codec.of_bits and manifest.kind == "update":
+        raise CheckpointError(f"{message} is an update in encoding {manifest.encoding!r}, which is for models alone")
     stored, _ = read_header(Path(message) / FILE)
     check_layout(stored, codec, old, message)
     kinds = kinds_of(old, update=manifest.kind == "update")
@@ -181,9 +183,30 @@ def add_difference(entry: EncodedTensor, start: int, values: Array, read: Read) 
             if selection is not None:
                 stored[selection.field] = _selected(entry, start // PART + number, stored, count, read)
             part = values[number * PART : number * PART + count]
-            np.add(part, entry.codec.decode(stored, count), out=part)
+            decoded = entry.codec.decode(stored, count)
+            if entry.codec.of_bits:
+                _add_bits(part, entry.reference.dtype, decoded)
+            else:
+                np.add(part, decoded, out=part)
         except ValueError as error:
             raise CheckpointError(f"{entry.file}: tensor {entry.name!r} is malformed: {error}") from None
+
+
+def _add_bits(values: Array, dtype: str, step: Array) -> None:
+    """Add `step` to the whole numbers that hold the values as they are stored in `dtype`, which has them exactly.
+
+    Raises `ValueError` where a step has more bits than the dtype, or a value becomes NaN or infinity.
+    """
+    stored = np.empty(len(values), STORAGE[dtype])
+    narrow(values, dtype, stored, np.empty(len(values), np.uint32))
+    bits = stored.view(f"<i{stored.itemsize}")
+    own = step.astype(bits.dtype)
+    if not np.array_equal(own, step):
+        raise ValueError(f"a difference has more bits than {dtype}")
+    np.add(bits, own, out=bits)
+    widen(stored, dtype, values)
+    if not np.isfinite(values).all():
+        raise ValueError("a value is NaN or infinity")
 
 
 def values_of(entry: TensorEntry, read: Read, width: int = READ) -> Iterator[Array]:

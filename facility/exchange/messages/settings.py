@@ -7,7 +7,7 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from facility.exchange.delta_codecs import CODECS, Encoding
+from facility.exchange.delta_codecs import CODECS, FULL, Encoding, declared_codec
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.images import ImageSettings
@@ -84,7 +84,8 @@ class TrainingSettings:
     evaluation_sequences: NonNegative[int] = 0
     """Validation blocks per evaluation at most; 0: all."""
     encoding: Encoding = "full"
-    """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16)."""
+    """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16); not
+    `changed`, which is for models (`sending.encoding`)."""
     signing_key: Line = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: Share = SPARSE_DENSITY
@@ -140,6 +141,11 @@ class TrainingSettings:
             raise ConfigurationError(
                 f"layout.compile is true beside lora.quantize_base {self.lora.quantize_base!r}: compiled steps of "
                 "layers in 4 bits were never compared with plain ones; leave one of both out"
+            )
+        if self.encoding != FULL and declared_codec(self.encoding).lossless:
+            raise ConfigurationError(
+                f"encoding is {self.encoding!r}, which is for models alone (sending.encoding): of an update nearly "
+                "every float32 value differs from the received model's, and nothing would be smaller"
             )
         if self.encoding != "full" and self.export_dtype != "float32":
             raise ConfigurationError(
