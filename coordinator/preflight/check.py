@@ -35,6 +35,7 @@ from coordinator.preflight.privacy import check_differential_privacy, check_secu
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
+from coordinator.preflight.sparse_updates import check_sparse_updates
 from coordinator.preflight.waiting import check_waiting
 from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
@@ -62,6 +63,7 @@ def check(
     rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
     rows.append(ok("federation", "aggregation", federation.chosen))
     rows += check_secure_aggregation(federation)
+    rows += check_sparse_updates(federation)
     if federation.deprecated:
         rows.append(warning("federation", "deprecated", federation.deprecated, "change federation.yml"))
     rows += check_waiting(federation)

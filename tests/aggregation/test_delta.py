@@ -41,7 +41,7 @@ def error_of(decoded: Path, update: Path, base: Path) -> float:
 
 @pytest.mark.parametrize(
     ("encoding", "most_bytes", "most_error"),
-    [("delta-int8", 0.52, 0.01), ("delta-int4", 0.27, 0.1), ("sparse", 0.26, 0.15), ("sparseloco", 0.0133, 0.93)],
+    [("delta-int8", 0.52, 0.01), ("delta-int4", 0.27, 0.1), ("sparse", 0.26, 0.15), ("sparseloco", 0.0136, 0.93)],
 )
 def test_size_and_error(pair, tmp_path: Path, encoding: str, most_bytes: float, most_error: float):
     base, update = pair

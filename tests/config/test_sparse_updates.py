@@ -10,6 +10,7 @@ import yaml
 
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.sparse_updates import RATE
+from coordinator.preflight.sparse_updates import check_sparse_updates
 from facility.exchange.errors import ConfigurationError
 
 SPARSE = {"encoding": "sparseloco", "export_dtype": "float32"}
@@ -57,3 +58,10 @@ def test_fewer_rounds_than_it_needs_are_refused(tmp_path: Path, rounds: int):
     with pytest.raises(ConfigurationError, match="of 'b' is 'sparseloco'"):
         read(tmp_path, rounds=rounds, facilities=one)
     read(tmp_path, rounds=rounds, training=SPARSE | {"encoding": "sparse"})
+
+
+@pytest.mark.parametrize(("rounds", "verdict", "percent"), [(100, "warning", 22), (999, "warning", 7), (5000, "ok", 1)])
+def test_check_says_what_so_many_rounds_cost(tmp_path: Path, rounds: int, verdict: str, percent: int):
+    (row,) = check_sparse_updates(read(tmp_path, rounds=rounds))
+    assert row.verdict == verdict and f"{percent} % above" in row.found
+    assert check_sparse_updates(read(tmp_path, training={"export_dtype": "float32"})) == []

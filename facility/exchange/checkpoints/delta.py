@@ -25,7 +25,7 @@ import dataclasses
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,8 +37,9 @@ from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorE
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
-from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, difference, parts, raw
-from facility.exchange.checkpoints.floats import STORAGE, Array, widen
+from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, raw
+from facility.exchange.checkpoints.differences import Left, differences, steps_of
+from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms
@@ -187,7 +188,7 @@ def _write(
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
-        for start, base, step, length in _steps(codec, entry, new[name], left):
+        for start, base, step, length in steps_of(codec, entry, new[name], left):
             squared += length
             missed, arrives = step, None
             if name in sending.sent:
@@ -312,7 +313,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
                 moved.append(name)
             continue
         codes, differs = 0, codec.selection is None and _differs_early(entry, new[name], left)
-        for _, _, step, length in _steps(codec, entry, new[name], left) if not differs else ():
+        for _, _, step, length in steps_of(codec, entry, new[name], left) if not differs else ():
             differs = differs or length > 0 or bool(step.any())  # squares of the tiniest values vanish
             if codec.selection is not None:
                 codes += codec.selection.length(step, limit)
@@ -330,7 +331,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
 def _differs_early(old: TensorEntry, new: TensorEntry, left: Left) -> bool:
     """Whether the first `PROBE` values of some part differ: of what was trained, the first part tells without the rest
     being read once more."""
-    return any(length > 0 for _, _, _, length in _differences(old, new, PROBE, left))
+    return any(length > 0 for _, _, _, length in differences(old, new, PROBE, left))
 
 
 def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> float:
@@ -339,65 +340,7 @@ def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> f
     for name, entry in old.tensors.items():
         if entry.dtype in FLOATS:
             width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(magnitudes.BINS, np.int64)
-            for _, _, step, _ in _differences(entry, new[name], width):
+            for _, _, step, _ in differences(entry, new[name], width):
                 seen += magnitudes.histogram(step)
             counts += seen * (entry.elements / max(1, seen.sum()))
     return magnitudes.threshold(counts, density, smallest=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Left:
-    """What the message before left of each tensor, in float32; no tensors: nothing."""
-
-    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)
-    fading: float = 0.0
-    """It is added to the difference times this."""
-
-
-NOTHING = Left()
-
-
-def _steps(codec: Codec, old: TensorEntry, new: TensorEntry, left: Left) -> Iterator[tuple[int, Array, Array, float]]:
-    """What the codec encodes, as `_differences` has it."""
-    return _bit_differences(old, new) if codec.of_bits else _differences(old, new, left=left)
-
-
-def _bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, Array, Array, float]]:
-    """(first element, old as stored, new - old of the stored whole numbers, how many differ): each part.
-
-    Raises `CheckpointError` for other dtypes than the reference's, and for NaN and infinity.
-    """
-    if new.dtype != old.dtype:
-        raise CheckpointError(f"tensor {new.name!r} is {new.dtype}, the reference has {old.dtype}: send it in full")
-    values = np.empty(PART, np.float64 if old.dtype == "F64" else np.float32)
-    signed = f"<i{STORAGE[old.dtype].itemsize}"
-    for start, (base, update) in parts([old, new]):
-        widen(update, new.dtype, values[: len(update)])
-        if not np.isfinite(values[: len(update)]).all():
-            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN or infinity")
-        step = update.view(signed) - base.view(signed)
-        yield start, base, step, float(np.count_nonzero(step))
-
-
-def _differences(
-    old: TensorEntry, new: TensorEntry, width: int = PART, left: Left = NOTHING
-) -> Iterator[tuple[int, Array, Array, float]]:
-    """(first element, old as stored, new - old in float32, its sum of squares): the first `width` values of each part.
-
-    The array is used again for the next part.
-    """
-    block, widened = np.empty(PART, np.float32), np.empty(PART, np.float32)
-    more = [left.tensors[old.name]] if old.name in left.tensors else []
-    if more and (more[0].shape, more[0].dtype) != (old.shape, "F32"):
-        found = f"{more[0].dtype} {list(more[0].shape)}"
-        raise CheckpointError(f"{more[0].file}: tensor {old.name!r} is {found}, expected F32 {list(old.shape)}")
-    for start, (base, update, *before) in parts([old, new, *more], width):
-        values = block[: len(base)]
-        squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
-        for rest in before:
-            np.multiply(rest, np.float32(left.fading), out=widened[: len(values)])
-            values += widened[: len(values)]
-            squared = float(np.vdot(values, values))
-        if not math.isfinite(squared):
-            raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN, infinity or absurdly large values")
-        yield start, base, values, squared

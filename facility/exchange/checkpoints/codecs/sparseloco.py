@@ -38,8 +38,8 @@ LOW = 5
 
 
 def kept_of(count: int) -> int:
-    """How many of a chunk's `count` values travel."""
-    return -(-count * KEPT // CHUNK)
+    """How many of a chunk's `count` values travel: of a short one, as a tensor's last may be, as many as of a whole."""
+    return min(count, KEPT)
 
 
 def streams_of(count: int) -> tuple[int, int, int, int]:
