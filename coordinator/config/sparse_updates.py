@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from coordinator.aggregation.settings import AUTO, AggregationSettings
 from coordinator.config.automatic import Choice
 from coordinator.config.settings import SendingSettings
-from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.delta_codecs import FULL, declared_codec, fading_of
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -41,7 +41,7 @@ def check_rounds(training: Mapping[str, TrainingSettings], rounds: int) -> None:
 
 def are_sparse(training: Sequence[TrainingSettings]) -> bool:
     """Whether all updates hold few values of a step, and the rest of it fades."""
-    return all(one.encoding != FULL and declared_codec(one.encoding).fading for one in training)
+    return all(fading_of(one.encoding) for one in training)
 
 
 def for_sparse_updates(choice: Choice, settings: AggregationSettings, sending: SendingSettings) -> Choice:

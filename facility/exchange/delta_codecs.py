@@ -113,6 +113,11 @@ def declared_codec(name: str, key: str = "encoding") -> DeltaCodec:
     return CODECS.get(name, key)
 
 
+def fading_of(encoding: str) -> float:
+    """`DeltaCodec.fading` of an encoding; 0 where a whole checkpoint travels."""
+    return 0.0 if encoding == FULL else declared_codec(encoding).fading
+
+
 def load_codec(name: str) -> Codec:
     """The codec of that name, imported. Raises `ConfigurationError`."""
     declared_codec(name)

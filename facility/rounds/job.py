@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.delta_codecs import FULL, fading_of
 from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
@@ -80,7 +80,7 @@ class Job:
         where nothing is to be taken out of the update, masked, or added to it before it is encoded."""
         own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
         encoding = self.settings.training.encoding
-        encoded = encoding != FULL and not declared_codec(encoding).fading and self.round < self.settings.rounds
+        encoded = encoding != FULL and not fading_of(encoding) and self.round < self.settings.rounds
         return own and encoded and not self.personal.any and self.settings.masking is None
 
     @property

@@ -17,7 +17,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.delta_codecs import FULL, fading_of
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
@@ -63,7 +63,7 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
         norms=norms,
-        ahead=_left_before(state, round) if declared_codec(settings.encoding).fading else None,
+        ahead=_left_before(state, round) if fading_of(settings.encoding) else None,
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -97,7 +97,7 @@ def keep_pending(state: Path, round: int) -> None:
 def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
     None if there is none."""
-    if masked or (settings.encoding != FULL and not declared_codec(settings.encoding).fading):
+    if masked or (settings.encoding != FULL and not fading_of(settings.encoding)):
         return _left_before(state, round)
     return None
 

@@ -7,13 +7,13 @@ updates and in signatures, it is sha256.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from pathlib import Path
 from typing import Any, Protocol
 
 PREFIX = "xxh3-128"
 STATED = re.compile(f"{PREFIX}:[0-9a-f]{{32}}")
-READ_BYTES = 4 << 20
 
 
 class Digest(Protocol):
@@ -42,11 +42,8 @@ class Checksum:
 
 def checksum_of(path: Path) -> str:
     """Of a whole file."""
-    made, buffer = Checksum(), memoryview(bytearray(READ_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            made.update(buffer[:count])
-    return made.hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, Checksum).hexdigest()  # type: ignore[arg-type]
 
 
 def is_checksum(stated: str) -> bool:

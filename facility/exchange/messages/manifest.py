@@ -53,6 +53,11 @@ class FileEntry:
     checksum: str = ""
     """In place of the sha256, in a coordinator's state alone: a `Checksum`."""
 
+    @classmethod
+    def of(cls, digest: str, size: int) -> FileEntry:
+        """With a sha256 or a checksum."""
+        return cls(checksum=digest, size=size) if is_checksum(digest) else cls(sha256=digest, size=size)
+
     @property
     def digest(self) -> str:
         """Sha256 or checksum, whichever is stated."""
@@ -164,12 +169,7 @@ def write_manifest(directory: Path, manifest: Manifest, known: Mapping[str, str]
     found = {path.relative_to(directory).as_posix(): path for path in _files(directory)}
     unknown = [name for name in found if name not in known]
     digests = dict(zip(unknown, _sha256_of_all([found[name] for name in unknown]), strict=True)) | dict(known)
-    files = {
-        name: FileEntry(
-            **{"checksum" if is_checksum(digests[name]) else "sha256": digests[name]}, size=path.stat().st_size
-        )
-        for name, path in found.items()
-    }
+    files = {name: FileEntry.of(digests[name], path.stat().st_size) for name, path in found.items()}
     manifest = dataclasses.replace(manifest, files=files)
     store_manifest(directory, manifest)
     return manifest
