@@ -1,7 +1,7 @@
 """One tensor of every source, read part by part: with one call for all of them where there is compiled code.
 
-Messages in blocks of whole numbers lie in their buffers as they are stored where the compiled code works on them, which
-makes their values as it needs them. Other messages are decoded.
+Messages in blocks of whole numbers, or with a bit for each value, lie in their buffers as they are stored where the
+compiled code works on them, which makes their values as it needs them. Other messages are decoded.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from coordinator.aggregation.marked_messages import Marked, marks_as_stored
 from coordinator.aggregation.message_blocks import Scales, adds_to, check_sizes, layout_as_stored
 from coordinator.aggregation.streams import STORED, Files
 from coordinator.aggregation.work import Malformed
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
+from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.encoded import EncodedTensor, stored_of
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.delta_codecs import Marks
 from facility.exchange.errors import CheckpointError
 
 WIDEST = 8
@@ -51,14 +54,14 @@ class TensorReader:
     ) -> None:
         """`sources`: the base first; `buffers`: one for each source, WIDEST bytes for each element of a part.
 
-        `as_stored`: messages in blocks are not decoded. Raises `Malformed`.
+        `as_stored`: messages that the compiled code reads as they are stored are not decoded. Raises `Malformed`.
         """
         self.name, self._files, self._buffers = name, files, buffers
         self._entries = [source.get(name) for source in sources]
         self.places = [native.address(np.frombuffer(buffer, np.uint8)) for buffer in buffers]
         """Addresses of the buffers, where the elements that are read begin."""
         self.dtypes = ["" if entry is None else entry.dtype for entry in self._entries]
-        """What lies there: a dtype, or a layout of blocks (`native.BLOCKS`)."""
+        """What lies there: a dtype, or how a message is stored (`native.BLOCKS`, `native.MARKED`)."""
         self._streams: list[_Stream] = []
         self._arrays: dict[int, Array] = {}
         """Each buffer that holds what is stored."""
@@ -66,6 +69,7 @@ class TensorReader:
         self._still: list[int] = []
         """Messages in which this tensor is the base's."""
         self._scales: dict[str, Scales] = {}
+        self._marked: dict[str, Marked] = {}
         self._scale_places = [0] * len(buffers)
         for number, entry in enumerate(self._entries):
             if entry is not None:
@@ -81,14 +85,16 @@ class TensorReader:
     def read(self, begin: int, count: int) -> list[Array | None]:
         """`count` elements from `begin` on, as arrays that live in the buffers; None where a source has no such tensor.
 
-        Of messages as they are stored, `begin` begins a block and the arrays are of bytes. Raises `Malformed`.
+        Of messages as they are stored, `begin` begins a block or part and the arrays are of bytes. Raises `Malformed`.
         """
         offsets, sizes = begin // self._values * self._items, -(-count // self._values) * self._items
-        done = self._read_at_once(offsets, sizes)
+        done = self._files.read_at_once(self._descriptors, self._starts + offsets, sizes, self._into)
         for stream, offset, size in zip(self._streams[done:], offsets[done:], sizes[done:], strict=True):
             self._read_one(stream, int(offset), stream.buffer[: int(size)])
         for scales in self._scales.values():
             scales.check(count)
+        for marked in self._marked.values():
+            marked.read_codes(begin, count, self._files)
         found: list[Array | None] = [None] * len(self._buffers)
         for number, array in self._arrays.items():
             found[number] = array[:count]
@@ -129,9 +135,10 @@ class TensorReader:
             self._streams.append(_Stream(source=number, entry=entry, values=1, item=item, buffer=buffer))
             self._arrays[number] = np.frombuffer(buffer[: len(buffer) // item * item], STORED[entry.dtype])
             return
-        layout = layout_as_stored(entry, base) if as_stored else None
-        if layout is not None:
+        if as_stored and (layout := layout_as_stored(entry, base)) is not None:
             self._plan_blocks(number, entry, layout)
+        elif as_stored and (marks := marks_as_stored(entry, base)) is not None:
+            self._plan_marked(number, entry, marks)
         elif as_stored and not entry.fields and adds_to(entry, base):
             self._still.append(number)
             self.places[number], self.dtypes[number] = self.places[0], base.dtype
@@ -159,10 +166,28 @@ class TensorReader:
             stored = entry.fields[suffix]
             self._streams.append(_Stream(source=number, entry=stored, values=values, item=item, buffer=into))
 
+    def _plan_marked(self, number: int, entry: EncodedTensor, marks: Marks) -> None:
+        """Bits go into the source's buffer, and their codes after them when the bits are known; levels beside those of
+        the other messages."""
+        buffer = self._buffers[number]
+        elements = len(buffer) // WIDEST
+        if marks.kind not in self._marked:
+            self._marked[marks.kind] = Marked.for_messages(marks, len(self._buffers), elements)
+        try:
+            levels, self._scale_places[number] = self._marked[marks.kind].add(number, entry, buffer, elements)
+        except CheckpointError as error:
+            raise Malformed(number - 1, str(error)) from None
+        self.dtypes[number], self._arrays[number] = marks.kind, np.frombuffer(buffer, np.uint8)
+        bits, level = entry.fields[marks.bits], entry.fields[marks.levels]
+        item = 4 * marks.levels_a_part
+        self._streams.append(_Stream(source=number, entry=bits, values=8, item=1, buffer=buffer))
+        into = levels.data.cast("B")
+        self._streams.append(_Stream(source=number, entry=level, values=PART, item=item, buffer=into))
+
     def _unit(self, number: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """(address, values of an element, its bytes) of what lies in a source's buffer and of its scales."""
         place, dtype = self.places[number], self.dtypes[number]
-        if (layout := native.BLOCKS.get(dtype)) is not None:
+        if (layout := (native.BLOCKS | native.MARKED).get(dtype)) is not None:
             scales = self._scale_places[number], layout.block, layout.scale_bytes
             return (place, layout.values_a_byte, 1), scales
         return (place, 1, ITEM_BYTES.get(dtype, 0)), (0, 1, 0)
@@ -174,11 +199,3 @@ class TensorReader:
             if isinstance(self._entries[stream.source], EncodedTensor):
                 raise Malformed(stream.source - 1, str(error)) from None
             raise
-
-    def _read_at_once(self, offsets: Array, sizes: Array) -> int:
-        """How many stored tensors were read, from the first on; none where what is read is hashed one by one."""
-        found = native.library()
-        if found is None or self._files.hashes:
-            return 0
-        arrays = (self._descriptors, self._starts + offsets, sizes, self._into)
-        return int(found.crossfed_read(len(self._streams), *map(native.address, arrays)))

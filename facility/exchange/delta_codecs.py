@@ -82,6 +82,23 @@ class Blocks:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Of a codec that the averaging pass reads as it is stored: a bit for each value that says whether it is kept. Its
+    selection's field holds four bits for each kept one, its level and (the highest) its sign, in whole bytes for each
+    part."""
+
+    kind: str
+    """The compiled code's name for it (`native.MARKED`)."""
+    bits: str
+    """Suffix of the field with a bit for each value."""
+    levels: str
+    """Suffix of the field with the levels, in float32."""
+    levels_a_part: int
+    check: Callable[[Values], None]
+    """Raises `ValueError` for levels, in an array of any shape, that no encoder writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Codec:
     """How the parts of one tensor are written and read. A part begins at a multiple of `codecs.PART` elements."""
 
@@ -96,6 +113,7 @@ class Codec:
     """Of a lossless codec: values are no float32 differences but those of the whole numbers that hold the two models'
     values, as they are stored, signed and wrapping around; encoded from integers of that size, decoded to int64."""
     blocks: Blocks | None = None
+    marks: Marks | None = None
 
 
 CODECS = Registry(

@@ -16,16 +16,19 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation import marked_messages
 from coordinator.aggregation.reading import WIDEST, TensorReader
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
+from coordinator.aggregation.steps import Steps
 from coordinator.aggregation.streams import Files
 from coordinator.aggregation.work import Malformed
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.delta import FILE, decode, encode
 from facility.exchange.checkpoints.encoded import EncodedTensor, Opened, add_difference, open_message, values_of
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -88,6 +91,7 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
         ("delta-int4", torch.float32, 1),
         ("delta-int4", torch.float16, 2),
         ("sparse", torch.float16, 2),
+        ("sparse", torch.float32, 1),
         ("sparseloco", torch.bfloat16, 2),
     ],
     ids=str,
@@ -286,10 +290,69 @@ def test_zero_scales_of_either_sign_are_zero(tmp_path: Path, encoding: str):
     same(tmp_path, base, odd_ones)
 
 
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4"])
-@pytest.mark.parametrize("suffix", ["q", "scale"])
+@pytest.mark.parametrize("verified", [True, False], ids=["hashed", "read at once"])
+def test_one_level_among_all_of_several_messages(tmp_path: Path, verified: bool):
+    """The last of a tensor, in the last but one message."""
+    base, messages = a_round(tmp_path, 6, "sparse")
+
+    def change(arrays: dict[str, Any]) -> None:
+        dtype, shape, raw = arrays["a.large::level"]
+        raw = raw.copy()
+        raw[-4:] = np.frombuffer(np.float32(np.inf).tobytes(), np.uint8)
+        arrays["a.large::level"] = (dtype, shape, raw)
+
+    bad = [*messages[:4], odd(messages[4], tmp_path / "bad", change), messages[5]]
+    with pytest.raises(UpdateRefused, match="tensor 'a.large' is malformed: a level is") as refusal:
+        combined(tmp_path / "one", base, bad, verify_updates=verified)
+    assert refusal.value.facility == "f4"
+
+
+@pytest.mark.parametrize("part", [0, 3], ids=["first part", "later part"])
+def test_where_a_part_begins_is_known_without_any_other_thread(tmp_path: Path, part: int, monkeypatch):
+    """As where the thread that has the parts before is held up: what they hold is counted."""
+    monkeypatch.setattr(marked_messages, "PATIENCE", 0.01)
+    base, messages = a_round(tmp_path, 2, "sparse")
+    opened = [dict(open_message(one, read_manifest(one), base, read_manifest(base)).tensors) for one in messages]
+    sources, count = [open_checkpoint(base).tensors, *opened], 2 * PART
+    buffers = [np.empty(count * WIDEST, np.uint8).data for _ in sources]
+    with Files() as files:
+        for source in sources:
+            files.open(source.values())
+        reader = TensorReader("a.large", sources, files, buffers, as_stored=True)
+        arrays = reader.read(part * PART, count)
+        assert reader.dtypes[1:] == ["SPARSE", "SPARSE"]
+        places, records = reader.addresses(PART, len(sources))
+        rows = Steps(2, PART, "float32")
+        _, found, _ = rows.take(
+            [array[PART:count] for array in arrays if array is not None],
+            reader.dtypes,
+            gram=None,
+            coefficients=None,
+            rows=True,
+            places=places,
+            scales=records,
+        )
+    assert found is not None
+    for row, source in zip(found, opened, strict=True):
+        with Opened() as read:
+            values = np.concatenate(list(values_of(source["a.large"], read)))
+        old = np.fromfile(entry_of(base).file, np.uint16, entry_of(base).elements, offset=entry_of(base).start)
+        wide = (old.astype(np.uint32) << 16).view(np.float32)
+        begin = (part + 1) * PART
+        assert np.array_equal(row, (values - wide)[begin : begin + PART])
+
+
+def entry_of(base: Path) -> TensorEntry:
+    return open_checkpoint(base).tensors["a.large"]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "suffix"),
+    [(encoding, suffix) for encoding in ("delta-int8", "delta-int4") for suffix in ("q", "scale")]
+    + [("sparse", suffix) for suffix in ("kept", "level", "code")],
+)
 @pytest.mark.parametrize("fault", ["shorter than its layout", "file that ends early"])
-def test_no_message_in_blocks_is_read_past_its_end(tmp_path: Path, encoding: str, suffix: str, fault: str):
+def test_no_message_as_it_is_stored_is_read_past_its_end(tmp_path: Path, encoding: str, suffix: str, fault: str):
     """Also where nothing has checked the layout before the reader does."""
     base, (message,) = a_round(tmp_path, 1, encoding)
     entries = dict(open_message(message, read_manifest(message), base, read_manifest(base)).tensors)
@@ -297,14 +360,15 @@ def test_no_message_in_blocks_is_read_past_its_end(tmp_path: Path, encoding: str
     assert isinstance(entry, EncodedTensor)
     stored = entry.fields[suffix]
     if fault == "shorter than its layout":
-        shorter = dataclasses.replace(stored, size=stored.size - 2)
+        less = stored.size - 2 if suffix != "code" else 1000  # of so few codes the first part has more
+        shorter = dataclasses.replace(stored, size=less, shape=(less,))
         entries["a.large"] = dataclasses.replace(entry, fields=dict(entry.fields) | {suffix: shorter})
     elements, sources = 1 << 16, [open_checkpoint(base).tensors, entries]
     buffers = [np.empty(elements * WIDEST, np.uint8).data for _ in sources]
     with Files() as files:
         for source in sources:
             files.open(source.values())
-        with pytest.raises(Malformed, match="expected") as refusal:
+        with pytest.raises(Malformed, match="expected|too short") as refusal:
             reader = TensorReader("a.large", sources, files, buffers, as_stored=True)
             os.truncate(message / FILE, stored.start + 8)
             reader.read(0, elements)

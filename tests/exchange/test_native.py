@@ -160,7 +160,14 @@ def as_bfloat16(values: np.ndarray) -> np.ndarray:
 
 def encoded(kind: str, seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(numbers, scales, difference) of a message, all numbers and scales of either sign and zero among them."""
-    layout, random = native.BLOCKS[kind], np.random.default_rng(seed)
+    random = np.random.default_rng(seed)
+    if kind == "SPARSE":
+        values = random.standard_normal(n).astype(np.float32)
+        message = load_codec("sparse").encode(values, (0.0, 0.3, 9.0)[seed % 3] or 1e-30)
+        record = np.array([native.address(message["level"]), native.address(message["code"]), 7], np.uint64)
+        KEPT_ALIVE.append(message)
+        return message["kept"], record, load_codec("sparse").decode(message, n)
+    layout = native.BLOCKS[kind]
     numbers = random.integers(0, 256, -(-n // layout.values_a_byte), np.uint8)
     scales = (random.standard_normal(-(-n // layout.block)) * 10.0 ** random.integers(-30, 3)).astype(np.float32)
     scales[::5] = 0
@@ -171,10 +178,13 @@ def encoded(kind: str, seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.nd
     return stored["q"], stored["scale"], load_codec(codec).decode(stored, n)
 
 
+KEPT_ALIVE: list[dict[str, np.ndarray]] = []
+"""What records point to."""
 KINDS_OF_SIX = {
+    "sparse": ["SPARSE"] * 6,
     "int8": ["INT8"] * 6,
     "int4": ["INT4"] * 6,
-    "mixed": ["INT8", "F32", "INT4", "INT8", "BF16", "INT4"],
+    "mixed": ["INT8", "F32", "INT4", "SPARSE", "BF16", "INT4"],
 }
 
 
@@ -193,7 +203,7 @@ def test_messages_as_they_are_stored_have_the_bits_of_decoded_updates(
     stored, scales, plain, dtypes = [base], [0], [base], [dtype]
     kept = []
     for number, kind in enumerate(kinds[:count]):
-        if kind in native.BLOCKS:
+        if kind in native.BLOCKS | native.MARKED:
             numbers, scale, difference = encoded(kind, number, n)
             kept.append(scale)
             stored.append(numbers)
@@ -236,7 +246,9 @@ def test_steps_have_the_same_bits_whatever_the_width_of_the_registers(narrower: 
     base[~(np.abs(base) < 1e15)] = 1
     stored, scales, whole = [base], [np.zeros(1, np.float32)], {"F32": base[::-1].copy(), "BF16": as_bfloat16(base)}
     for number, kind in enumerate(kinds):
-        numbers, scale = encoded(kind, number, n)[:2] if kind in native.BLOCKS else (whole[kind], scales[0])
+        numbers, scale = (
+            encoded(kind, number, n)[:2] if kind in native.BLOCKS | native.MARKED else (whole[kind], scales[0])
+        )
         stored.append(numbers)
         scales.append(scale)
     weights, found = np.linspace(0.1, 0.7, count, dtype=np.float32), []

@@ -47,19 +47,25 @@ class Begins:
 
     def __init__(self) -> None:
         self._known = [0]
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def of(self, part: int, bytes_of: Callable[[int], int]) -> int:
         """The first byte of `part`; `bytes_of`: of a part, asked for those that nobody has read yet."""
-        with self._lock:
+        with self._changed:
             while len(self._known) <= part:
                 self._known.append(self._known[-1] + bytes_of(len(self._known) - 1))
             return self._known[part]
 
     def learn(self, part: int, end: int) -> None:
-        with self._lock:
+        with self._changed:
             if len(self._known) == part + 1:
                 self._known.append(end)
+                self._changed.notify_all()
+
+    def wait(self, part: int, seconds: float) -> None:
+        """Let other threads, which have the parts before under way, tell where `part` begins."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._known) > part, seconds)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,13 +278,25 @@ def _selected(entry: EncodedTensor, part: int, stored: dict[str, Array], count: 
     selection = entry.codec.selection
     assert selection is not None
     found, length = entry.fields[selection.field], selection.stored_length(stored, count)
-    first = entry.begins.of(part, lambda earlier: _selected_length(entry, earlier))
+    first = begin_of(entry, part)
     end = first + length
     entry.begins.learn(part, end)
-    last = part * PART + count == entry.elements
-    if last and end != found.elements:
-        raise CheckpointError(f"{entry.file}: {found.name!r} is too {'long' if end < found.elements else 'short'}")
+    check_selected(entry, part * PART + count, end)
     return _take(found, first, length, read)
+
+
+def begin_of(entry: EncodedTensor, part: int) -> int:
+    """Where a part begins in the field of selected values."""
+    return entry.begins.of(part, lambda earlier: _selected_length(entry, earlier))
+
+
+def check_selected(entry: EncodedTensor, values: int, end: int) -> None:
+    """Raise `CheckpointError` unless the field of selected values ends at `end` where the tensor ends with so many
+    values, and no earlier."""
+    assert entry.codec.selection is not None
+    found, whole = entry.fields[entry.codec.selection.field], values == entry.elements
+    if end > found.elements or (whole and end != found.elements):
+        raise CheckpointError(f"{entry.file}: {found.name!r} is too {'long' if end < found.elements else 'short'}")
 
 
 def _selected_length(entry: EncodedTensor, part: int) -> int:

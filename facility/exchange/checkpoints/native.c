@@ -14,7 +14,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4 }; /* the last two: differences to a base, with a scale for each block */
+enum { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4, SPARSE = 5 }; /* from INT8 on: differences to a base */
 enum { RUN = 512, LANES = 8, PART = 65536, SPARE = 16, INT8_BLOCK = 256, INT4_BLOCK = 64, INT4_LEVELS = 8 };
 
 /* Unaligned vectors as wide as the registers, and how many rows of how many sums fit into these. */
@@ -102,6 +102,75 @@ static inline __attribute__((always_inline)) void int4_values(int64_t n, int64_t
     }
 }
 
+/* What belongs to the bits of one part that say which of its values are kept. */
+struct marked {
+    const float *levels;
+    const uint8_t *codes; /* four bits for each kept value: a level, and its sign in the highest */
+    int64_t taken;        /* of them, by the values before */
+};
+
+/* How many of the first n bits are set. Those after them, in the last byte, are not. */
+static inline __attribute__((always_inline)) int64_t bits_in(int64_t n, const uint8_t *restrict bits)
+{
+    int64_t found = 0, start = 0;
+    for (; start + 64 <= n; start += 64, bits += 8) {
+        uint64_t eight;
+        memcpy(&eight, bits, 8);
+        found += __builtin_popcountll(eight);
+    }
+    for (; start < n; start += 8)
+        found += __builtin_popcount(*bits++);
+    return found;
+}
+
+/* n values, of which those are in `reached` from its first on whose bit is set in `kept`; the others are 0. Returns how many. */
+static inline __attribute__((always_inline)) int64_t spread(int64_t n, const uint8_t *restrict kept,
+                                                            const float *restrict reached, float *restrict out)
+{
+    const float *next = reached;
+    int64_t start = 0;
+#ifdef __AVX512F__
+    for (; start + 16 <= n; start += 16, kept += 2) {
+        uint16_t mask;
+        memcpy(&mask, kept, 2);
+        _mm512_storeu_ps(out + start, _mm512_maskz_expandloadu_ps(mask, next));
+        next += __builtin_popcount(mask);
+    }
+#endif
+    for (; start < n; start += 8, kept++)
+        for (int64_t i = 0; i < (n - start < 8 ? n - start : 8); i++) {
+            unsigned bit = *kept >> i & 1;
+            out[start + i] = bit ? *next : 0;
+            next += bit;
+        }
+    return next - reached;
+}
+
+/* The next n values of a part, at most RUN and a multiple of 8 but for its last. */
+static void marked_values(int64_t n, const uint8_t *restrict kept, struct marked *part, float *restrict out)
+{
+    float table[16], reached[RUN + 2];
+    for (int code = 0; code < 16; code++)
+        table[code] = code & 8 ? -part->levels[code & 7] : part->levels[code & 7];
+    const uint8_t *restrict codes = part->codes + part->taken / 2;
+    const int64_t odd = part->taken & 1, pairs = (odd + bits_in(n, kept) + 1) / 2;
+    int64_t i = 0;
+#ifdef __AVX512F__
+    const __m512 every = _mm512_loadu_ps(table);
+    const __m128i lower = _mm_set1_epi8(15);
+    for (; i + 8 <= pairs; i += 8) {
+        __m128i two = _mm_loadl_epi64((const __m128i *)(codes + i));
+        __m128i each = _mm_unpacklo_epi8(_mm_and_si128(two, lower), _mm_and_si128(_mm_srli_epi16(two, 4), lower));
+        _mm512_storeu_ps(reached + 2 * i, _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(each), every));
+    }
+#endif
+    for (; i < pairs; i++) {
+        reached[2 * i] = table[codes[i] & 15];
+        reached[2 * i + 1] = table[codes[i] >> 4];
+    }
+    part->taken += spread(n, kept, reached + odd, out);
+}
+
 /* update - base for the n elements from `start`, and its share of the weighted sum (weight NULL: no sum is wanted;
  * `first`: the sum begins here). `scales`: of a difference, which is added to the base and taken off again as if the update had
  * been stored. */
@@ -112,9 +181,11 @@ static void step_from(const float *restrict base, const void *stored, const void
         const uint16_t *restrict raw = (const uint16_t *)stored + start;
         for (int64_t i = 0; i < n; i++)
             step[i] = from_bits((uint32_t)raw[i] << 16) - base[i];
-    } else if (kind == INT8 || kind == INT4) {
+    } else if (kind >= INT8) {
         if (kind == INT8)
             int8_values(n, INT8_BLOCK, (const int8_t *)stored + start, (const float *)scales + start / INT8_BLOCK, step);
+        else if (kind == SPARSE)
+            marked_values(n, (const uint8_t *)stored + start / 8, (struct marked *)scales, step);
         else
             int4_values(n, INT4_BLOCK, INT4_LEVELS, (const uint8_t *)stored + start / 2,
                         (const uint16_t *)scales + start / INT4_BLOCK, step);
@@ -314,11 +385,14 @@ void crossfed_add_blocks(int64_t count, int64_t size, const double *blocks, doub
  * Not wanted: NULL for steps, gram or weights. `add`: the sum is added to the base in its place.
  * `gram_apart`: values from one gram to that of the next RUN values; 0: all are added to the same.
  * scratch: k times RUN values and SPARE, used where steps are not wanted. `scales`: of updates that are stored as differences,
- * whose first value begins a block. */
+ * whose first value begins a block; of SPARSE, which are at most a part, a `struct marked`. */
 void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const void *const *updates,
                     const void *const *scales, const int *kinds, float *widened, float *steps, int64_t stride,
                     double *gram, int64_t gram_apart, const float *weights, float *sum, int add, float *scratch)
 {
+    for (int64_t row = 0; row < k; row++)
+        if (kinds[row] == SPARSE)
+            ((struct marked *)scales[row])->taken = 0;
     scratch = (float *)(((uintptr_t)scratch + 4 * SPARE - 1) / (4 * SPARE) * (4 * SPARE)); /* lines of the cache */
     for (int64_t start = 0; start < n; start += RUN) {
         int64_t count = n - start < RUN ? n - start : RUN, apart = steps ? stride : RUN;
@@ -644,26 +718,24 @@ int64_t crossfed_sparse_encode(int64_t n, float limit, const float *restrict val
     return count;
 }
 
-/* `codes` holds `bytes` bytes, half a byte for each bit of `kept`. n is at most PART. */
-void crossfed_sparse_decode(int64_t n, int64_t bytes, const uint8_t *restrict kept, const uint8_t *restrict codes,
-                            const float *restrict levels, float *restrict out)
+/* One part: `codes` holds half a byte for each bit of `kept`. */
+void crossfed_sparse_decode(int64_t n, const uint8_t *kept, const uint8_t *codes, const float *levels, float *out)
 {
-    float pairs[256][2], reached[PART + 2], *next = reached;
-    for (int code = 0; code < 256; code++) {
-        pairs[code][0] = code & 8 ? -levels[code & 7] : levels[code & 7];
-        pairs[code][1] = code & 128 ? -levels[code >> 4 & 7] : levels[code >> 4 & 7];
+    struct marked part = {levels, codes, 0};
+    for (int64_t start = 0; start < n; start += RUN)
+        marked_values(n - start < RUN ? n - start : RUN, kept + start / 8, &part, out + start);
+}
+
+/* How many bits are set for each part of n values of every message, whose first begins a part. Returns the first message with bits
+ * past the last value, or -1. */
+int64_t crossfed_sparse_counts(int64_t messages, int64_t n, const uint8_t *const *kept, int64_t *counts)
+{
+    int64_t odd = -1;
+    for (int64_t message = 0; message < messages; message++) {
+        for (int64_t start = 0; start < n; start += PART)
+            *counts++ = bits_in(n - start < PART ? n - start : PART, kept[message] + start / 8);
+        if (odd < 0 && n % 8 && kept[message][n / 8] >> n % 8)
+            odd = message;
     }
-    for (int64_t i = 0; i < bytes; i++)
-        memcpy(reached + 2 * i, pairs[codes[i]], sizeof pairs[0]);
-    reached[2 * bytes] = 0;
-    for (int64_t start = 0; start < n; start += 8, kept++)
-        if (n - start >= 8)
-            for (int i = 0; i < 8; i++) {
-                unsigned bit = *kept >> i & 1;
-                out[start + i] = from_bits(to_bits(*next) & -bit);
-                next += bit;
-            }
-        else
-            for (int64_t i = start; i < n; i++)
-                out[i] = *kept >> (i - start) & 1 ? *next++ : 0;
+    return odd;
 }

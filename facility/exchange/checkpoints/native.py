@@ -56,7 +56,10 @@ BLOCKS = {
     "INT4": BlockLayout(number=4, block=64, scale_bytes=2, values_a_byte=2),
 }
 """By the name that a codec declares (`delta_codecs.Blocks`)."""
-NUMBERS = KINDS | {kind: layout.number for kind, layout in BLOCKS.items()}
+MARKED = {"SPARSE": BlockLayout(number=5, block=1 << 16, scale_bytes=24, values_a_byte=8)}
+"""Differences of which a bit for each value says whether it is kept: the `scale` of a part is what `struct marked` of
+native.c holds (addresses of its levels and codes, and room for a number)."""
+NUMBERS = KINDS | {kind: layout.number for kind, layout in (BLOCKS | MARKED).items()}
 """Of everything that `steps` reads."""
 
 
@@ -167,7 +170,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("int4_encode", None, (size, size, real, real, pointer, pointer, pointer)),
         ("int4_decode", None, (size, size, real, pointer, pointer, pointer)),
         ("sparse_encode", size, (size, real, pointer, pointer, pointer, pointer)),
-        ("sparse_decode", None, (size, size, pointer, pointer, pointer, pointer)),
+        ("sparse_decode", None, (size, pointer, pointer, pointer, pointer)),
+        ("sparse_counts", size, (size, size, pointer, pointer)),
     ):
         function = getattr(found, f"crossfed_{name}")
         function.restype, function.argtypes = result, arguments
@@ -193,7 +197,7 @@ def steps(
     scales: Sequence[int] | None = None,
 ) -> None:
     """`sources`: addresses of the base and the updates as stored, `kinds` theirs; `scales`: addresses of theirs, for
-    those of `BLOCKS`, which begin with a block.
+    those of `BLOCKS`, which begin with a block; of those of `MARKED`, which are at most a part, its record.
 
     Fills `widened`, and what is not None of `rows` (updates, n), `total` (with `weights`, float32) and `gram`
     (symmetric, added to). `add`: the total is added to `widened`.

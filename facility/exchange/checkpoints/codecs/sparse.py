@@ -14,7 +14,7 @@ import numpy as np
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.delta_codecs import Codec, DeltaCodec, Selection
+from facility.exchange.delta_codecs import Codec, DeltaCodec, Marks, Selection
 
 DECLARATION = DeltaCodec(
     name="sparse",
@@ -80,16 +80,21 @@ def count_of(kept: Array, elements: int) -> int:
     return int(np.count_nonzero(np.unpackbits(kept)))
 
 
-def decode(stored: dict[str, Array], count: int) -> Array:
-    kept, codes, levels = stored["kept"], stored["code"], stored["level"]
+def check_levels(levels: Array) -> None:
+    """Raise `ValueError` where one is none that an encoder writes."""
     if not np.isfinite(levels).all():
         raise ValueError("a level is NaN or infinity")
+
+
+def decode(stored: dict[str, Array], count: int) -> Array:
+    kept, codes, levels = stored["kept"], stored["code"], stored["level"]
+    check_levels(levels)
     if len(codes) != code_bytes(count_of(kept, count)):
         raise ValueError("the codes are not as many as the bits that are set")
     found = native.library()
     if found is not None:
         values = np.empty(count, np.float32)
-        found.crossfed_sparse_decode(count, len(codes), *map(native.address, (kept, codes, levels, values)))
+        found.crossfed_sparse_decode(count, *map(native.address, (kept, codes, levels, values)))
         return values
     values = np.zeros(count, np.float32)
     table = np.concatenate([levels, -levels])
@@ -115,4 +120,5 @@ CODEC = Codec(
     encode=encode,
     decode=decode,
     selection=Selection(field="code", length=selected_bytes, stored_length=stored_bytes),
+    marks=Marks(kind="SPARSE", bits="kept", levels="level", levels_a_part=LEVELS, check=check_levels),
 )
