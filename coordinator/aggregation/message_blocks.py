@@ -1,8 +1,9 @@
-"""Messages in blocks of whole numbers, which the compiled code reads as they are stored instead of decoded."""
+"""Messages in blocks with scales, which the compiled code reads as they are stored instead of decoded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +11,18 @@ import numpy as np
 
 from coordinator.aggregation.work import Malformed
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.checkpoint import TensorEntry
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry
 from facility.exchange.checkpoints.encoded import EncodedTensor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.delta_codecs import Blocks
 from facility.exchange.errors import CheckpointError
 
-STORED_SCALES: Mapping[int, Any] = {2: np.uint16, 4: np.float32}
-"""numpy dtype of scales by their bytes."""
+STORED_SCALES: Mapping[str, tuple[Any, int]] = {
+    "INT8": (np.float32, 1),
+    "INT4": (np.uint16, 1),
+    "PLACED": (np.uint16, 2),
+}
+"""numpy dtype of scales by the kind of message, and how many belong to a block."""
 
 
 def layout_as_stored(entry: TensorEntry, base: TensorEntry) -> native.BlockLayout | None:
@@ -28,14 +33,11 @@ def layout_as_stored(entry: TensorEntry, base: TensorEntry) -> native.BlockLayou
     return layout if layout is not None and adds_to(entry, base) else None
 
 
-def check_sizes(entry: EncodedTensor, blocks: Blocks, layout: native.BlockLayout) -> None:
-    """Raise `CheckpointError` where what is stored is not as long as the layout says."""
-    sizes = {
-        blocks.numbers: -(-entry.elements // layout.values_a_byte),
-        blocks.scales: -(-entry.elements // layout.block) * layout.scale_bytes,
-    }
-    for suffix, size in sizes.items():
-        found = entry.fields[suffix]
+def check_sizes(entry: EncodedTensor, blocks: Blocks) -> None:
+    """Raise `CheckpointError` where what is stored is not as long as the codec says."""
+    sizes = {suffix: length * ITEM_BYTES[dtype] for suffix, dtype, length in entry.codec.fields(entry.elements, 0)}
+    for suffix in (blocks.numbers, blocks.scales):
+        found, size = entry.fields[suffix], sizes[suffix]
         if found.size != size:
             raise CheckpointError(f"{found.file}: {found.name!r} has {found.size} bytes, expected {size}")
 
@@ -45,40 +47,61 @@ def adds_to(entry: EncodedTensor, base: TensorEntry) -> bool:
     return entry.dtype == "F32" and entry.reference.dtype == base.dtype and base.dtype in native.KINDS
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Message:
+    """One of them."""
+
+    number: int
+    """Of the source."""
+    entry: TensorEntry
+    numbers: Array
+    """The buffer that they are read into, bytes."""
+
+
 @dataclass(kw_only=True)
-class Scales:
-    """The scales of all messages of one layout, which are checked at once."""
+class Blocked:
+    """The messages of one layout that hold a tensor: their scales lie side by side, to be checked at once."""
 
     blocks: Blocks
     layout: native.BlockLayout
     rows: Array
-    """(messages, blocks), as stored."""
-    messages: list[tuple[int, TensorEntry]] = field(default_factory=list)
-    """Number of the source and tensor of each row that is used."""
+    """(messages, scales), as stored."""
+    messages: list[_Message] = field(default_factory=list)
+    """Of each row that is used."""
 
     @classmethod
-    def for_messages(cls, blocks: Blocks, layout: native.BlockLayout, messages: int, elements: int) -> Scales:
-        """Memory for `elements` values of each of at most `messages` messages."""
-        rows: Array = np.empty((messages, -(-elements // layout.block)), STORED_SCALES[layout.scale_bytes])
+    def for_messages(cls, blocks: Blocks, layout: native.BlockLayout, messages: int, elements: int) -> Blocked:
+        """Memory for the scales of `elements` values of each of at most `messages` messages."""
+        dtype, each = STORED_SCALES[blocks.kind]
+        rows: Array = np.empty((messages, -(-elements // layout.block) * each), dtype)
         return cls(blocks=blocks, layout=layout, rows=rows)
 
-    def add(self, number: int, entry: TensorEntry) -> Array:
-        """The row of one more message."""
-        self.messages.append((number, entry))
+    def add(self, number: int, entry: TensorEntry, numbers: Array) -> Array:
+        """The row of one more message, whose numbers will lie in `numbers`."""
+        self.messages.append(_Message(number=number, entry=entry, numbers=numbers))
         return self.rows[len(self.messages) - 1]
 
     def check(self, count: int) -> None:
-        """Raise `Malformed` where a scale of the first `count` values is none that an encoder writes."""
-        rows = self.rows[: len(self.messages), : -(-count // self.layout.block)]
+        """Raise `Malformed` where what was read of `count` values is nothing that an encoder writes."""
+        _, each = STORED_SCALES[self.blocks.kind]
+        rows = self.rows[: len(self.messages), : -(-count // self.layout.block) * each]
         try:
             self.blocks.check(rows)
         except ValueError:
-            for (number, entry), row in zip(self.messages, rows, strict=True):
-                self._check_one(number, entry, row)
+            for message, row in zip(self.messages, rows, strict=True):
+                with _blamed(message):
+                    self.blocks.check(row)
             raise
+        if self.blocks.check_numbers is not None:
+            for message in self.messages:
+                with _blamed(message):
+                    self.blocks.check_numbers(message.numbers, count)
 
-    def _check_one(self, number: int, entry: TensorEntry, row: Array) -> None:
-        try:
-            self.blocks.check(row)
-        except ValueError as error:
-            raise Malformed(number - 1, f"{entry.file}: tensor {entry.name!r} is malformed: {error}") from None
+
+@contextmanager
+def _blamed(message: _Message) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        entry = message.entry
+        raise Malformed(message.number - 1, f"{entry.file}: tensor {entry.name!r} is malformed: {error}") from None

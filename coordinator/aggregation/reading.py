@@ -1,6 +1,6 @@
 """One tensor of every source, read part by part: with one call for all of them where there is compiled code.
 
-Messages in blocks of whole numbers, or with a bit for each value, lie in their buffers as they are stored where the
+Messages in blocks with scales, or with a bit for each value, lie in their buffers as they are stored where the
 compiled code works on them, which makes their values as it needs them. Other messages are decoded.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.aggregation.marked_messages import Marked, marks_as_stored
-from coordinator.aggregation.message_blocks import Scales, adds_to, check_sizes, layout_as_stored
+from coordinator.aggregation.message_blocks import Blocked, adds_to, check_sizes, layout_as_stored
 from coordinator.aggregation.streams import STORED, Files
 from coordinator.aggregation.work import Malformed
 from facility.exchange.checkpoints import native
@@ -68,7 +68,7 @@ class TensorReader:
         self._decoded: list[tuple[int, EncodedTensor]] = []
         self._still: list[int] = []
         """Messages in which this tensor is the base's."""
-        self._scales: dict[str, Scales] = {}
+        self._blocked: dict[str, Blocked] = {}
         self._marked: dict[str, Marked] = {}
         self._scale_places = [0] * len(buffers)
         for number, entry in enumerate(self._entries):
@@ -77,6 +77,7 @@ class TensorReader:
         self._units = [self._unit(number) for number in range(len(buffers))]
         self._descriptors = np.array([files.descriptor(one.entry) for one in self._streams], np.int32)
         self._starts = np.array([one.entry.start for one in self._streams], np.int64)
+        self._stored = np.array([one.entry.size for one in self._streams], np.int64)
         self._values = np.array([one.values for one in self._streams], np.int64)
         self._items = np.array([one.item for one in self._streams], np.int64)
         into = [native.address(np.frombuffer(one.buffer, np.uint8)) for one in self._streams]
@@ -87,12 +88,13 @@ class TensorReader:
 
         Of messages as they are stored, `begin` begins a block or part and the arrays are of bytes. Raises `Malformed`.
         """
-        offsets, sizes = begin // self._values * self._items, -(-count // self._values) * self._items
+        offsets = begin // self._values * self._items
+        sizes = np.minimum(-(-count // self._values) * self._items, self._stored - offsets)
         done = self._files.read_at_once(self._descriptors, self._starts + offsets, sizes, self._into)
         for stream, offset, size in zip(self._streams[done:], offsets[done:], sizes[done:], strict=True):
             self._read_one(stream, int(offset), stream.buffer[: int(size)])
-        for scales in self._scales.values():
-            scales.check(count)
+        for blocked in self._blocked.values():
+            blocked.check(count)
         for marked in self._marked.values():
             marked.read_codes(begin, count, self._files)
         found: list[Array | None] = [None] * len(self._buffers)
@@ -150,17 +152,17 @@ class TensorReader:
         blocks, buffer = entry.codec.blocks, self._buffers[number]
         assert blocks is not None
         try:
-            check_sizes(entry, blocks, layout)
+            check_sizes(entry, blocks)
         except CheckpointError as error:
             raise Malformed(number - 1, str(error)) from None
-        if blocks.kind not in self._scales:
-            made = Scales.for_messages(blocks, layout, len(self._buffers), len(buffer) // WIDEST)
-            self._scales[blocks.kind] = made
-        row = self._scales[blocks.kind].add(number, entry)
-        self.dtypes[number], self._scale_places[number] = blocks.kind, native.address(row)
+        if blocks.kind not in self._blocked:
+            made = Blocked.for_messages(blocks, layout, len(self._buffers), len(buffer) // WIDEST)
+            self._blocked[blocks.kind] = made
         self._arrays[number] = np.frombuffer(buffer, np.uint8)
+        row = self._blocked[blocks.kind].add(number, entry, self._arrays[number])
+        self.dtypes[number], self._scale_places[number] = blocks.kind, native.address(row)
         for suffix, values, item, into in (
-            (blocks.numbers, layout.values_a_byte, 1, buffer),
+            (blocks.numbers, layout.values, layout.item_bytes, buffer),
             (blocks.scales, layout.block, layout.scale_bytes, row.data.cast("B")),
         ):
             stored = entry.fields[suffix]
@@ -189,7 +191,7 @@ class TensorReader:
         place, dtype = self.places[number], self.dtypes[number]
         if (layout := (native.BLOCKS | native.MARKED).get(dtype)) is not None:
             scales = self._scale_places[number], layout.block, layout.scale_bytes
-            return (place, layout.values_a_byte, 1), scales
+            return (place, layout.values, layout.item_bytes), scales
         return (place, 1, ITEM_BYTES.get(dtype, 0)), (0, 1, 0)
 
     def _read_one(self, stream: _Stream, offset: int, view: memoryview) -> None:

@@ -79,6 +79,8 @@ class Blocks:
     """Suffix of the field with a scale for each block."""
     check: Callable[[Values], None]
     """Raises `ValueError` for scales, in an array of any shape, that no encoder writes."""
+    check_numbers: Callable[[Values, int], None] | None = None
+    """The same for the numbers of a message (bytes as stored, values), where not all are fit to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)

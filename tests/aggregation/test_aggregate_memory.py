@@ -168,7 +168,7 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
 @pytest.mark.parametrize("count", [4, 16])
 def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
     base, full = save(tmp_path / "base", 6), save(tmp_path / "full", 6, value=0x3F81)

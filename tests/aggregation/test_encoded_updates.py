@@ -28,7 +28,7 @@ from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.codecs import PART
+from facility.exchange.checkpoints.codecs import PART, sparseloco
 from facility.exchange.checkpoints.delta import FILE, decode, encode
 from facility.exchange.checkpoints.encoded import EncodedTensor, Opened, add_difference, open_message, values_of
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -93,6 +93,7 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
         ("sparse", torch.float16, 2),
         ("sparse", torch.float32, 1),
         ("sparseloco", torch.bfloat16, 2),
+        ("sparseloco", torch.float32, 1),
     ],
     ids=str,
 )
@@ -248,6 +249,37 @@ def test_what_no_encoder_writes_is_found_by_the_pass_and_blamed_on_its_sender(
         assert not list((tmp_path / name).iterdir())
 
 
+def _places(change: str) -> Callable[[dict[str, Any]], None]:
+    """The last chunk of a tensor gets one place more, or its places do not increase."""
+
+    def changed(arrays: dict[str, Any]) -> None:
+        dtype, shape, raw = arrays["a.large::code"]
+        raw, elements = raw.copy(), 2100 * 2003
+        code = raw[-sum(sparseloco.streams_of(elements % 4096)) :]
+        high, low, _, _ = sparseloco.streams_of(elements % 4096)
+        if change == "more":
+            code[high - 2] = int(code[high - 2]) | int(code[high - 2]) + 1  # sets its lowest bit of those that are not
+        else:
+            code[:high] = 0
+            code[:11] = 0xFF  # all in the first 32
+            code[high : high + low] = 0
+        arrays["a.large::code"] = (dtype, shape, raw)
+
+    return changed
+
+
+@pytest.mark.parametrize("verified", [True, False], ids=["hashed", "read at once"])
+@pytest.mark.parametrize(("change", "said"), [("more", "other than 88 places"), ("alike", "do not increase")])
+def test_places_that_no_encoder_writes_in_one_of_several_messages(
+    tmp_path: Path, change: str, said: str, verified: bool
+):
+    base, messages = a_round(tmp_path, 6, "sparseloco")
+    bad = [*messages[:4], odd(messages[4], tmp_path / "bad", _places(change)), messages[5]]
+    with pytest.raises(UpdateRefused, match=f"tensor 'a.large' is malformed: .*{said}") as refusal:
+        combined(tmp_path / "one", base, bad, verify_updates=verified)
+    assert refusal.value.facility == "f4"
+
+
 INFINITE = {"delta-int8": b"\x00\x00\x80\x7f", "delta-int4": b"\x80\xff"}
 """As a scale is stored."""
 
@@ -349,7 +381,8 @@ def entry_of(base: Path) -> TensorEntry:
 @pytest.mark.parametrize(
     ("encoding", "suffix"),
     [(encoding, suffix) for encoding in ("delta-int8", "delta-int4") for suffix in ("q", "scale")]
-    + [("sparse", suffix) for suffix in ("kept", "level", "code")],
+    + [("sparse", suffix) for suffix in ("kept", "level", "code")]
+    + [("sparseloco", suffix) for suffix in ("code", "level")],
 )
 @pytest.mark.parametrize("fault", ["shorter than its layout", "file that ends early"])
 def test_no_message_as_it_is_stored_is_read_past_its_end(tmp_path: Path, encoding: str, suffix: str, fault: str):
@@ -360,7 +393,9 @@ def test_no_message_as_it_is_stored_is_read_past_its_end(tmp_path: Path, encodin
     assert isinstance(entry, EncodedTensor)
     stored = entry.fields[suffix]
     if fault == "shorter than its layout":
-        less = stored.size - 2 if suffix != "code" else 1000  # of so few codes the first part has more
+        less = (
+            stored.size - 2 if (encoding, suffix) != ("sparse", "code") else 1000
+        )  # of so few codes the first part has more
         shorter = dataclasses.replace(stored, size=less, shape=(less,))
         entries["a.large"] = dataclasses.replace(entry, fields=dict(entry.fields) | {suffix: shorter})
     elements, sources = 1 << 16, [open_checkpoint(base).tensors, entries]

@@ -167,8 +167,11 @@ def encoded(kind: str, seed: int, n: int) -> tuple[np.ndarray, np.ndarray, np.nd
         record = np.array([native.address(message["level"]), native.address(message["code"]), 7], np.uint64)
         KEPT_ALIVE.append(message)
         return message["kept"], record, load_codec("sparse").decode(message, n)
+    if kind == "PLACED":
+        sent = load_codec("sparseloco").encode(random.standard_normal(n).astype(np.float32), 0.0)
+        return sent["code"], sent["level"], load_codec("sparseloco").decode(sent, n)
     layout = native.BLOCKS[kind]
-    numbers = random.integers(0, 256, -(-n // layout.values_a_byte), np.uint8)
+    numbers = random.integers(0, 256, -(-n // layout.values), np.uint8)
     scales = (random.standard_normal(-(-n // layout.block)) * 10.0 ** random.integers(-30, 3)).astype(np.float32)
     scales[::5] = 0
     if kind == "INT8":
@@ -182,9 +185,10 @@ KEPT_ALIVE: list[dict[str, np.ndarray]] = []
 """What records point to."""
 KINDS_OF_SIX = {
     "sparse": ["SPARSE"] * 6,
+    "sparseloco": ["PLACED"] * 6,
     "int8": ["INT8"] * 6,
     "int4": ["INT4"] * 6,
-    "mixed": ["INT8", "F32", "INT4", "SPARSE", "BF16", "INT4"],
+    "mixed": ["INT8", "F32", "PLACED", "SPARSE", "BF16", "INT4"],
 }
 
 
@@ -292,7 +296,7 @@ def test_inner_products_have_the_same_bits_whatever_the_width_of_the_registers(n
 
 
 @compiled
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
 def test_a_whole_round_of_messages_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, encoding: str):
     start = make.random_tensors(0, {"a": (300, 400), "b": (77,)}, torch.bfloat16)
     base, messages = make.model(tmp_path / "base", start), []
@@ -386,7 +390,7 @@ def test_what_others_can_write_is_never_loaded(nothing_beside_the_source: Path, 
 
 @compiled
 @pytest.mark.parametrize("n", [1, 63, 255, 256, 65_535, 65_536])
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
+@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
 def test_codecs(monkeypatch: pytest.MonkeyPatch, encoding: str, n: int):
     codec = load_codec(encoding)
     for seed, scale in ((0, 1e-4), (1, 1.0), (2, 1e-36), (3, 0.0)):

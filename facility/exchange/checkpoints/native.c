@@ -14,8 +14,9 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4, SPARSE = 5 }; /* from INT8 on: differences to a base */
+enum { BF16 = 0, F16 = 1, F32 = 2, INT8 = 3, INT4 = 4, SPARSE = 5, PLACED = 6 }; /* from INT8 on: differences to a base */
 enum { RUN = 512, LANES = 8, PART = 65536, SPARE = 16, INT8_BLOCK = 256, INT4_BLOCK = 64, INT4_LEVELS = 8 };
+enum { CHUNK = 4096, KEPT = 88, LOW = 5 }; /* of PLACED: codecs/sparseloco.py */
 
 /* Unaligned vectors as wide as the registers, and how many rows of how many sums fit into these. */
 #if defined __AVX512F__
@@ -171,11 +172,79 @@ static void marked_values(int64_t n, const uint8_t *restrict kept, struct marked
     part->taken += spread(n, kept, reached + odd, out);
 }
 
+/* Where the four strings of bits of a chunk of `count` values begin in its code, and its bytes last. */
+static inline __attribute__((always_inline)) int64_t streams_of(int64_t count, int64_t *begins)
+{
+    const int64_t kept = count < KEPT ? count : KEPT;
+    begins[0] = 0;
+    begins[1] = (kept + ((count - 1) >> LOW) + 1 + 7) / 8;
+    begins[2] = begins[1] + (LOW * kept + 7) / 8;
+    begins[3] = begins[2] + (kept + 7) / 8;
+    begins[4] = begins[3] + (kept + 7) / 8;
+    return kept;
+}
+
+/* The place of kept value number `found` of a chunk, whose high bits have their bit at `at`; `low`: where the low bits begin. */
+static inline __attribute__((always_inline)) int64_t place_of(const uint8_t *code, int64_t low, int64_t at, int64_t found)
+{
+    const int64_t bit = LOW * found;
+    uint16_t two;
+    memcpy(&two, code + low + bit / 8, 2); /* at least a byte of signs lies behind */
+    return (at - found) << LOW | (two >> bit % 8 & ((1 << LOW) - 1));
+}
+
+/* Whether the places of a chunk are fit to be used: 0, or 1 for other than as many as it has, 2 for some that do not increase or
+ * lie past its end. */
+static int odd_places(const uint8_t *restrict code, int64_t count)
+{
+    int64_t begins[5], found = 0, last = -1;
+    const int64_t kept = streams_of(count, begins);
+    int odd = 0;
+    for (int64_t byte = 0; byte < begins[1]; byte++)
+        for (unsigned bits = code[byte]; bits; bits &= bits - 1, found++) {
+            if (found == kept)
+                return 1;
+            const int64_t place = place_of(code, begins[1], 8 * byte + __builtin_ctz(bits), found);
+            odd |= place <= last || place >= count;
+            last = place;
+        }
+    return found != kept ? 1 : odd ? 2 : 0;
+}
+
+/* The n values from `from` on of a chunk of `count`: 0 but for what is kept. */
+static void placed_values(const uint8_t *restrict code, const uint16_t *restrict levels, int64_t count, int64_t from, int64_t n,
+                          float *restrict out)
+{
+    int64_t begins[5], found = 0;
+    streams_of(count, begins);
+    memset(out, 0, 4 * n);
+    for (int64_t byte = 0; byte < begins[1]; byte++)
+        for (unsigned bits = code[byte]; bits; bits &= bits - 1, found++) {
+            const int64_t place = place_of(code, begins[1], 8 * byte + __builtin_ctz(bits), found);
+            if (place >= from + n)
+                return;
+            if (place < from)
+                continue;
+            const unsigned larger = code[begins[3] + found / 8] >> found % 8 & 1,
+                           sign = code[begins[2] + found / 8] >> found % 8 & 1;
+            out[place - from] = from_bits((uint32_t)levels[larger] << 16 ^ (uint32_t)sign << 31);
+        }
+}
+
+/* The n values from `start` on, all of one chunk, of `end` values in chunks. */
+static void chunk_values(const uint8_t *code, const uint16_t *levels, int64_t start, int64_t n, int64_t end, float *out)
+{
+    int64_t begins[5];
+    const int64_t chunk = start / CHUNK, first = chunk * CHUNK, count = end - first < CHUNK ? end - first : CHUNK;
+    streams_of(CHUNK, begins);
+    placed_values(code + chunk * begins[4], levels + 2 * chunk, count, start - first, n, out);
+}
+
 /* update - base for the n elements from `start`, and its share of the weighted sum (weight NULL: no sum is wanted;
  * `first`: the sum begins here). `scales`: of a difference, which is added to the base and taken off again as if the update had
- * been stored. */
+ * been stored. `end`: of what is stored. */
 static void step_from(const float *restrict base, const void *stored, const void *scales, int kind, int64_t start, int64_t n,
-                      const float *weight, int first, float *restrict step, float *restrict total)
+                      int64_t end, const float *weight, int first, float *restrict step, float *restrict total)
 {
     if (kind == BF16) {
         const uint16_t *restrict raw = (const uint16_t *)stored + start;
@@ -186,6 +255,8 @@ static void step_from(const float *restrict base, const void *stored, const void
             int8_values(n, INT8_BLOCK, (const int8_t *)stored + start, (const float *)scales + start / INT8_BLOCK, step);
         else if (kind == SPARSE)
             marked_values(n, (const uint8_t *)stored + start / 8, (struct marked *)scales, step);
+        else if (kind == PLACED)
+            chunk_values((const uint8_t *)stored, (const uint16_t *)scales, start, n, end, step);
         else
             int4_values(n, INT4_BLOCK, INT4_LEVELS, (const uint8_t *)stored + start / 2,
                         (const uint16_t *)scales + start / INT4_BLOCK, step);
@@ -248,7 +319,8 @@ FOUR(both_int8, int8_t, ADDED, 1, 1)
 /* The same of k updates, for the n elements from `start`, a multiple of RUN; not wanted: `kept` 0, weights NULL.
  * steps: k rows, `stride` apart; n values where they are not wanted. */
 static void steps_of(const float *base, const void *const *updates, const void *const *scales, const int *kinds, int64_t k,
-                     int64_t start, int64_t n, const float *weights, int kept, float *steps, int64_t stride, float *total)
+                     int64_t start, int64_t n, int64_t end, const float *weights, int kept, float *steps, int64_t stride,
+                     float *total)
 {
     int64_t row = 0;
     while (row < k) {
@@ -278,7 +350,7 @@ static void steps_of(const float *base, const void *const *updates, const void *
             }
             row += 4;
         } else {
-            step_from(base, updates[row], scales[row], kinds[row], start, n, w, row == 0, step, total);
+            step_from(base, updates[row], scales[row], kinds[row], start, n, end, w, row == 0, step, total);
             row++;
         }
     }
@@ -400,7 +472,7 @@ void crossfed_steps(int64_t n, int64_t k, const void *base, int base_kind, const
         float *b = widened + start, *total = sum + start;
         widen(base, base_kind, start, count, b);
         if (weights || steps || gram)
-            steps_of(b, updates, scales, kinds, k, start, count, weights, steps || gram, rows, apart, total);
+            steps_of(b, updates, scales, kinds, k, start, count, n, weights, steps || gram, rows, apart, total);
         if (gram) {
             add_products(rows, apart, k, count, gram);
             gram += gram_apart;
@@ -724,6 +796,25 @@ void crossfed_sparse_decode(int64_t n, const uint8_t *kept, const uint8_t *codes
     struct marked part = {levels, codes, 0};
     for (int64_t start = 0; start < n; start += RUN)
         marked_values(n - start < RUN ? n - start : RUN, kept + start / 8, &part, out + start);
+}
+
+/* n values in chunks. Returns what `odd_places` says of the first chunk that is odd, or 0. */
+int64_t crossfed_placed_check(int64_t n, const uint8_t *code)
+{
+    int64_t begins[5];
+    streams_of(CHUNK, begins);
+    for (int64_t start = 0; start < n; start += CHUNK, code += begins[4]) {
+        int odd = odd_places(code, n - start < CHUNK ? n - start : CHUNK);
+        if (odd)
+            return odd;
+    }
+    return 0;
+}
+
+void crossfed_placed_decode(int64_t n, const uint8_t *code, const uint16_t *levels, float *out)
+{
+    for (int64_t start = 0; start < n; start += CHUNK)
+        chunk_values(code, levels, start, n - start < CHUNK ? n - start : CHUNK, n, out + start);
 }
 
 /* How many bits are set for each part of n values of every message, whose first begins a part. Returns the first message with bits

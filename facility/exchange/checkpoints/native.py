@@ -41,22 +41,25 @@ KINDS = {"BF16": 0, "F16": 1, "F32": 2}
 
 
 class BlockLayout(NamedTuple):
-    """How differences to a base are stored that `steps` reads as they are: numbers, and a scale for each block."""
+    """How differences to a base are stored that `steps` reads as they are: items, and scales for blocks of values."""
 
     number: int
     """That the compiled code has for it."""
     block: int
     """Values of one scale."""
     scale_bytes: int
-    values_a_byte: int
+    values: int
+    """Of one item."""
+    item_bytes: int = 1
 
 
 BLOCKS = {
-    "INT8": BlockLayout(number=3, block=256, scale_bytes=4, values_a_byte=1),
-    "INT4": BlockLayout(number=4, block=64, scale_bytes=2, values_a_byte=2),
+    "INT8": BlockLayout(number=3, block=256, scale_bytes=4, values=1),
+    "INT4": BlockLayout(number=4, block=64, scale_bytes=2, values=2),
+    "PLACED": BlockLayout(number=6, block=4096, scale_bytes=4, values=4096, item_bytes=104),
 }
 """By the name that a codec declares (`delta_codecs.Blocks`)."""
-MARKED = {"SPARSE": BlockLayout(number=5, block=1 << 16, scale_bytes=24, values_a_byte=8)}
+MARKED = {"SPARSE": BlockLayout(number=5, block=1 << 16, scale_bytes=24, values=8)}
 """Differences of which a bit for each value says whether it is kept: the `scale` of a part is what `struct marked` of
 native.c holds (addresses of its levels and codes, and room for a number)."""
 NUMBERS = KINDS | {kind: layout.number for kind, layout in (BLOCKS | MARKED).items()}
@@ -171,6 +174,8 @@ def _load(path: Path) -> ctypes.CDLL:
         ("int4_decode", None, (size, size, real, pointer, pointer, pointer)),
         ("sparse_encode", size, (size, real, pointer, pointer, pointer, pointer)),
         ("sparse_decode", None, (size, pointer, pointer, pointer, pointer)),
+        ("placed_check", size, (size, pointer)),
+        ("placed_decode", None, (size, pointer, pointer, pointer)),
         ("sparse_counts", size, (size, size, pointer, pointer)),
     ):
         function = getattr(found, f"crossfed_{name}")

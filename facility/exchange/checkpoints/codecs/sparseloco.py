@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.codecs.int4 import check
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.delta_codecs import Codec, DeltaCodec
+from facility.exchange.delta_codecs import Blocks, Codec, DeltaCodec
 
 DECLARATION = DeltaCodec(
     name="sparseloco",
@@ -35,6 +36,9 @@ DECLARATION = DeltaCodec(
 CHUNK, KEPT = 4096, 88
 LOW = 5
 """Bits of a place that are written as they are."""
+NEGATIVE_ZERO = 0x8000
+NOT_SO_MANY = f"a chunk has other than {KEPT} places, or as many as it has values"
+NOT_INCREASING = "the places of a chunk do not increase, or lie past its end"
 
 
 def kept_of(count: int) -> int:
@@ -98,12 +102,31 @@ def _rounded(means: Array) -> Array:
     return np.minimum((bits + np.uint32(0x8000)) >> np.uint32(16), np.uint32(0x7F7F)).astype(np.uint16)
 
 
-def decode(stored: dict[str, Array], count: int) -> Array:
-    check(stored["level"])
-    values = np.zeros(count, np.float32)
-    levels, code = (stored["level"].astype(np.uint32) << 16).view(np.float32).reshape(-1, 2), stored["code"]
-    if (levels < 0).any():
+def check_levels(levels: Array) -> None:
+    """Raise `ValueError` where one, as its bits, is none that an encoder writes."""
+    check(levels)
+    if (levels > NEGATIVE_ZERO).any():
         raise ValueError("a magnitude is negative")
+
+
+def check_places(code: Array, count: int) -> None:
+    """Raise `ValueError` where the places of a chunk of a part are none that an encoder writes. Compiled code."""
+    found = native.library()
+    assert found is not None
+    if odd := found.crossfed_placed_check(count, native.address(code)):
+        raise ValueError(NOT_SO_MANY if odd == 1 else NOT_INCREASING)
+
+
+def decode(stored: dict[str, Array], count: int) -> Array:
+    check_levels(stored["level"])
+    code, level = (np.ascontiguousarray(stored[suffix]) for suffix in ("code", "level"))
+    if (found := native.library()) is not None:
+        values = np.empty(count, np.float32)
+        check_places(code, count)
+        found.crossfed_placed_decode(count, *map(native.address, (code, level, values)))
+        return values
+    values = np.zeros(count, np.float32)
+    levels = (level.astype(np.uint32) << 16).view(np.float32).reshape(-1, 2)
     at = 0
     for rows in chunks(values):  # views
         used = len(rows) * sum(streams_of(rows.shape[1]))
@@ -121,14 +144,19 @@ def _decode_rows(code: Array, levels: Array, rows: Array) -> None:
         for end, size in zip(ends, streams_of(count), strict=True)
     )
     if (high.sum(1) != kept).any():
-        raise ValueError(f"a chunk has other than {kept} places")
+        raise ValueError(NOT_SO_MANY)
     upper = np.nonzero(high)[1].reshape(len(rows), kept) - np.arange(kept)
     lower = low[:, : LOW * kept].reshape(len(rows), kept, LOW) @ (1 << np.arange(LOW))
     places = (upper << LOW) + lower
     if (places >= count).any() or (np.diff(places, axis=1) <= 0).any():
-        raise ValueError("the places of a chunk do not increase, or lie past its end")
+        raise ValueError(NOT_INCREASING)
     sizes = np.where(larger[:, :kept], levels[:, 1:], levels[:, :1])
     np.put_along_axis(rows, places, np.where(signs[:, :kept], -sizes, sizes), axis=1)
 
 
-CODEC = Codec(fields=fields, encode=encode, decode=decode)
+CODEC = Codec(
+    fields=fields,
+    encode=encode,
+    decode=decode,
+    blocks=Blocks(kind="PLACED", numbers="code", scales="level", check=check_levels, check_numbers=check_places),
+)
