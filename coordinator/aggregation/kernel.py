@@ -89,7 +89,7 @@ def run(work: Work, *, threads: int) -> Passed:
 
             return one
 
-        Turns(_cuts(spans, elements), sums.take, ahead=threads).run(threads, worker)
+        Turns(_cuts(spans, elements), sums.take, ahead=threads + 1).run(threads, worker)
     return sums.passed()
 
 

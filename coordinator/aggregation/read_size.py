@@ -16,7 +16,7 @@ READ = 4 * PIECE
 """Elements read at a time from each source, at most."""
 READ_BYTES = 3 << 19
 """Bytes that one thread reads at a time, of all sources together (a piece of each at least)."""
-MOST_BYTES = 3 << 20
+MOST_BYTES = 5 << 19
 """Of a piece of every source: where it would be more, as with 16 updates in float32, half a piece is read."""
 
 MARKED_BYTES = 5 / 8
