@@ -34,7 +34,7 @@ from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.malloc import share_one_arena
 
 STRIDE = PIECE // 4
-"""Elements that the server optimizer moves at a time, and that become a step where updates are masked."""
+"""Elements that the server optimizer moves at a time."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
 
@@ -151,7 +151,7 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
     if work.values is not None:
         work.values.take(cut.name, cut.begin, part.sources[1:], part.dtypes[1:])
     outputs = _Outputs(work, cut, buffers)
-    for piece in pieces(cut.count, STRIDE if work.masked else PIECE):
+    for piece in pieces(cut.count):
         step = _combined(part, piece, result)
         if work.model is not None:
             _move(part, piece, *step, outputs, result)
