@@ -56,6 +56,13 @@ def parser() -> argparse.ArgumentParser:
         "written whole",
     )
     p.add_argument(
+        "--left",
+        type=Path,
+        metavar="DIR",
+        help="with --unsent-out and an encoding that fades: what the last message left out, which is added to the "
+        "difference before it is encoded",
+    )
+    p.add_argument(
         "--roster",
         type=Path,
         metavar="DIR",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL, fading_of
+from facility.exchange.delta_codecs import FULL
 from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
@@ -22,7 +22,7 @@ from facility.rounds.kept import compared_place
 from facility.rounds.masked import unmasked_path
 from facility.rounds.models import Models, digest_of
 from facility.rounds.personal import Personal
-from facility.rounds.smaller import pending_residual, unsent
+from facility.rounds.smaller import left, pending_residual, unsent
 from facility.rounds.steps import steps_of
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -77,10 +77,10 @@ class Job:
     @property
     def writes_messages(self) -> bool:
         """May the trainer write its update as a message at once? CrossFed's own does, in a round that takes steps,
-        where nothing is to be taken out of the update, masked, or added to it before it is encoded."""
+        where nothing is to be taken out of the update, or masked, before it is encoded."""
         own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
         encoding = self.settings.training.encoding
-        encoded = encoding != FULL and not fading_of(encoding) and self.round < self.settings.rounds
+        encoded = encoding != FULL and self.round < self.settings.rounds
         return own and encoded and not self.personal.any and self.settings.masking is None
 
     @property
@@ -121,6 +121,8 @@ class Work:
     """What earlier updates left out."""
     unsent_out: Path | None = None
     """Where the trainer leaves what its update leaves out; None: it writes the update whole."""
+    left: Path | None = None
+    """What it adds to the update's difference before."""
     roster: Path | None = None
     """Under which the trainer masks its update as it writes it; None: it does not."""
     steps: int | None = None
@@ -142,6 +144,7 @@ def work_of_round(job: Job) -> Work:
         state=job.state,
         unsent=ahead if trains else None,
         unsent_out=pending_residual(job.state) if job.writes_messages else None,
+        left=left(job.state, a.round, job.settings.training) if job.writes_messages else None,
         roster=a.roster if job.masks_from_memory else None,
         steps=steps_of(job.state, job.settings, read_manifest(a.model), a.round) if trains else None,
         own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
@@ -171,6 +174,8 @@ def start_ranks(job: Job, work: Work) -> Ending:
         command += ["--unsent", str(work.unsent)]
     if work.unsent_out is not None:
         command += ["--unsent-out", str(work.unsent_out)]
+    if work.left is not None:
+        command += ["--left", str(work.left)]
     if work.roster is not None:
         command += ["--roster", str(work.roster)]
     if work.steps is not None:

@@ -63,7 +63,7 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
         norms=norms,
-        ahead=_left_before(state, round) if fading_of(settings.encoding) else None,
+        ahead=left(state, round, settings),
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -100,6 +100,11 @@ def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool 
     if masked or (settings.encoding != FULL and not fading_of(settings.encoding)):
         return _left_before(state, round)
     return None
+
+
+def left(state: Path, round: int, settings: TrainingSettings) -> Path | None:
+    """The residual that the message of `round` adds to its difference, in an encoding that fades; None: nothing."""
+    return _left_before(state, round) if fading_of(settings.encoding) else None
 
 
 def _left_before(state: Path, round: int) -> Path | None:

@@ -40,6 +40,8 @@ class RoundRequest:
     """What earlier updates left out; None: nothing."""
     unsent_out: Path | None = None
     """Where to leave what this update leaves out, if it is written as a message; None: it is written whole."""
+    left: Path | None = None
+    """What the message adds to its difference, of an encoding that fades; None: nothing."""
     masks: Masked | None = None
     """How the update is masked as it is written; None: it is not."""
     plan: Plan | None
@@ -100,6 +102,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
         state=state,
         unsent=arguments.unsent,
         unsent_out=arguments.unsent_out,
+        left=arguments.left,
         masks=masks_of(arguments, settings, state),
         plan=read_plan(plan) if plan else None,
         asked_steps=arguments.steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.sealed import flaw
-from facility.rounds.smaller import make_smaller, pending_residual, residual_path
+from facility.rounds.smaller import left, make_smaller, pending_residual, residual_path
 from facility.training.state.save import all_finite
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -37,14 +38,14 @@ def straight(root: Path) -> list[str]:
     return ["--unsent-out", str(pending_residual(root / "state"))]
 
 
-def smaller(root: Path, model: Path) -> None:
+def smaller(root: Path, model: Path, round: int = 0) -> None:
     """What `facility.round` does once the trainer has ended."""
     settings = read_facility_settings(root / "settings.json")
     make_smaller(
         root / "out",
         model=model,
         state=root / "state",
-        round=0,
+        round=round,
         settings=settings.training,
         patterns=Patterns(),
         norms=settings.step_norms,
@@ -78,14 +79,41 @@ def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, receiv
     for root in (first, second):
         smaller(root, model)
         verify_manifest(root / "out")
-    left, right = (tensor_files(root / "out") for root in (first, second))
-    assert left == right and len(left[FILE]) > 1000
+    one, other = (tensor_files(root / "out") for root in (first, second))
+    assert one == other and len(one[FILE]) > 1000
     kept = [residual_path(root / "state", 0) for root in (first, second)]
     assert tensor_files(kept[0]) == tensor_files(kept[1]) and sum(map(len, tensor_files(kept[0]).values())) > 1000
     assert flaw(kept[1]) == "" and not pending_residual(second / "state").exists()
     assert {path.name for path in (first / "out").iterdir()} == {path.name for path in (second / "out").iterdir()}
     manifests = [read_manifest(root / "out") for root in (first, second)]
     assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})
+
+
+def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Path, received):
+    """An encoding that fades, two rounds: `--left`."""
+    first, dataset = received
+    roots = tmp_path / "disk", tmp_path / "memory"
+    for number in range(2):
+        model = Path(shutil.copytree(first, tmp_path / f"model{number}"))
+        write_manifest(model, Manifest(kind="model", federation="pico", round=number))
+        cases = []
+        for root in roots:
+            cases.append((root.name, arguments(root, model, dataset, number, encoding="sparseloco", **CODED)))
+        before = left(roots[1] / "state", number, read_facility_settings(roots[1] / "settings.json").training)
+        assert (before is None) == (number == 0)
+        cases[1][1].extend(straight(roots[1]) + (["--left", str(before)] if before is not None else []))
+        rounds_in(cases)
+        assert not (roots[0] / "out" / FILE).exists() and (roots[1] / "out" / FILE).exists()
+        for root in roots:
+            smaller(root, model, number)
+        messages, kept = zip(
+            *((tensor_files(root / "out"), tensor_files(residual_path(root / "state", number))) for root in roots),
+            strict=True,
+        )
+        assert messages[0] == messages[1] and kept[0] == kept[1] and len(messages[0][FILE]) > 1000
+        for root in roots:
+            (root / "out").rename(root / f"message{number}")
+    assert (roots[0] / "message0" / FILE).read_bytes() != (roots[0] / "message1" / FILE).read_bytes()
 
 
 def test_moments_leave_beside_a_message_as_beside_an_update(tmp_path: Path, received):

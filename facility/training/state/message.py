@@ -91,8 +91,10 @@ def write_message(
     received: Checkpoint,
     held: dict[str, TensorEntry],
     settings: FacilitySettings,
+    left: Path | None,
 ) -> dict[str, str]:
-    """Write the message's tensors to `directory`, and what it leaves out to `unsent_out`, sealed.
+    """Write the message's tensors to `directory`, and what it leaves out to `unsent_out`, sealed. `left`: what the
+    message before left out, where the encoding fades.
 
     Returns the sha256 of the files.
     """
@@ -106,6 +108,7 @@ def write_message(
             encoding=training.encoding,
             density=training.sparse_density,
             norms=settings.step_norms,
+            ahead=open_checkpoint(left) if left is not None else None,
         )
     seal(unsent_out, done.residual_checksums)
     return done.message_sha256
