@@ -42,6 +42,27 @@ def parser() -> argparse.ArgumentParser:
         "$CROSSFED_STATE/<federation>/<facility>, or .crossfed/<federation>/<facility> beside the dataset",
     )
     p.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a plan.json with the model's layout over the ranks (default: training.layout.plan, if any)",
+    )
+    p.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help="optimizer steps of this round, over the same part of the learning rate's schedule; default: "
+        "training.steps of the settings",
+    )
+    p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
+    _add_ways_to_send(p)
+    add_log_options(p)
+    return p
+
+
+def _add_ways_to_send(p: argparse.ArgumentParser) -> None:
+    """How the update leaves, and what earlier ones left."""
+    p.add_argument(
         "--unsent",
         type=Path,
         metavar="DIR",
@@ -70,22 +91,6 @@ def parser() -> argparse.ArgumentParser:
         "in the state directory, and the update is left without weights. Where several ranks train, or the model is "
         "stored in other pieces, it is written whole",
     )
-    p.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="a plan.json with the model's layout over the ranks (default: training.layout.plan, if any)",
-    )
-    p.add_argument(
-        "--steps",
-        type=int,
-        metavar="N",
-        help="optimizer steps of this round, over the same part of the learning rate's schedule; default: "
-        "training.steps of the settings",
-    )
-    p.add_argument("--progress", action="store_true", help="a line for every step on stderr, not one a second at most")
-    add_log_options(p)
-    return p
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -50,14 +50,8 @@ def round_model(directory: Path, base: Path, family: str, *, whole: bool) -> tor
     return logits(adapted)
 
 
-@pytest.mark.parametrize(
-    ("family", "whole"),
-    [
-        ("llama", False),
-        pytest.param("llama", True, marks=pytest.mark.slow),
-        pytest.param("gpt2", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow  # `tests/engine/test_how_to_load.py` does it by the commands that are shown
+@pytest.mark.parametrize(("family", "whole"), [("llama", False), ("llama", True), ("gpt2", True)])
 def test_peft_and_transformers_load_what_was_exported(tmp_path: Path, family: str, whole: bool):
     base = save_pico(tmp_path / "base", family)
     expected = round_model(tmp_path / "round", base, family, whole=whole)

@@ -109,7 +109,15 @@ def test_memory_is_bounded(tmp_path: Path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
-@pytest.mark.parametrize(("count", "verified"), [(2, True), (6, True), (16, True), (16, False)])
+@pytest.mark.parametrize(
+    ("count", "verified"),
+    [
+        pytest.param(2, True, marks=pytest.mark.slow),
+        pytest.param(6, True, marks=pytest.mark.slow),
+        (16, True),
+        pytest.param(16, False, marks=pytest.mark.slow),
+    ],
+)
 def test_the_state_of_the_server_optimizer_fits_the_same_bound(tmp_path: Path, count: int, verified: bool):
     base = save(tmp_path / "base", 6)  # 50 MB: more than may wait in memory, in every file that is hashed
     sent = write_manifest(base, Manifest(kind="model", federation="test", round=0))
@@ -169,7 +177,7 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
-@pytest.mark.parametrize("count", [4, 16])
+@pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 16])
 def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
     base, full = save(tmp_path / "base", 6), save(tmp_path / "full", 6, value=0x3F81)
     write_manifest(base, Manifest(kind="model", federation="test", round=0))
