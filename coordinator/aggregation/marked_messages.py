@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.aggregation.message_blocks import adds_to
+from coordinator.aggregation.message_blocks import adds_to, blamed, check_sizes
 from coordinator.aggregation.streams import Files
 from coordinator.aggregation.work import Malformed
 from facility.exchange.checkpoints import native
@@ -42,8 +42,13 @@ class _Message:
     number: int
     """Of the source."""
     entry: EncodedTensor
-    bits: memoryview
+    stored: TensorEntry
+    """Its codes in the file."""
+    bits: int
+    """Address of its bits."""
     codes: memoryview
+    place: int
+    """Address of its codes."""
 
 
 @dataclass(kw_only=True)
@@ -73,13 +78,20 @@ class Marked:
 
         Raises `CheckpointError` where what is stored is not as long as its layout says.
         """
-        parts, split = -(-entry.elements // PART), -(-elements // 8)
-        sizes = {self.marks.bits: -(-entry.elements // 8), self.marks.levels: 4 * self.marks.levels_a_part * parts}
-        for suffix, size in sizes.items():
-            if (found := entry.fields[suffix]).size != size:
-                raise CheckpointError(f"{found.file}: {found.name!r} has {found.size} bytes, expected {size}")
-        row = len(self.messages)
-        self.messages.append(_Message(number=number, entry=entry, bits=buffer[:split], codes=buffer[split:]))
+        check_sizes(entry, self.marks.bits, self.marks.levels)
+        row, split, selection = len(self.messages), -(-elements // 8), entry.codec.selection
+        assert selection is not None
+        bits = native.address(np.frombuffer(buffer, np.uint8))
+        self.messages.append(
+            _Message(
+                number=number,
+                entry=entry,
+                stored=entry.fields[selection.field],
+                bits=bits,
+                codes=buffer[split:],
+                place=bits + split,
+            )
+        )
         return self.levels[row], native.address(self.records[row])
 
     def read_codes(self, begin: int, count: int, files: Files) -> None:
@@ -92,19 +104,18 @@ class Marked:
             self._begin(message, first, row, begin + count) for message, row in zip(self.messages, ends, strict=True)
         ]
         sizes = ends[:, -1]
-        places = np.array([native.address(np.frombuffer(one.codes, np.uint8)) for one in self.messages], np.uint64)
+        places = np.array([one.place for one in self.messages], np.uint64)
         records = self.records[: len(places), : counts.shape[1]]
         records["codes"] = places[:, None] + (ends - lengths).astype(np.uint64)
-        stored = [self._codes_of(one) for one in self.messages]
         done = files.read_at_once(
-            np.array([files.descriptor(one) for one in stored], np.int32),
-            np.array([one.start + offset for one, offset in zip(stored, begins, strict=True)], np.int64),
+            np.array([files.descriptor(one.stored) for one in self.messages], np.int32),
+            np.array([one.stored.start + offset for one, offset in zip(self.messages, begins, strict=True)], np.int64),
             np.ascontiguousarray(sizes),
             places,
         )
         for row, message in enumerate(self.messages[done:], done):
             try:
-                files.read_into(stored[row], begins[row], message.codes[: int(sizes[row])])
+                files.read_into(message.stored, begins[row], message.codes[: int(sizes[row])])
             except CheckpointError as error:
                 raise Malformed(message.number - 1, str(error)) from None
 
@@ -113,10 +124,11 @@ class Marked:
         found = native.library()
         assert found is not None
         counts: Array = np.empty((len(self.messages), -(-count // PART)), np.int64)
-        bits = np.array([native.address(np.frombuffer(one.bits, np.uint8)) for one in self.messages], np.uint64)
+        bits = np.array([one.bits for one in self.messages], np.uint64)
         odd = found.crossfed_sparse_counts(len(bits), count, native.address(bits), native.address(counts))
         if odd >= 0:
-            raise self._malformed(self.messages[odd], "bits are set past the end of the tensor")
+            with blamed(self.messages[odd].number, self.messages[odd].entry):
+                raise ValueError("bits are set past the end of the tensor")
         return counts
 
     def _check_levels(self, parts: int) -> None:
@@ -124,10 +136,8 @@ class Marked:
             self.marks.check(self.levels[: len(self.messages), :parts])
         except ValueError:
             for message, row in zip(self.messages, self.levels, strict=False):
-                try:
+                with blamed(message.number, message.entry):
                     self.marks.check(row[:parts])
-                except ValueError as error:
-                    raise self._malformed(message, str(error)) from None
             raise
 
     def _begin(self, message: _Message, part: int, ends: Array, values: int) -> int:
@@ -135,21 +145,11 @@ class Marked:
         entry = message.entry
         entry.begins.wait(part, PATIENCE)
         try:
-            first = begin_of(entry, part)
+            with blamed(message.number, entry):
+                first = begin_of(entry, part)
             for number, end in enumerate(ends.tolist()):
                 entry.begins.learn(part + number, first + end)
             check_selected(entry, values, first + int(ends[-1]))
         except CheckpointError as error:
             raise Malformed(message.number - 1, str(error)) from None
-        except ValueError as error:
-            raise self._malformed(message, str(error)) from None
         return first
-
-    def _codes_of(self, message: _Message) -> TensorEntry:
-        selection = message.entry.codec.selection
-        assert selection is not None
-        return message.entry.fields[selection.field]
-
-    def _malformed(self, message: _Message, reason: str) -> Malformed:
-        entry = message.entry
-        return Malformed(message.number - 1, f"{entry.file}: tensor {entry.name!r} is malformed: {reason}")

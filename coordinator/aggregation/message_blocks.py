@@ -33,10 +33,10 @@ def layout_as_stored(entry: TensorEntry, base: TensorEntry) -> native.BlockLayou
     return layout if layout is not None and adds_to(entry, base) else None
 
 
-def check_sizes(entry: EncodedTensor, blocks: Blocks) -> None:
-    """Raise `CheckpointError` where what is stored is not as long as the codec says."""
+def check_sizes(entry: EncodedTensor, *suffixes: str) -> None:
+    """Raise `CheckpointError` where a field of these is not as long as the codec says."""
     sizes = {suffix: length * ITEM_BYTES[dtype] for suffix, dtype, length in entry.codec.fields(entry.elements, 0)}
-    for suffix in (blocks.numbers, blocks.scales):
+    for suffix in suffixes:
         found, size = entry.fields[suffix], sizes[suffix]
         if found.size != size:
             raise CheckpointError(f"{found.file}: {found.name!r} has {found.size} bytes, expected {size}")
@@ -89,19 +89,19 @@ class Blocked:
             self.blocks.check(rows)
         except ValueError:
             for message, row in zip(self.messages, rows, strict=True):
-                with _blamed(message):
+                with blamed(message.number, message.entry):
                     self.blocks.check(row)
             raise
         if self.blocks.check_numbers is not None:
             for message in self.messages:
-                with _blamed(message):
+                with blamed(message.number, message.entry):
                     self.blocks.check_numbers(message.numbers, count)
 
 
 @contextmanager
-def _blamed(message: _Message) -> Iterator[None]:
+def blamed(number: int, entry: TensorEntry) -> Iterator[None]:
+    """Raise `Malformed` of source `number` for a `ValueError` about its tensor."""
     try:
         yield
     except ValueError as error:
-        entry = message.entry
-        raise Malformed(message.number - 1, f"{entry.file}: tensor {entry.name!r} is malformed: {error}") from None
+        raise Malformed(number - 1, f"{entry.file}: tensor {entry.name!r} is malformed: {error}") from None

@@ -152,7 +152,7 @@ class TensorReader:
         blocks, buffer = entry.codec.blocks, self._buffers[number]
         assert blocks is not None
         try:
-            check_sizes(entry, blocks)
+            check_sizes(entry, blocks.numbers, blocks.scales)
         except CheckpointError as error:
             raise Malformed(number - 1, str(error)) from None
         if blocks.kind not in self._blocked:
