@@ -8,12 +8,15 @@ which is committed as it ends.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
+import aiosqlite
 from streamflow.core.context import StreamFlowContext
 from streamflow.persistence import sqlite
 from streamflow.persistence.sqlite import SqliteDatabase
@@ -127,6 +130,24 @@ async def connect(database: str, timeout: float) -> Connection:
     return Connection(sqlite3.connect(database, timeout=timeout))
 
 
+def lacking(source: str) -> set[str]:
+    """What this source of StreamFlow's database asks of aiosqlite that is not here."""
+    asked: dict[str, set[str]] = {}
+    """Attributes, by the name of what they are asked of; other expressions have none."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            asked.setdefault(node.value.id if isinstance(node.value, ast.Name) else "", set()).add(node.attr)
+    of_module = asked.pop("aiosqlite", set())
+    of_objects = {attribute for name, found in asked.items() if name != "self" for attribute in found}
+    of_objects &= {*dir(aiosqlite.Connection), *dir(aiosqlite.Cursor)}
+    return (of_module - vars(MODULE).keys()) | (of_objects - {*dir(Connection), *dir(Cursor)})
+
+
+MODULE = SimpleNamespace(connect=connect, Row=sqlite3.Row, Connection=Connection)
+"""In the place of aiosqlite."""
+
+
 def install() -> None:
-    """Let StreamFlow's database open such connections."""
-    sqlite.aiosqlite = SimpleNamespace(connect=connect, Row=sqlite3.Row, Connection=Connection)  # type: ignore[assignment]
+    """Let StreamFlow's database open such connections, where it asks no more of them than they have."""
+    if not lacking(inspect.getsource(sqlite)):
+        sqlite.aiosqlite = MODULE  # type: ignore[assignment]

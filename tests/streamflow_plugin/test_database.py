@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sqlite3
 import threading
 from pathlib import Path
@@ -85,3 +86,21 @@ def test_what_sqlite_refuses_is_raised(tmp_path: Path, monkeypatch: pytest.Monke
 
     with pytest.raises(sqlite3.OperationalError, match="absent"):
         asyncio.run(ask())
+
+
+def test_streamflow_is_as_known():
+    """Else a thread would carry out each statement of a run, and hundreds of facilities would take long."""
+    assert not database.lacking(inspect.getsource(sqlite))
+
+
+@pytest.mark.parametrize(
+    ("asked", "absent"),
+    [("connection.create_function(1)", "create_function"), ("aiosqlite.register_adapter(int)", "register_adapter")],
+)
+def test_a_database_that_asks_for_more_keeps_aiosqlite(asked: str, absent: str, monkeypatch: pytest.MonkeyPatch):
+    source = inspect.getsource(sqlite) + f"\n\ndef more(connection):\n    {asked}\n"
+    assert database.lacking(source) == {absent}
+    monkeypatch.setattr(sqlite, "aiosqlite", aiosqlite)
+    monkeypatch.setattr(inspect, "getsource", lambda module: source)
+    database.install()
+    assert sqlite.aiosqlite is aiosqlite
