@@ -12,6 +12,7 @@ from typing import Any
 
 from tests.bench.federated_incomplete import WAYS
 from tests.bench.quality_arms import ARMS, DEFAULT, NESTEROV, RATE, SHARED, Arm, Cell, Group, ordered, short, unlike
+from tests.bench.quality_sizes import Size, size_of
 
 FOUR_LONG, FOUR_SHORT, TWO_LONG, TWO_SHORT = (
     ("all-four", "10x30"),
@@ -252,6 +253,58 @@ def parts() -> list[list[Group]]:
     ]
 
 
+def large(size: Size) -> list[Group]:
+    """A larger model: Muon by learning rate, pooled and by the rules that are best at 0.16 M; AdamW near its best."""
+    half, corrected = NESTEROV | {"momentum": 0.5}, SHARED | AS_SENT
+    muon = {"optimizer": "muon", "optimizer_parameters": {"momentum": 0.8}, "betas": SLOW}
+
+    def by_rate(name: str, aggregation: dict[str, Any] | None, rates: Sequence[float], **local: Any) -> list[Any]:
+        arm = Arm(aggregation=aggregation, local=local)
+        return [(f"{name} at {rate:g}", replace(arm, local={"learning_rate": rate} | local)) for rate in rates]
+
+    def pooled_and(name: str, aggregation: dict[str, Any], rates: Sequence[float], **local: Any) -> list[Any]:
+        alone = by_rate("pooled, muon", None, rates, **muon)
+        return [*alone, *by_rate(f"muon, {name}", aggregation, rates, **muon, **local)]
+
+    rates, near = [8 * size.rate, 4 * size.rate, 16 * size.rate], [2 * size.rate, 1.4 * size.rate]
+    adamw = SHARED | {"betas": SLOW}
+    return [
+        ([TWO_SHORT], pooled_and("momentum 0.5", half, rates, **SHARED)),
+        ([FOUR_SHORT], pooled_and("momentum 0.7", NESTEROV | {"momentum": 0.7}, rates, **SHARED)),
+        ([TWO_LONG], by_rate("muon, momentum 0.5, drift corrected as sent", half, rates, **muon, **corrected)),
+        (
+            [FOUR_LONG],
+            by_rate(
+                "muon, server rate 1.2, momentum 0.5, drift corrected as sent",
+                half | {"server_learning_rate": 1.2},
+                rates,
+                **muon,
+                **corrected,
+            ),
+        ),
+        ([TWO_SHORT, FOUR_SHORT], by_rate("pooled, beta2 0.99", None, near[:1], betas=SLOW)),
+        ([TWO_SHORT, FOUR_SHORT], by_rate("momentum 0.5, beta2 0.99", half, near, **adamw)),
+        (
+            [TWO_LONG, FOUR_LONG],
+            by_rate("momentum 0.5, beta2 0.99, drift corrected as sent", half, near, **adamw, **AS_SENT),
+        ),
+        (
+            [FOUR_SHORT],
+            by_rate(
+                "muon, momentum 0.7, first moments averaged",
+                NESTEROV | {"momentum": 0.7},
+                rates[:1],
+                **muon,
+                **SHARED,
+                first_moments="mean",
+            ),
+        ),
+    ]
+
+
 def further(seeds: Sequence[int], width: int = 64) -> list[Cell]:
     """Every cell in the order of importance, none twice."""
+    size = size_of(width)
+    if size.rate != RATE["learning_rate"]:
+        return ordered([[group] for group in large(size)], seeds, width)
     return ordered(parts(), seeds, width)

@@ -82,7 +82,7 @@ def write_settings(path: Path, *, rounds: int = 3, seed: int = 7, facility: str 
         "learning_rate": 2e-3,
         "epsilon": EPSILON,
         "export_dtype": "float32",
-        "device": "cpu",
+        "device": os.environ.get("CROSSFED_TEST_DEVICE", "cpu"),
         "threads": 1,
     }
     raw = {"federation": "pico", "facility": facility, "rounds": rounds, "seed": seed, "training": defaults | training}
