@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("automatic.json")
+DIGITS = 9
+"""After the point, of a distance: two that are equal but for the last bits of logarithms and sums are equal. Which of
+them is the smaller one differs between versions of Python."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +44,8 @@ class Situation:
         parameters where both are known; 8 for the model's start."""
         pairs = ((self.facilities, other.facilities), (self.rounds, other.rounds), (self.steps, other.steps))
         size = abs(math.log2(self.parameters / other.parameters)) if self.parameters and other.parameters else 0.0
-        return sum(abs(math.log2(a / b)) for a, b in pairs) + size / 4 + 8 * (self.pretrained != other.pretrained)
+        factors = [abs(math.log2(a / b)) for a, b in pairs]
+        return round(math.fsum([*factors, size / 4, 8 * (self.pretrained != other.pretrained)]), DIGITS)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,7 +54,11 @@ def measure_allocation(options: argparse.Namespace) -> int:
     devices = _gathered(ranks, _this_device(ranks, units, pretended))
     links = _links(options, ranks, wanted, devices)
     known = pretended.links.latency_seconds or pretended.links.bytes_per_second or pretended.links.uplinks
-    running = measure_running(options.model, ranks, settings, None if known else links) if ranks.world > 1 else None
+    running = None
+    if ranks.world > 1:
+        running = measure_running(
+            options.model, ranks, settings, None if known else links, timeout_seconds=options.timeout
+        )
     if ranks.first:
         seconds = {"layer_seconds": layer_seconds, "link_seconds": time.monotonic() - begin - layer_seconds}
         profile = Profile(

@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
@@ -23,19 +23,22 @@ from facility.measuring.layers import LayerSettings, Unit, a_block
 from facility.measuring.links import MeasuredLinks
 from facility.measuring.profile import RunningCosts
 from facility.training.parallel.shard import shard
+from facility.training.processes.groups import mesh_of
 from facility.training.processes.ranks import Ranks
 
 MICRO_BATCHES = 4
 """Of the empty pipeline, for every stage."""
 
 
-def measure_running(model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks | None) -> RunningCosts:
-    """Collective: every rank calls it and gets the same answer.
+def measure_running(
+    model: Path, ranks: Ranks, settings: LayerSettings, links: MeasuredLinks | None, *, timeout_seconds: float
+) -> RunningCosts:
+    """Collective: every rank calls it and gets the same answer; a rank that hangs is noticed after the timeout.
 
     `links`: the time of messages and bytes over them is subtracted, as it is counted elsewhere; None (emulated links):
     the measurements are returned unchanged.
     """
-    plain, hooked, synced, gradient_bytes = _passes(model, ranks, settings)
+    plain, hooked, synced, gradient_bytes = _passes(model, ranks, settings, timeout_seconds)
     travel = latency = 0.0
     if links is not None:
         ring = [(rank, (rank + 1) % ranks.world) for rank in range(ranks.world)]
@@ -74,13 +77,14 @@ def _timed(ranks: Ranks, call: Callable[[], object]) -> float:
 
 
 def _passes(
-    model: Path, ranks: Ranks, settings: LayerSettings
+    model: Path, ranks: Ranks, settings: LayerSettings, timeout_seconds: float
 ) -> tuple[tuple[float, float], tuple[float, float], float, float]:
     """(forward, backward) plain, the same hooked without agreeing, backward with agreeing; bytes that are agreed on."""
     one = a_block(model, ranks.device, settings)
     gradient_bytes = 4.0 * sum(p.numel() for p in one.block.parameters())
     plain = _median(ranks, one, settings)
-    mesh = DeviceMesh(ranks.device.type, torch.arange(ranks.world).reshape(-1, 1), mesh_dim_names=("replica", "shard"))
+    grid = np.arange(ranks.world).reshape(-1, 1)
+    mesh = mesh_of(ranks.device, grid, ("replica", "shard"), ranks.rank, timeout_seconds=timeout_seconds)
     shard(one.block, [], mesh, compute_dtype=settings.dtype, reshard=False, root_output=None)
     assert isinstance(one.block, FSDPModule)
     one.block.set_requires_gradient_sync(False)

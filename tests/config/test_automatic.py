@@ -100,6 +100,22 @@ def test_what_trains_is_read_from_the_facilities():
     assert kind(adapters, adapters) == ("adamw", True)
 
 
+def test_of_two_rows_that_are_equally_far_the_one_with_most_rounds_counts():
+    """Ten rounds of thirty steps and thirty of ten are as far from fewer of both, but for the last bits."""
+    shape = {"facilities": 4, "pretrained": True}
+    best = {"personal": Measured(aggregation={"rule": "mean"}, over_pooled=1.0, seeds=1)}
+    table = tuple(
+        MeasuredFederation(situation=Situation(rounds=rounds, steps=steps, **shape), mean=1.0, best=best)
+        for rounds, steps in ((10, 30), (30, 10))
+    )
+    for facilities in range(2, 9):
+        for rounds in range(1, 11):
+            for steps in range(1, 11):
+                asked = Situation(facilities=facilities, rounds=rounds, steps=steps, pretrained=True)
+                row = choose(asked, may_share=True, table=table).row
+                assert row is not None and (row.rounds, row.steps) == (30, 10), asked
+
+
 def test_one_facility_has_nothing_to_share():
     choice = choose(situation(1), may_share=True, table=ROWS)
     assert choice.aggregation == {"rule": "mean"} and choice.optimizer_state == "personal"

@@ -79,23 +79,32 @@ def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dat
     assert found.loss_returned == pytest.approx(expected.loss_returned, abs=1e-6)
 
 
-@pytest.mark.parametrize("end, stall", [(signal.SIGKILL, 20.0), (signal.SIGSTOP, 6.0)], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "end, stall, ranks",
+    [(signal.SIGKILL, 20.0, 2), (signal.SIGSTOP, 6.0, 2), (signal.SIGSTOP, 6.0, 4)],
+    ids=["dies", "hangs", "hangs beside replicas"],
+)
 def test_under_all_reduce_a_rank_that_dies_or_hangs_takes_the_others_down(
-    tmp_path: Path, pico_llama: Path, dataset: Path, end: signal.Signals, stall: float
+    tmp_path: Path, pico_llama: Path, dataset: Path, end: signal.Signals, stall: float, ranks: int
 ):
-    """Within the stated time (`stall_seconds`), without a hang, as a transient error: the round may be run again."""
-    words = [*arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=stall), "--progress"]
-    first, second = started(words, tmp_path / "said", ranks=2)
+    """Within the stated time (`stall_seconds`), without a hang, as a transient error: the round may be run again.
+
+    Of four ranks two shard each replica, in groups of their own.
+    """
+    layout = {"replicas": ranks // 2}
+    given = arguments(tmp_path, pico_llama, dataset, steps=10_000, stall_seconds=stall, layout=layout)
+    *others, last = started([*given, "--progress"], tmp_path / "said", ranks=ranks)
     try:
-        assert first.says("step ")
-        second.signal(end)
+        assert others[0].says("step ")
+        last.signal(end)
         began = time.monotonic()
-        result = first.ended(seconds=60)
+        results = [process.ended(seconds=60) for process in others]
     finally:
-        first.kill()
-        second.kill()
-    code, text = result.returncode, result.stderr
-    assert code == 75 and "lost contact with another rank" in text and "Traceback" not in text
+        for process in (*others, last):
+            process.kill()
+    assert [result.returncode for result in results] == [75] * (ranks - 1)
+    assert "lost contact with another rank" in "".join(result.stderr for result in results)
+    assert not any("Traceback" in result.stderr for result in results)
     assert time.monotonic() - began < 40
     assert not (tmp_path / "out").exists()
 

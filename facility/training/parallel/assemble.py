@@ -33,6 +33,7 @@ from facility.training.parallel.compute import Compute, Precision, Whole
 from facility.training.parallel.shard import shard
 from facility.training.parallel.split import Stage
 from facility.training.parallel.structure import ModelStructure
+from facility.training.processes.groups import group_among, mesh_of
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import (
     QuantizedShard,
@@ -108,6 +109,7 @@ def assemble(
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     parameters = sum(p.numel() for p in skeleton.parameters())
+    stall = settings.stall_seconds
     running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
     quantize_layers(skeleton, settings)
     sharder = Sharder(layout, ranks, settings, clock)
@@ -125,7 +127,7 @@ def assemble(
         held = shards_of_stages(stages, names, in_first)
         buffers = [part for stage in stages.values() for part in buffers_of(stage.model, found)]
         quantized = [part for stage in stages.values() for part in quantized_shards(stage.model, names)]
-        group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names))
+        group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names), stall)
         if group is not None:
             tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in in_first))]
         compute = assemble_pipeline(stages, structure, task, sharder)
@@ -139,7 +141,7 @@ def assemble(
         statistics=[part for part in buffers if part.name in running],
         tied=tied,
         tied_group=group,
-        model_group=model_group(layout.grid, ranks),
+        model_group=model_group(layout.grid, ranks, stall),
         mesh=sharder.mesh,
         structure=structure,
         parameters=parameters,
@@ -158,7 +160,7 @@ class Sharder:
         """Every rank by (replica, stage, shard); None for a single rank."""
         if ranks.world > 1:
             names = ("replica", "stage", "shard")
-            self.mesh = DeviceMesh(ranks.device.type, torch.from_numpy(grid.ranks), mesh_dim_names=names)
+            self.mesh = mesh_of(ranks.device, grid.ranks, names, ranks.rank, timeout_seconds=settings.stall_seconds)
         self.in_mesh = layout.replicas_in_mesh and grid.replicas > 1
         """True if torch averages gradients over replicas, by FSDP2 or DDP."""
         if layout.sharded and ranks.device.type == "cpu":
@@ -293,35 +295,22 @@ def tied_to_embedding(model: nn.Module, structure: ModelStructure) -> dict[str, 
     return result
 
 
-def tied_group(grid: Grid, ranks: Ranks, tied: bool) -> tuple[dist.ProcessGroup | None, bool]:
-    """The first and the last rank of this rank's pipeline, if it is one of them; and whether it is the first.
-
-    Every rank takes part in making every group, as torch asks.
-    """
-    mine, first = None, False
-    if tied:
-        for replica in range(grid.replicas):
-            for column in range(grid.shards):
-                pair = [int(grid.ranks[replica, 0, column]), int(grid.ranks[replica, -1, column])]
-                group = dist.new_group(pair)
-                if ranks.rank in pair:
-                    assert isinstance(group, dist.ProcessGroup)
-                    mine, first = group, ranks.rank == pair[0]
-    return mine, first
+def tied_group(grid: Grid, ranks: Ranks, tied: bool, timeout_seconds: float) -> tuple[dist.ProcessGroup | None, bool]:
+    """The first and the last rank of this rank's pipeline, if it is one of them; and whether it is the first."""
+    if not tied:
+        return None, False
+    pairs = grid.ranks[:, [0, -1], :].transpose(0, 2, 1).reshape(-1, 2).tolist()
+    mine = group_among(pairs, ranks.rank, timeout_seconds=timeout_seconds)
+    return mine, mine is not None and ranks.rank in [first for first, _ in pairs]
 
 
-def model_group(grid: Grid, ranks: Ranks) -> dist.ProcessGroup | None:
+def model_group(grid: Grid, ranks: Ranks, timeout_seconds: float) -> dist.ProcessGroup | None:
     """The ranks that hold this rank's replica of the model; None where that is every rank."""
     if grid.replicas == 1 or ranks.world == 1:
         return None
-    mine = None
-    for replica in range(grid.replicas):
-        members = sorted(grid.ranks[replica].flatten().tolist())
-        group = dist.new_group(members)
-        if ranks.rank in members:
-            mine = group
-    assert isinstance(mine, dist.ProcessGroup)
-    return mine
+    return group_among(
+        [sorted(replica.flatten().tolist()) for replica in grid.ranks], ranks.rank, timeout_seconds=timeout_seconds
+    )
 
 
 def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
