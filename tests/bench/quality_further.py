@@ -255,22 +255,23 @@ def parts() -> list[list[Group]]:
 
 def large(size: Size) -> list[Group]:
     """A larger model: Muon by learning rate, pooled and by the rules that are best at 0.16 M; AdamW near its best."""
-    half, corrected = NESTEROV | {"momentum": 0.5}, SHARED | AS_SENT
+    half, more, corrected = NESTEROV | {"momentum": 0.5}, NESTEROV | {"momentum": 0.7}, SHARED | AS_SENT
     muon = {"optimizer": "muon", "optimizer_parameters": {"momentum": 0.8}, "betas": SLOW}
 
-    def by_rate(name: str, aggregation: dict[str, Any] | None, rates: Sequence[float], **local: Any) -> list[Any]:
-        arm = Arm(aggregation=aggregation, local=local)
-        return [(f"{name} at {rate:g}", replace(arm, local={"learning_rate": rate} | local)) for rate in rates]
-
-    def pooled_and(name: str, aggregation: dict[str, Any], rates: Sequence[float], **local: Any) -> list[Any]:
-        alone = by_rate("pooled, muon", None, rates, **muon)
-        return [*alone, *by_rate(f"muon, {name}", aggregation, rates, **muon, **local)]
+    def by_rate(
+        name: str, aggregation: dict[str, Any] | None, rates: Sequence[float], **local: Any
+    ) -> list[tuple[str, Arm]]:
+        return [
+            (f"{name} at {rate:g}", Arm(aggregation=aggregation, local={"learning_rate": rate} | local))
+            for rate in rates
+        ]
 
     rates, near = [8 * size.rate, 4 * size.rate, 16 * size.rate], [2 * size.rate, 1.4 * size.rate]
     adamw = SHARED | {"betas": SLOW}
+    pooled = by_rate("pooled, muon", None, rates, **muon)
     return [
-        ([TWO_SHORT], pooled_and("momentum 0.5", half, rates, **SHARED)),
-        ([FOUR_SHORT], pooled_and("momentum 0.7", NESTEROV | {"momentum": 0.7}, rates, **SHARED)),
+        ([TWO_SHORT], [*pooled, *by_rate("muon, momentum 0.5", half, rates, **muon, **SHARED)]),
+        ([FOUR_SHORT], [*pooled, *by_rate("muon, momentum 0.7", more, rates, **muon, **SHARED)]),
         ([TWO_LONG], by_rate("muon, momentum 0.5, drift corrected as sent", half, rates, **muon, **corrected)),
         (
             [FOUR_LONG],
@@ -292,7 +293,7 @@ def large(size: Size) -> list[Group]:
             [FOUR_SHORT],
             by_rate(
                 "muon, momentum 0.7, first moments averaged",
-                NESTEROV | {"momentum": 0.7},
+                more,
                 rates[:1],
                 **muon,
                 **SHARED,

@@ -34,9 +34,9 @@ def found(rank: int, world: int) -> list[tuple[str, list[list[int]], list[list[i
     for name, numbers in GRIDS.items():
         mesh = mesh_of(torch.device("cpu"), numbers, NAMES, rank, timeout_seconds=SECONDS)
         oracle = DeviceMesh("cpu", torch.from_numpy(numbers), mesh_dim_names=NAMES)
-        members = [dist.get_process_group_ranks(mesh[one].get_group()) for one in NAMES]
-        expected = [dist.get_process_group_ranks(oracle[one].get_group()) for one in NAMES]
         groups = [mesh[one].get_group() for one in NAMES]
+        members = [dist.get_process_group_ranks(one) for one in groups]
+        expected = [dist.get_process_group_ranks(oracle[one].get_group()) for one in NAMES]
         ranks = from_environment("cpu")
         whole = model_group(Grid(ranks=numbers), ranks, SECONDS)
         tied, first = tied_group(Grid(ranks=numbers), ranks, numbers.shape[1] > 1, SECONDS)
@@ -50,7 +50,7 @@ def found(rank: int, world: int) -> list[tuple[str, list[list[int]], list[list[i
         made = [one for one in (*groups, whole, tied) if one is not None and one is not dist.group.WORLD]
         rows.append((name, members, expected, [limit_of(one).total_seconds() for one in made]))
         summed = torch.tensor([float(rank)])
-        dist.all_reduce(summed, group=mesh["shard"].get_group())
+        dist.all_reduce(summed, group=groups[2])
         assert summed.item() == sum(members[2])
     assert group_among([[0, 1]], rank, timeout_seconds=SECONDS) is None or rank < 2
     return rows

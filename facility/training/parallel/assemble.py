@@ -301,7 +301,7 @@ def tied_group(grid: Grid, ranks: Ranks, tied: bool, timeout_seconds: float) -> 
         return None, False
     pairs = grid.ranks[:, [0, -1], :].transpose(0, 2, 1).reshape(-1, 2).tolist()
     mine = group_among(pairs, ranks.rank, timeout_seconds=timeout_seconds)
-    return mine, mine is not None and ranks.rank in [first for first, _ in pairs]
+    return mine, ranks.rank in grid.ranks[:, 0]
 
 
 def model_group(grid: Grid, ranks: Ranks, timeout_seconds: float) -> dist.ProcessGroup | None:
