@@ -24,17 +24,17 @@ sys.dont_write_bytecode = False
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
-LONG = ("engine", "demo", "rounds", "masking", "launching", "testbed")
-"""Folders whose tests run whole federations or rounds: they come first, so that no process ends with one alone."""
+LONG = ("training/test_gpu_bench.py", "engine", "demo", "rounds", "masking", "launching", "testbed")
+"""Tests that run whole federations or rounds, or compile: they come first, so that no process ends with one alone."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order the tests by what they may take: folders of long tests, then all others, each in its own order."""
-    items.sort(key=lambda item: _place(item.path.relative_to(ROOT / "tests").parts[0]))
+    """Order the tests by what they may take: long ones, then all others, each in its own order."""
+    items.sort(key=lambda item: _place(item.path.relative_to(ROOT / "tests")))
 
 
-def _place(folder: str) -> int:
-    return LONG.index(folder) if folder in LONG else len(LONG)
+def _place(path: Path) -> int:
+    return next((place for place, long in enumerate(LONG) if path.is_relative_to(long)), len(LONG))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -23,8 +23,11 @@ from pathlib import Path
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from coordinator.streamflow_plugin.step_server import MOST_BYTES
 
-OF_COORDINATOR = frozenset(f"coordinator.steps.{step}" for step in ("start", "send", "receive", "aggregate", "report"))
-OF_FACILITY = frozenset({"facility.round"})
+OF_MASKED_ROUNDS = ("roster", "survivors", "aggregate_masked")
+OF_COORDINATOR = frozenset(
+    f"coordinator.steps.{step}" for step in ("start", "send", "receive", "aggregate", "report", *OF_MASKED_ROUNDS)
+)
+OF_FACILITY = frozenset({"facility.round", "facility.keys", "facility.unmask"})
 EXPANDED = '$`"\\\n'
 """What a shell would change in an environment's value between double quotes."""
 BUSY_SECONDS = 0.01

@@ -128,7 +128,7 @@ PICO = Sizes(
 )
 """Of the laws; layers wide enough for blocks of 4 bits."""
 TINY = Sizes(
-    hidden=32, layers=2, heads=4, intermediate=64, vocabulary=128, tokens=16, micro=(2,), batch=4, steps=4, turns=1
+    hidden=32, layers=1, heads=4, intermediate=64, vocabulary=128, tokens=16, micro=(2,), batch=4, steps=4, turns=1
 )
 
 

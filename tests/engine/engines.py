@@ -11,6 +11,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from facility.exchange.messages.manifest import read_manifest
+from tests import forked_trainers
 from tests.engine.noise import noise
 
 BIN = Path(sys.executable).parent
@@ -31,12 +32,16 @@ def bare_environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PATH": f"{BIN}{os.pathsep}{system}", "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
 
 
+def _environment(folder: Path) -> dict[str, str]:
+    return bare_environment(folder) | forked_trainers.variables()
+
+
 def streamflow(federation: Path, folder: Path, *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """`cd workflow && streamflow run streamflow.yml`."""
     return subprocess.run(
         ["streamflow", "run", "--outdir", str(folder / "out"), "streamflow.yml"],
         cwd=federation.parent,
-        env=bare_environment(folder),
+        env=_environment(folder),
         text=True,
         timeout=timeout,
         stdout=subprocess.PIPE,
@@ -53,7 +58,7 @@ def cwltool(
     """
     kept = [
         option
-        for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE")
+        for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", forked_trainers.SOCKET)
         for option in ("--preserve-environment", name)
     ]
     return subprocess.run(
@@ -68,7 +73,7 @@ def cwltool(
             "settings.yml",
         ],
         cwd=federation.parent,
-        env=bare_environment(folder),
+        env=_environment(folder),
         text=True,
         timeout=timeout,
         stdout=subprocess.PIPE,
@@ -88,7 +93,7 @@ class Console(subprocess.Popen[str]):
 def crossfed(*arguments: str | Path, folder: Path) -> subprocess.Popen[str]:
     return Console(
         [sys.executable, "-m", "coordinator.cli", *map(str, arguments)],
-        env=bare_environment(folder),
+        env=_environment(folder),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -24,6 +24,7 @@ from coordinator.engine.render import write
 from coordinator.preflight.privacy import check_secure_aggregation
 from coordinator.publishing.card import privacy as card_privacy
 from coordinator.report.make import data_of, make_report
+from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import read_factors
 from facility.exchange.masking.moments import error_of
@@ -142,8 +143,11 @@ def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
     "module",
     ["facility.train", *(pytest.param(f"facility.{name}", marks=pytest.mark.nightly) for name in ("keys", "unmask"))],
 )
-def test_whichever_process_of_a_facility_is_killed_the_round_is_of_the_others(tmp_path: Path, module: str):
+def test_whichever_process_of_a_facility_is_killed_the_round_is_of_the_others(
+    tmp_path: Path, module: str, monkeypatch: pytest.MonkeyPatch
+):
     """SIGKILL, at once and each time: before it has keys, while it trains, and before it answers."""
+    monkeypatch.setenv(SEPARATE_STEPS, "1")  # a fork that makes keys would be over before it is seen
     path = make(tmp_path, rounds=1)
     with killing(module, str(tmp_path / "work"), "b_2"):
         result = streamflow(path, tmp_path / "engine", timeout=SECONDS)

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coordinator.engine.supervise import children
-from coordinator.streamflow_plugin.forked_steps import ForkedSteps, Step, step_of_command
+from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, Step, step_of_command
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
+from tests.conftest import ROOT
 
 PROBE = """
 import atexit, os, sys, threading
@@ -151,3 +153,9 @@ def test_only_plain_commands_of_this_python_are_forked(command: list[str], own: 
 def test_without_a_directory_nothing_is_forked():
     command = ["python3", "-m", "a.step"]
     assert step_of_command(command, modules=MODULES, directory=None, environment=environment(), own={}) is None
+
+
+def test_every_step_of_the_workflow_can_be_forked_but_the_one_that_starts_an_evaluation_by_tasks():
+    commands = [yaml.safe_load(tool.read_text())["baseCommand"] for tool in (ROOT / "cwl" / "tools").glob("*.cwl")]
+    assert {tuple(command[:2]) for command in commands} == {("python3", "-m")}
+    assert {command[2] for command in commands} - {"coordinator.steps.evaluate"} == OF_COORDINATOR | OF_FACILITY

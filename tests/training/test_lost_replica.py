@@ -16,6 +16,7 @@ import pytest
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.report import read_report
+from tests.forked_trainers import variables
 from tests.launching.test_launch import free_port, node, stragglers
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments
@@ -50,7 +51,7 @@ def launch_and_lose(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | (variables() if how != signal.SIGSTOP else {}),
         cwd=tmp_path,
     )
     assert launcher.stdout is not None
@@ -160,13 +161,16 @@ def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path
     """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
     dataset = write_dataset(tmp_path / "data", train=200)
     command = arguments(tmp_path, pico_llama, dataset, steps=60, layout=WHOLE, sync=sync_of("local"))
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path.cwd()),
-        "MASTER_PORT": str(free_port()),
-        "MASTER_ADDR": "127.0.0.1",
-        "CROSSFED_RANKS_PER_NODE": "1,1",
-    }
+    environment = (
+        os.environ
+        | variables()
+        | {
+            "OMP_NUM_THREADS": "1",
+            "MASTER_PORT": str(free_port()),
+            "MASTER_ADDR": "127.0.0.1",
+            "CROSSFED_RANKS_PER_NODE": "1,1",
+        }
+    )
     launchers = [
         subprocess.Popen(
             [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "1", "--", "-m", "facility.train"]

@@ -1,0 +1,149 @@
+"""Trainers of a federation as forks of one process that has imported torch, transformers and the trainer.
+
+Of the five seconds that a pico round takes, a trainer imports four and a half. `variables()` are for the environment of
+an engine whose trainers are to do without: `startup/sitecustomize.py` sends each `python -m facility.train` here. It
+stays a process of its own, with its own directory, environment and output; what signals or kills it, signals or kills
+the fork. Not for what measures a trainer's processes or pauses them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from coordinator.streamflow_plugin.step_server import name, run_module
+
+STARTUP = Path(__file__).with_name("startup")
+SOCKET = "CROSSFED_TEST_TRAINERS"
+MOST_BYTES = 1 << 17
+
+
+def variables() -> dict[str, str]:
+    """For the environment of whatever starts trainers."""
+    path = os.pathsep.join([os.environ["PYTHONPATH"], str(STARTUP)])  # Python imports one sitecustomize, the first
+    return {"PYTHONPATH": path, SOCKET: str(_socket())}
+
+
+@functools.cache
+def _socket() -> Path:
+    """Where the server of this test process listens: it starts now, and ends with this process."""
+    place = Path(tempfile.mkdtemp(prefix="trainers-")) / "socket"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(str(place))
+    listener.listen(64)
+    reads, writes = os.pipe()  # `writes` stays open as long as this process is there
+    subprocess.Popen(
+        [sys.executable, "-m", __name__, str(listener.fileno()), str(reads)],
+        pass_fds=(listener.fileno(), reads),
+        start_new_session=True,
+    )
+    os.set_inheritable(writes, False)
+    listener.close()
+    os.close(reads)
+    return place
+
+
+class Server:
+    """Forks for those that connect; one selector over them, the listener, ended forks and the end of the tests."""
+
+    def __init__(self, listener: socket.socket, alive: int) -> None:
+        self.listener = listener
+        self.forks: dict[int, socket.socket] = {}
+        self.selector = selectors.DefaultSelector()
+        ended, ends = os.pipe()
+        for end in (ended, ends):
+            os.set_blocking(end, False)
+        signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(listener, selectors.EVENT_READ, self._accept)
+        self.selector.register(ended, selectors.EVENT_READ, functools.partial(self._reap, ended))
+        self.selector.register(alive, selectors.EVENT_READ, self._end)
+
+    def serve(self) -> None:
+        while True:
+            for key, _ in self.selector.select():
+                key.data()
+
+    def _accept(self) -> None:
+        client = self.listener.accept()[0]
+        text, handles, _, _ = socket.recv_fds(client, MOST_BYTES, 3)
+        if not text:  # it was killed at once
+            client.close()
+            return
+        fork = os.fork()
+        if fork == 0:
+            become(json.loads(text), handles)
+        for handle in handles:
+            os.close(handle)
+        with suppress(OSError):  # gone meanwhile: its end is noticed below
+            client.send(str(fork).encode())
+        self.forks[fork] = client
+        self.selector.register(client, selectors.EVENT_READ, functools.partial(self._kill, fork, client))
+
+    def _kill(self, fork: int, client: socket.socket) -> None:
+        """Its process was killed: so is the fork."""
+        self.selector.unregister(client)
+        os.kill(fork, signal.SIGKILL)
+
+    def _reap(self, ended: int) -> None:
+        with suppress(BlockingIOError):
+            os.read(ended, 4096)
+        while self.forks:
+            fork, status = os.waitpid(-1, os.WNOHANG)
+            if not fork:
+                return
+            client = self.forks.pop(fork)
+            with suppress(KeyError):  # of one that was killed
+                self.selector.unregister(client)
+            with suppress(OSError):
+                client.send(str(os.waitstatus_to_exitcode(status)).encode())
+            client.close()
+
+    def _end(self) -> None:
+        for fork in self.forks:
+            os.kill(fork, signal.SIGKILL)
+        os._exit(0)
+
+
+def become(asked: dict, handles: list[int]) -> None:
+    """Be the trainer that is asked for, to its end."""
+    code = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        for standard, handle in enumerate(handles):
+            os.dup2(handle, standard)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.chdir(asked["directory"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        sys.path[1:1] = [one for one in os.environ["PYTHONPATH"].split(os.pathsep) if one not in sys.path]
+        name("facility.train")
+        code = run_module("facility.train", asked["arguments"])
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+    import tests.imported  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
+    Server(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+
+
+if __name__ == "__main__":
+    main()

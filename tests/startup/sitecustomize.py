@@ -1,0 +1,29 @@
+"""Python imports this at its start where `tests.forked_trainers.variables` are in the environment.
+
+`python -m facility.train ...` asks the server there for a fork, which runs in its place, and waits for its end: signals
+go on to the fork, its exit code comes back, and it dies with this process. Every other command starts as ever.
+"""
+
+import os
+import sys
+
+if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "facility.train"]:
+    import json
+    import signal
+    import socket
+
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.connect(os.environ["CROSSFED_TEST_TRAINERS"])
+    asked = {"arguments": sys.orig_argv[3:], "directory": os.getcwd(), "environment": dict(os.environ)}
+    passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+    socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
+    fork = int(server.recv(64))
+    for number in passed_on:
+        signal.signal(number, lambda number, _: os.kill(fork, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+    ended = int(server.recv(64) or -signal.SIGKILL)
+    if ended < 0:
+        signal.signal(-ended, signal.SIG_DFL) if ended != -signal.SIGKILL else None
+        os.kill(os.getpid(), -ended)
+    os._exit(ended)
