@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -112,6 +113,7 @@ class Server:
     def _end(self) -> None:
         for fork in self.forks:
             os.kill(fork, signal.SIGKILL)
+        shutil.rmtree(Path(self.listener.getsockname()).parent, ignore_errors=True)
         os._exit(0)
 
 
@@ -121,6 +123,9 @@ def become(asked: dict, handles: list[int]) -> None:
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in asked["ignored"]:
+            signal.signal(number, signal.SIG_IGN)
         os.setsid()
         for standard, handle in enumerate(handles):
             os.dup2(handle, standard)
@@ -138,6 +143,7 @@ def become(asked: dict, handles: list[int]) -> None:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the tests, not before them
     import tests.imported  # noqa: F401
 
     gc.collect()

@@ -53,7 +53,8 @@ def used(rows: list[FacilityRow], name: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: Path):
-    path = federate(tmp_path, ["a", "b", "slow"], seconds=SLOW)
+    seconds = 40.0  # of two cores that others keep busy, too, five rounds of the others take less than five times this
+    path = federate(tmp_path, ["a", "b", "slow"], seconds=seconds)
     began = time.monotonic()
     result = streamflow(path, tmp_path / "engine", timeout=300)
     took = time.monotonic() - began
@@ -68,7 +69,7 @@ def test_rounds_close_without_the_slow_one_whose_updates_count_later(tmp_path: P
         assert sum(row.status == "ok" for row in entry.facilities) >= 2, "a quorum"
     assert all(row.status == "ok" for row in history[-1].facilities), "the last round waits for all"
     assert history[0].wait == Wait(quorum=2, seconds=0.0) and history[-1].wait == Wait(quorum=2, seconds=None)
-    assert len(used(rows, "slow")) < 5 and took < 5 * SLOW, "rounds did not wait for the slow one"
+    assert len(used(rows, "slow")) < 5 and took < 5 * seconds, "rounds did not wait for the slow one"
     late = [row for row in rows if row.staleness]
     assert late, "an update of an earlier round was averaged"
     assert all(row.loss_received is None for row in late), "what it received is not this round's model"

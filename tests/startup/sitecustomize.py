@@ -14,12 +14,14 @@ if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "fa
 
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect(os.environ["CROSSFED_TEST_TRAINERS"])
-    asked = {"arguments": sys.orig_argv[3:], "directory": os.getcwd(), "environment": dict(os.environ)}
     passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
+    ignored = [number for number in passed_on if signal.getsignal(number) == signal.SIG_IGN]
+    asked = {"arguments": sys.orig_argv[3:], "directory": os.getcwd(), "environment": dict(os.environ)}
+    asked["ignored"] = ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
     fork = int(server.recv(64))
-    for number in passed_on:
+    for number in set(passed_on) - set(ignored):
         signal.signal(number, lambda number, _: os.kill(fork, number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     ended = int(server.recv(64) or -signal.SIGKILL)
