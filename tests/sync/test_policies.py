@@ -29,13 +29,14 @@ def test_every_policy_ends_with_one_model(policy: str):
     # Where not all average together, much depends on who is ahead: a pause keeps a busy core from running one replica
     # to its end first.
     pause = 0.005 if policy in ("adpsgd", "partial_reduce") else 0.0
-    results = run_fleet(partial(solve, pause=pause), 3, settings_of(policy=policy, every=4), STEPS)
+    steps = 4 * STEPS if policy == "wave" else STEPS  # how far waves come behind one another fades with the steps
+    results = run_fleet(partial(solve, pause=pause), 3, settings_of(policy=policy, every=4), steps)
     for result in results[1:]:
         assert result["vector"] == results[0]["vector"], "the final average is the same bits everywhere"
-    assert sum(r["steps"] for r in results) >= 3 * STEPS
+    assert sum(r["steps"] for r in results) >= 3 * steps
     if policy not in ("diloco",):  # its outer momentum overshoots
         got = torch.tensor(results[0]["vector"])
-        assert torch.all((got - by_hand([1, 1, 1])).abs() < 0.5)
+        assert torch.all((got - by_hand([1, 1, 1], steps)).abs() < 0.5)
     updates = results[0]["report"]["updates"]
     assert sum(updates.values()) == sum(r["steps"] for r in results)
 
