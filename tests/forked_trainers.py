@@ -19,14 +19,15 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from coordinator.streamflow_plugin.step_server import name, run_module
+from coordinator.streamflow_plugin.step_server import MOST_BYTES, become, ended_children, readable_at_ends
 
 STARTUP = Path(__file__).with_name("startup")
 SOCKET = "CROSSFED_TEST_TRAINERS"
-MOST_BYTES = 1 << 17
 
 
 def variables() -> dict[str, str]:
@@ -48,7 +49,6 @@ def _socket() -> Path:
         pass_fds=(listener.fileno(), reads),
         start_new_session=True,
     )
-    os.set_inheritable(writes, False)
     listener.close()
     os.close(reads)
     return place
@@ -61,11 +61,7 @@ class Server:
         self.listener = listener
         self.forks: dict[int, socket.socket] = {}
         self.selector = selectors.DefaultSelector()
-        ended, ends = os.pipe()
-        for end in (ended, ends):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        ended = readable_at_ends()
         self.selector.register(listener, selectors.EVENT_READ, self._accept)
         self.selector.register(ended, selectors.EVENT_READ, functools.partial(self._reap, ended))
         self.selector.register(alive, selectors.EVENT_READ, self._end)
@@ -83,7 +79,7 @@ class Server:
             return
         fork = os.fork()
         if fork == 0:
-            become(json.loads(text), handles)
+            train(json.loads(text), handles)
         for handle in handles:
             os.close(handle)
         with suppress(OSError):  # gone meanwhile: its end is noticed below
@@ -92,22 +88,18 @@ class Server:
         self.selector.register(client, selectors.EVENT_READ, functools.partial(self._kill, fork, client))
 
     def _kill(self, fork: int, client: socket.socket) -> None:
-        """Its process was killed: so is the fork."""
-        self.selector.unregister(client)
-        os.kill(fork, signal.SIGKILL)
+        """Its process was killed: so is the fork, unless it ended at the same time."""
+        if fork in self.forks:
+            self.selector.unregister(client)
+            os.kill(fork, signal.SIGKILL)
 
     def _reap(self, ended: int) -> None:
-        with suppress(BlockingIOError):
-            os.read(ended, 4096)
-        while self.forks:
-            fork, status = os.waitpid(-1, os.WNOHANG)
-            if not fork:
-                return
+        for fork, code in ended_children(ended):
             client = self.forks.pop(fork)
             with suppress(KeyError):  # of one that was killed
                 self.selector.unregister(client)
             with suppress(OSError):
-                client.send(str(os.waitstatus_to_exitcode(status)).encode())
+                client.send(str(code).encode())
             client.close()
 
     def _end(self) -> None:
@@ -117,29 +109,15 @@ class Server:
         os._exit(0)
 
 
-def become(asked: dict, handles: list[int]) -> None:
-    """Be the trainer that is asked for, to its end."""
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in asked["ignored"]:
-            signal.signal(number, signal.SIG_IGN)
-        os.setsid()
-        for standard, handle in enumerate(handles):
-            os.dup2(handle, standard)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        os.chdir(asked["directory"])
-        os.environ.clear()
-        os.environ.update(asked["environment"])
-        sys.path[1:1] = [one for one in os.environ["PYTHONPATH"].split(os.pathsep) if one not in sys.path]
-        name("facility.train")
-        code = run_module("facility.train", asked["arguments"])
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+def train(asked: dict[str, Any], standard: Sequence[int]) -> None:
+    """Be the trainer that is asked for, in a session of its own and with its signals."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in asked["ignored"]:
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    path = asked["environment"]["PYTHONPATH"].split(os.pathsep)
+    sys.path[1:1] = [one for one in path if one not in sys.path]
+    become(asked, standard)
 
 
 def main() -> None:

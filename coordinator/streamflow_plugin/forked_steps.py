@@ -23,9 +23,9 @@ from pathlib import Path
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from coordinator.streamflow_plugin.step_server import MOST_BYTES
 
-OF_MASKED_ROUNDS = ("roster", "survivors", "aggregate_masked")
 OF_COORDINATOR = frozenset(
-    f"coordinator.steps.{step}" for step in ("start", "send", "receive", "aggregate", "report", *OF_MASKED_ROUNDS)
+    f"coordinator.steps.{step}"
+    for step in ("start", "send", "receive", "aggregate", "report", "roster", "survivors", "aggregate_masked")
 )
 OF_FACILITY = frozenset({"facility.round", "facility.keys", "facility.unmask"})
 EXPANDED = '$`"\\\n'

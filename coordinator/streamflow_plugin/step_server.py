@@ -25,6 +25,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,11 +43,7 @@ class StepServer:
         self.channel = channel
         self.running: dict[int, int] = {}
         """Process -> number of its request."""
-        self.ended, ends = os.pipe()
-        for end in (self.ended, ends):
-            os.set_blocking(end, False)
-        signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.ended = readable_at_ends()
 
     def serve(self) -> None:
         """Until the engine closes its end of the socket."""
@@ -71,36 +68,51 @@ class StepServer:
         gc.freeze()
         child = os.fork()
         if child == 0:
-            become(request, out)
+            nothing = os.open(os.devnull, os.O_RDONLY)
+            become(request, (nothing, out, out))
         os.close(out)
         self.running[child] = request["number"]
         return True
 
     def _reap(self) -> None:
-        with suppress(BlockingIOError):
-            os.read(self.ended, 4096)
-        while self.running:
-            try:
-                child, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if not child:
-                return
-            code = os.waitstatus_to_exitcode(status)
+        for child, code in ended_children(self.ended):
             answer = {"number": self.running.pop(child), "code": code if code >= 0 else 128 - code}
             with suppress(OSError):  # the engine is gone
                 self.channel.send(json.dumps(answer).encode())
 
 
-def become(request: dict[str, Any], out: int) -> None:
-    """Be the process that the request asks for, to its end."""
+def readable_at_ends() -> int:
+    """A descriptor that can be read from once a child of this process has ended; for `ended_children`."""
+    ended, ends = os.pipe()
+    for end in (ended, ends):
+        os.set_blocking(end, False)
+    signal.set_wakeup_fd(ends, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    return ended
+
+
+def ended_children(ended: int) -> Iterator[tuple[int, int]]:
+    """Each child that has ended since, and its exit code, negative for a signal."""
+    with suppress(BlockingIOError):
+        os.read(ended, 4096)
+    while True:
+        try:
+            child, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if not child:
+            return
+        yield child, os.waitstatus_to_exitcode(status)
+
+
+def become(request: dict[str, Any], standard: Sequence[int]) -> None:
+    """Be the process that the request asks for, to its end; `standard`: descriptors of its input, output and errors."""
     code = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for handle, standard in ((nothing, 0), (out, 1), (out, 2)):
-            os.dup2(handle, standard)
+        for number, handle in enumerate(standard):
+            os.dup2(handle, number)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.chdir(request["directory"])
         os.environ.clear()

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from coordinator.testbed.command import wait_until
 from facility.exchange.messages.manifest import verify_manifest
 from tests.forked_trainers import variables
 from tests.pico import save_pico
@@ -45,18 +45,11 @@ def trainers(folder: Path) -> list[int]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if (place / "comm").read_text().strip() == "facility.train" and os.readlink(place / "cwd") == str(folder):
+            if (place / "comm").read_text().strip() == "train" and os.readlink(place / "cwd") == str(folder):
                 found.append(int(place.name))
         except OSError:
             continue
     return found
-
-
-def within_ten_seconds(condition) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("words", [("--help",), ("--no-such-option",), ("--model", "absent")], ids=str)
@@ -87,7 +80,7 @@ def test_a_signal_reaches_it_and_it_dies_with_the_process_it_stands_for(tmp_path
         process.send_signal(number)
         process.communicate()
         assert process.returncode == code
-        within_ten_seconds(lambda fork=fork: not Path(f"/proc/{fork}").exists())
+        wait_until(lambda fork=fork: not Path(f"/proc/{fork}").exists(), 10, f"end of {fork}")
 
 
 def test_one_that_dies_takes_its_process_with_it(tmp_path: Path):

@@ -16,8 +16,13 @@ if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "fa
     server.connect(os.environ["CROSSFED_TEST_TRAINERS"])
     passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
     ignored = [number for number in passed_on if signal.getsignal(number) == signal.SIG_IGN]
-    asked = {"arguments": sys.orig_argv[3:], "directory": os.getcwd(), "environment": dict(os.environ)}
-    asked["ignored"] = ignored
+    asked = {
+        "module": sys.orig_argv[2],
+        "arguments": sys.orig_argv[3:],
+        "directory": os.getcwd(),
+        "environment": dict(os.environ),
+        "ignored": ignored,
+    }
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
     fork = int(server.recv(64))
@@ -26,6 +31,7 @@ if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "fa
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     ended = int(server.recv(64) or -signal.SIGKILL)
     if ended < 0:
-        signal.signal(-ended, signal.SIG_DFL) if ended != -signal.SIGKILL else None
+        if -ended in passed_on:
+            signal.signal(-ended, signal.SIG_DFL)
         os.kill(os.getpid(), -ended)
     os._exit(ended)

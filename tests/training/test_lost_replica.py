@@ -161,16 +161,13 @@ def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path
     """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
     dataset = write_dataset(tmp_path / "data", train=200)
     command = arguments(tmp_path, pico_llama, dataset, steps=60, layout=WHOLE, sync=sync_of("local"))
-    environment = (
-        os.environ
-        | variables()
-        | {
-            "OMP_NUM_THREADS": "1",
-            "MASTER_PORT": str(free_port()),
-            "MASTER_ADDR": "127.0.0.1",
-            "CROSSFED_RANKS_PER_NODE": "1,1",
-        }
-    )
+    environment = os.environ | {
+        **variables(),
+        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(free_port()),
+        "MASTER_ADDR": "127.0.0.1",
+        "CROSSFED_RANKS_PER_NODE": "1,1",
+    }
     launchers = [
         subprocess.Popen(
             [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "1", "--", "-m", "facility.train"]
