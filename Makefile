@@ -16,11 +16,14 @@ help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
 env: $(VENV)/.ready ## The environment: facility, coordinator, tests and linters, as pinned in constraints.txt.
+# pip would compile on one core.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"found Python {sys.version.split()[0]}, expected 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,lint,docs]'
+	$(PIP) torch
+	$(PIP) -e '.[test,lint,docs]'
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # packages hold files for other versions of Python
 	@touch $@
 
 demo: env ## Two facilities on this machine fine-tune one small model for five rounds.

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from tests.conftest import ROOT
+from tests.house.conftest import Demo, shell
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
@@ -83,31 +84,14 @@ def test_every_page_is_in_the_table_of_contents():
 @pytest.mark.readme
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [page for page in PAGES if EXECUTED.search(page.read_text())], ids=lambda p: p.stem)
-def test_the_commands_of_a_page_run_as_written(page: Path, tmp_path: Path):
-    """All blocks of a page, one after the other: the demo's in a clean clone, others in an empty folder."""
+def test_the_commands_of_a_page_run_as_written(page: Path, tmp_path: Path, request: pytest.FixtureRequest):
+    """All blocks of a page, one after the other, in an empty folder; the demo's where it has run, as the page says that
+    nothing is left to do then."""
     script = "\n".join(EXECUTED.findall(page.read_text()))
-    environment, folder = Path(sys.prefix), tmp_path / "folder"
-    if "make " in script:
-        if not (environment / ".ready").exists():
-            pytest.skip("this environment was not made by `make env`, so `make` would make another")
-        subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)], check=True)
-        (environment / ".ready").touch()
-        script = script.replace(".venv/bin/python", str(environment / "bin" / "python"))
+    if "make demo" in script:
+        demo: Demo = request.getfixturevalue("demo")
+        assert "all 5 are done" in demo.run(script.replace(".venv/bin/", f"{sys.prefix}/bin/"))
     else:
+        folder = tmp_path / "folder"
         folder.mkdir()
-    code = str(folder if "make " in script else ROOT)
-    done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", script],
-        cwd=folder,
-        env=os.environ
-        | {
-            "PATH": f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": code,
-            "VENV": str(environment),
-            "HOME": str(tmp_path),
-        },
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, f"{script}\n{done.stdout[-4000:]}"
+        shell(script, folder, {"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)})

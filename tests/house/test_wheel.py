@@ -61,6 +61,7 @@ class Installed:
         # -I: with the checkout on PYTHONPATH pip would find it, and install nothing.
         pip = [self.bin / "python", "-I", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         if INSTALL:
+            pip.append("--no-compile")  # what is imported is compiled then
             subprocess.run([*pip, "-c", ROOT / "constraints.txt", f"{wheel}[coordinator]"], check=True, cwd=folder)
             return
         subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, cwd=folder)
