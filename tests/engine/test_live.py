@@ -307,8 +307,15 @@ def test_a_webhook_that_leads_elsewhere_is_not_followed(tmp_path: Path, caplog: 
 def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path: Path):
     told = tmp_path / "told"
     command = [sys.executable, "-c", f"import sys; open({str(told)!r}, 'a').write(sys.stdin.read())"]
+    long = {"steps": 150}  # seconds, in each of which the stage is asked for
     path = write_federation(
-        tmp_path, ["a"], rounds=1, final_evaluation=False, progress_seconds=1, notify={"command": command}
+        tmp_path,
+        ["a"],
+        training=long,
+        rounds=1,
+        final_evaluation=False,
+        progress_seconds=1,
+        notify={"command": command},
     )
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     text, _ = process.communicate(timeout=240)
