@@ -23,7 +23,7 @@ from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
 from facility import __version__
-from facility.exchange.messages.evaluation import VALIDATION
+from facility.exchange.messages.evaluation import ACCURACY, VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.task_words import capital, words_of
 
@@ -150,7 +150,7 @@ def _tasks(rows: Sequence[Row]) -> list[Row]:
 def _accuracy(row: Row) -> list[Row]:
     """The accuracy on a facility's validation data of the model that it received, as a score."""
     value = row.get("accuracy_received")
-    return [] if value is None else [{"task": VALIDATION, "metric": "accuracy", "value": value, "stderr": None}]
+    return [] if value is None else [{"task": VALIDATION, "metric": ACCURACY, "value": value, "stderr": None}]
 
 
 def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

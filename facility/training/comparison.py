@@ -23,6 +23,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures, with_tasks
+from facility.exchange.messages.evaluation import ACCURACY, HELD_OUT, VALIDATION
 from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.data.loader import DataLoader
@@ -80,9 +81,9 @@ def models_of(request: RoundRequest, manifest: Manifest) -> dict[str, Path]:
 
 def accuracy_score(folder: str, data: Data, accuracy: float, predictions: int) -> dict[str, Any]:
     """The accuracy of one model on one data set, with the standard error of a share of `predictions`."""
-    task = "held-out data" if data.held_out else "validation"
+    task = HELD_OUT if data.held_out else VALIDATION
     stderr = math.sqrt(accuracy * (1 - accuracy) / predictions)
-    return {"model": folder, "task": task, "metric": "accuracy", "value": accuracy, "stderr": stderr}
+    return {"model": folder, "task": task, "metric": ACCURACY, "value": accuracy, "stderr": stderr}
 
 
 def figure(folder: str, data: Data, one: BlockLosses, others: dict[str, BlockLosses]) -> Figure:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.comparison import FOLDERS, MODELS, Figure, figures_of, perplexities
+from facility.exchange.messages.comparison import FOLDERS, KEY, MODELS, Figure, figures_of, perplexities, tasks_of
+from facility.exchange.messages.evaluation import SCORES, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import read_report
 from facility.training.bootstrap import BlockLosses, difference, interval
+from facility.training.comparison import Data, accuracy_score
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -136,3 +139,23 @@ def test_only_figures_are_taken(change: dict[str, object]):
     assert figures_of(told(GOOD), ["global"])[0].loss.value == 2.0
     with pytest.raises(ManifestError):
         figures_of(told(GOOD | change), ["global"])
+
+
+def test_the_accuracy_that_a_facility_tells_is_what_its_coordinator_takes():
+    loader: Any = None
+    told = [
+        accuracy_score("global", Data(loader=loader, held_out=held_out, digest=""), 0.75, 48)
+        for held_out in (False, True)
+    ]
+
+    def of(**extra: Any) -> Manifest:
+        return Manifest(kind="update", federation="pico", round=2, extra=extra)
+
+    assert tasks_of(of(**{KEY: {"tasks": told}}), ["global"]) == told
+    assert [one["stderr"] for one in told] == [0.0625, 0.0625]
+    for change in ({"metric": "acc"}, {"value": 1.5}, {"value": -0.5}, {"stderr": 2.0}):
+        for one in told:
+            with pytest.raises(ManifestError):
+                tasks_of(of(**{KEY: {"tasks": [one | change]}}), ["global"])
+    for one in told:  # of a round these are no tasks
+        assert scores_of(of(**{SCORES: {"results": [{k: v for k, v in one.items() if k != "model"}]}})) == {}

@@ -202,7 +202,7 @@ def tasks_of(manifest: Manifest, expected: Collection[str]) -> list[dict[str, An
 
 def _score(found: Fields, expected: Collection[str]) -> dict[str, Any]:
     found.only(["model", *SCORE])
-    return {"model": found.one_of("model", "", expected)} | score_of(found)
+    return {"model": found.one_of("model", "", expected)} | score_of(found, of_data=True)
 
 
 def alone_of(manifest: Manifest) -> Alone:

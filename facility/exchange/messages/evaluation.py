@@ -19,6 +19,10 @@ SCORES = "scores"
 """Key in a manifest's `extra`."""
 VALIDATION = "validation"
 """Stands for a facility's own validation data where scores of tasks are listed; no task has this name."""
+HELD_OUT = "held-out data"
+"""The same for data that no facility trains on."""
+ACCURACY = "accuracy"
+"""What is told of models on such data, where they classify."""
 SCORE = ("task", "metric", "value", "stderr")
 """Fields of a score."""
 MOST_SCORES = 2000
@@ -109,19 +113,29 @@ def _score(raw: Any) -> dict[str, Any]:
     return score_of(Fields(raw=raw if isinstance(raw, dict) else {}, where=SCORES).only(SCORE))
 
 
-def score_of(found: Fields) -> dict[str, Any]:
-    """The fields `SCORE` of a facility's score. Raises `ManifestError` where a name is no name, a number none."""
-    if found.text("task", longest=100) == VALIDATION:
+def score_of(found: Fields, *, of_data: bool = False) -> dict[str, Any]:
+    """The fields `SCORE` of a facility's score. Raises `ManifestError` where a name is no name, a number none.
+
+    `of_data`: it may be the accuracy on a facility's validation data or held-out data, too.
+    """
+    task, metric = found.text("task", longest=100), found.text("metric", longest=100)
+    least, most = -MOST_VALUE, MOST_VALUE
+    if of_data and task in (VALIDATION, HELD_OUT):
+        if metric != ACCURACY:
+            raise ManifestError(f"{found.where} tells something else than {ACCURACY} of {task}")
+        least, most = 0.0, 1.0
+    elif task == VALIDATION:
         raise ManifestError(
             f"{found.where} names a task {VALIDATION!r}, which is what a facility's own data are called"
         )
-    for name, plain in (("task", TASK), ("metric", METRIC)):
-        if not plain.fullmatch(found.text(name, longest=100)):
-            raise ManifestError(f"{found.where} has a {name} that is no name such as arc_easy or acc_norm")
-    stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=MOST_VALUE)
+    else:
+        for name, plain, text in (("task", TASK, task), ("metric", METRIC, metric)):
+            if not plain.fullmatch(text):
+                raise ManifestError(f"{found.where} has a {name} that is no name such as arc_easy or acc_norm")
+    stderr = None if found.raw.get("stderr") is None else found.number("stderr", most=most)
     return {
-        "task": found.text("task", longest=100),
-        "metric": found.text("metric", longest=100),
-        "value": found.number("value", least=-MOST_VALUE, most=MOST_VALUE),
+        "task": task,
+        "metric": metric,
+        "value": found.number("value", least=least, most=most),
         "stderr": stderr,
     }
