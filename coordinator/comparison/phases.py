@@ -34,6 +34,7 @@ from facility.exchange.messages.comparison import (
     rounds_alone,
     tasks_of,
 )
+from facility.exchange.messages.evaluation import OF_DATA
 from facility.exchange.messages.manifest import Manifest, read_manifest
 from facility.exchange.messages.report import Failure
 
@@ -158,10 +159,11 @@ def _take_figures(
         expected = expected_of(sent, name)
         found = [dataclasses.asdict(one) for one in figures_of(manifest, expected)]
         figures[name] = _renewed(figures.get(name, []), found)
-        scores, objection = tasks_of(manifest, expected), ""
-        if scores:
+        told, objection = tasks_of(manifest, expected), ""
+        of_data = [one for one in told if one["task"] in OF_DATA]  # with the figures, whatever tasks are asked for
+        if scores := [one for one in told if one not in of_data]:
             objection = objection_to(settings, name, scores, round=settings.rounds, where="comparison of models")
-        tasks[name] = _renewed(tasks.get(name, []), [] if objection else scores)
+        tasks[name] = _renewed(tasks.get(name, []), [*of_data, *([] if objection else scores)])
         lacking = _lacking(manifest, expected, {one["model"] for one in found})
         if gap := "; ".join(filter(None, (lacking, objection))):
             gaps[name] = gap

@@ -85,14 +85,20 @@ def test_scores_that_nobody_asked_for_are_left_out_by_name(
     assert listed == [(number, "a") for number, one in enumerate(taken) if not one]
 
 
-def test_so_are_those_of_compared_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_so_are_those_of_compared_models_but_for_accuracies_on_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     answer = World.answer
     score = RESULTS["results"][0]
+    of_data = [
+        {"model": "global", "task": task, "metric": "accuracy", "value": 0.5, "stderr": 0.1}
+        for task in ("validation", "held-out data")
+    ]
 
     def telling(self: World, out: Path, name: str) -> Path:
         found = answer(self, out, name)
         if "comparison" in json.loads((found / "manifest.json").read_text())["extra"] and self.seen:
-            with_tasks(found, [{"model": "global"} | score])
+            with_tasks(found, [*of_data, {"model": "global"} | score])
         return found
 
     monkeypatch.setattr(World, "answer", telling)
@@ -102,7 +108,7 @@ def test_so_are_those_of_compared_models(tmp_path: Path, monkeypatch: pytest.Mon
         assert world.passes < 9
     account = read_account(world.archive)
     assert account is not None and account.over
-    assert account.tasks == {"a": [], "b": [{"model": "global"} | score]}
+    assert account.tasks == {"a": of_data, "b": [*of_data, {"model": "global"} | score]}
     assert set(account.gaps) == {"a"} and "that a told are left out: no task was asked of it" in account.gaps["a"]
     assert all(len(figures) == 6 for figures in account.figures.values())
 

@@ -21,6 +21,7 @@ VALIDATION = "validation"
 """Stands for a facility's own validation data where scores of tasks are listed; no task has this name."""
 HELD_OUT = "held-out data"
 """The same for data that no facility trains on."""
+OF_DATA = (VALIDATION, HELD_OUT)
 ACCURACY = "accuracy"
 """What is told of models on such data, where they classify."""
 SCORE = ("task", "metric", "value", "stderr")
@@ -120,7 +121,7 @@ def score_of(found: Fields, *, of_data: bool = False) -> dict[str, Any]:
     """
     task, metric = found.text("task", longest=100), found.text("metric", longest=100)
     least, most = -MOST_VALUE, MOST_VALUE
-    if of_data and task in (VALIDATION, HELD_OUT):
+    if of_data and task in OF_DATA:
         if metric != ACCURACY:
             raise ManifestError(f"{found.where} tells something else than {ACCURACY} of {task}")
         least, most = 0.0, 1.0
