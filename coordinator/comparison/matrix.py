@@ -19,6 +19,7 @@ from facility.exchange.messages.comparison import (
     Interval,
     perplexities,
 )
+from facility.exchange.messages.evaluation import HELD_OUT
 from facility.exchange.task_words import TEXT, TaskWords, capital
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
@@ -115,7 +116,7 @@ def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> 
 def _held_out_name(settings: Mapping[str, Any]) -> str:
     plan = settings.get("evaluation") or {}
     held_out = plan.get("held_out") or {}
-    return str((settings.get("comparison") or {}).get("held_out_name") or held_out.get("name") or "held-out data")
+    return str((settings.get("comparison") or {}).get("held_out_name") or held_out.get("name") or HELD_OUT)
 
 
 def _data(name: str, figure: Row, held_out: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import field
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.evaluation import EvaluationSettings, FacilityEvaluation, is_due
+from facility.exchange.messages.evaluation import HELD_OUT, EvaluationSettings, FacilityEvaluation, is_due
 from facility.exchange.text import DatasetPath, Line, Name
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
@@ -26,7 +26,7 @@ class HeldOut:
     """Name of the facility that has it."""
     dataset: DatasetPath
     """Prepared dataset there (facility.prepare), of which the validation split is read."""
-    name: Line = "held-out data"
+    name: Line = HELD_OUT
     """What reports call it, such as `wikitext-103`."""
 
 
