@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -50,8 +49,10 @@ def described(root: Path, model: str, **changes: Any) -> Path:
 @pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("family", ["vit", "resnet"])
-def test_federated_digits_are_told_apart_as_well_as_by_either_facility_alone_or_better(tmp_path: Path, family: str):
+@pytest.mark.parametrize(("family", "rounds", "steps", "rate"), [("vit", 12, 30, 5e-4), ("resnet", 4, 60, 3e-3)])
+def test_federated_digits_are_told_apart_better_than_by_either_facility_alone(
+    tmp_path: Path, family: str, rounds: int, steps: int, rate: float
+):
     done = subprocess.run([sys.executable, str(ROOT / "examples/digits.py"), "--out", str(tmp_path / "drawn")])
     assert done.returncode == 0
     told = convert(str(tmp_path / "drawn" / family), tmp_path / "model", dtype="float32", revision="main")
@@ -75,8 +76,8 @@ def test_federated_digits_are_told_apart_as_well_as_by_either_facility_alone_or_
     path = described(
         tmp_path,
         "model",
-        rounds=4,
-        training={"steps": 60, "batch_sequences": 32, "learning_rate": 3e-3, "threads": 1},
+        rounds=rounds,
+        training={"steps": steps, "batch_sequences": 32, "learning_rate": rate, "threads": 1},
         evaluation={
             "matrix": True,
             "alone": True,
@@ -93,9 +94,7 @@ def test_federated_digits_are_told_apart_as_well_as_by_either_facility_alone_or_
         if one["metric"] == "accuracy" and one["task"] == "held-out data"
     }
     print(family, {name: round(value, 4) for name, value in found.items()})
-    # So few steps teach a transformer little, alone or together: it is to be no worse, by two standard errors.
-    slack = 0.0 if family == "resnet" else 2 * math.sqrt(0.25 / 346)
-    assert found["global"] + slack > max(found["north alone"], found["south alone"]) > found["initial"], found
+    assert found["global"] > max(found["north alone"], found["south alone"]) > found["initial"], found
     assert "accuracy" in make_report(path).read_text()
     assert {one["metric"] for one in data["tasks"]} == {"accuracy"}
 
