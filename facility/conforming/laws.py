@@ -63,14 +63,21 @@ def following(trial: Trial, first: Ended) -> Iterator[Finding]:
 
 
 def interrupted(trial: Trial, first: Ended) -> Iterator[Finding]:
-    """SIGTERM while it trains, then the same command in the same place."""
+    """SIGTERM while it trains, then the same command in the same place.
+
+    A round that reports no steps is stopped after a share of the first one's time; had it ended by then, another is
+    stopped earlier.
+    """
     reports = (first.update.parent / PROGRESS).is_file()
-    latest = max(1.0, first.seconds * (3 if reports else 0.7))
-    stopped = trial.run("stopped", model=trial.model, round=0, state="stopped-state", stop_after=latest)
+    for share in (3.0,) if reports else (0.7, 0.5, 0.35):
+        place, latest = f"stopped-{share}", max(1.0, first.seconds * share)
+        stopped = trial.run(place, model=trial.model, round=0, state=f"{place}-state", stop_after=latest)
+        if stopped.code:
+            break
     yield checked("SIGTERM ends it, and leaves no half update", lambda: leaves_nothing(stopped))
     if not stopped.code:
         return
-    resumed = trial.run("stopped", model=trial.model, round=0, state="stopped-state")
+    resumed = trial.run(place, model=trial.model, round=0, state=f"{place}-state")
     yield ended(resumed, "the same command then ends with exit code 0")
     if not resumed.code:
         yield checked("with the weights of a round that nothing stopped", lambda: alike(first.update, resumed.update))

@@ -21,8 +21,8 @@ from facility.selfcheck import material
 FEDERATION, FACILITY = "selfcheck", "here"
 ROUNDS, STEPS = 2, 60
 """Enough steps that a signal arrives among them."""
-KEPT_LINES = 2000
-"""Characters of a failed round's output that a finding shows."""
+KEPT_CHARACTERS = 2000
+"""Of a failed round's output: as many as a finding shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class Trial:
             finally:
                 process.kill()
                 process.wait()
-        said = (directory / "output").read_text(errors="replace")[-KEPT_LINES:]
+        said = (directory / "output").read_text(errors="replace")[-KEPT_CHARACTERS:]
         seconds = time.monotonic() - began
         return Ended(code=code, said=said, update=directory / "update", seconds=seconds, signalled=signalled)
 
