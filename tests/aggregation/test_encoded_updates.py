@@ -39,6 +39,7 @@ from tests.aggregation import make
 from tests.aggregation.test_delta import rewritten
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 from tests.aggregation.test_stated_norms import alike, resealed, without_statements
+from tests.made_once import made_once
 
 SHAPES: dict[str, tuple[int, ...]] = {"b.odd": (777,), "a.large": (2100, 2003), "c.part": (65536,), "d.one": (1,)}
 """One is more than a span, one fills a part, two fill no block."""
@@ -48,15 +49,27 @@ MEAN = AggregationSettings(rule="mean+nesterov")
 
 def a_round(root: Path, count: int, encoding: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Path, list[Path]]:
     """A model in several files and `count` messages to it that state their norms; one tensor does not move."""
-    start = make.random_tensors(0, SHAPES, dtype) | {"e.still": torch.ones(1000, dtype=dtype), "f.n": torch.arange(3)}
-    base, messages = make.model(root / "base", start, shard_bytes=8_000_000), []
+    kind, by = str(dtype).removeprefix("torch."), "numpy" if native.library() is None else "compiled"
+    made = made_once(root, f"model-{kind}", lambda place: _model(place, dtype))
+    base, messages = shutil.copytree(made / "base", root / "base"), []
     for i in range(count):
-        moved = {n: start[n].float() for n in ("e.still",)} | {"f.n": start["f.n"]}
-        moved |= make.moved({name: start[name].float() for name in SHAPES}, i + 1, 1e-3 * (1 + 0.1 * i))
-        full = make.update(root / f"full{i}", moved, base=base, facility=f"f{i}", tokens=100 + i)
-        messages.append(root / f"message{i}")
-        encode(full=full, reference=base, out=messages[-1], encoding=encoding, norms=True)
+        made = made_once(root, f"{encoding}-{kind}-{by}-{i}", lambda place, i=i: _message(place, base, i, encoding))
+        messages.append(shutil.copytree(made / "message", root / f"message{i}"))
     return base, messages
+
+
+def _model(place: Path, dtype: torch.dtype) -> None:
+    still = {"e.still": torch.ones(1000, dtype=dtype), "f.n": torch.arange(3)}
+    make.model(place / "base", make.random_tensors(0, SHAPES, dtype) | still, shard_bytes=8_000_000)
+
+
+def _message(place: Path, base: Path, i: int, encoding: str) -> None:
+    start = make.read_all(base)
+    moved = {"e.still": start["e.still"].float(), "f.n": start["f.n"]}
+    moved |= make.moved({name: start[name].float() for name in SHAPES}, i + 1, 1e-3 * (1 + 0.1 * i))
+    full = make.update(place / "full", moved, base=base, facility=f"f{i}", tokens=100 + i)
+    encode(full=full, reference=base, out=place / "message", encoding=encoding, norms=True)
+    shutil.rmtree(full)
 
 
 def decoded(root: Path, base: Path, messages: list[Path]) -> list[Path]:
