@@ -66,7 +66,8 @@ def _add_ways_to_send(p: argparse.ArgumentParser) -> None:
         "--unsent",
         type=Path,
         metavar="DIR",
-        help="what earlier updates of this facility left out: added to the received weights before the first step",
+        help="what earlier updates of this facility left out: added to the received weights before the first step, a "
+        "share of it where the encoding fades",
     )
     p.add_argument(
         "--unsent-out",
@@ -80,8 +81,8 @@ def _add_ways_to_send(p: argparse.ArgumentParser) -> None:
         "--left",
         type=Path,
         metavar="DIR",
-        help="with --unsent-out and an encoding that fades: what the last message left out, which is added to the "
-        "difference before it is encoded",
+        help="with --unsent-out and an encoding that fades: what the last message left out; what of it was not trained "
+        "from is added to the difference before it is encoded",
     )
     p.add_argument(
         "--roster",

@@ -38,8 +38,10 @@ class DeltaCodec(Declaration):
     selects: bool = False
     """Sends the values of largest magnitude only."""
     fading: float = 0.0
-    """What a message leaves is multiplied by this and added to the next difference, and training begins from the
-    received model (error feedback); 0: training goes on from what was left instead."""
+    """What a message leaves is multiplied by this, and what of it was not trained from is added to the next difference
+    (error feedback); 0: training goes on from all of it."""
+    begins_with: float = 1.0
+    """Training begins from the received model plus this share of what the message before left."""
     least_rounds: int = 1
     """Of a federation; in fewer it does harm that was measured."""
     lossless: bool = False
@@ -136,6 +138,11 @@ def declared_codec(name: str, key: str = "encoding") -> DeltaCodec:
 def fading_of(encoding: str) -> float:
     """`DeltaCodec.fading` of an encoding; 0 where a whole checkpoint travels."""
     return 0.0 if encoding == FULL else declared_codec(encoding).fading
+
+
+def begins_with(encoding: str) -> float:
+    """`DeltaCodec.begins_with` of an encoding; 1 where a whole checkpoint travels, which leaves nothing but masks'."""
+    return 1.0 if encoding == FULL else declared_codec(encoding).begins_with
 
 
 def load_codec(name: str) -> Codec:

@@ -75,21 +75,24 @@ class Job:
         return Personal(self.state, Patterns(tuple(self.settings.include), tuple(self.settings.exclude)))
 
     @property
+    def built_in(self) -> bool:
+        """Is the trainer CrossFed's own?"""
+        return (self.arguments.module or self.settings.trainer.module) == BUILT_IN
+
+    @property
     def writes_messages(self) -> bool:
         """May the trainer write its update as a message at once? CrossFed's own does, in a round that takes steps,
         where nothing is to be taken out of the update, or masked, before it is encoded."""
-        own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
         encoding = self.settings.training.encoding
         encoded = encoding != FULL and self.round < self.settings.rounds
-        return own and encoded and not self.personal.any and self.settings.masking is None
+        return self.built_in and encoded and not self.personal.any and self.settings.masking is None
 
     @property
     def masks_from_memory(self) -> bool:
         """May the trainer mask its update as it writes it? CrossFed's own does, where nothing is to be taken out of
         the update before, and nobody needs it whole afterwards."""
-        own = (self.arguments.module or self.settings.trainer.module) == BUILT_IN
         whole = self.personal.any or self.settings.evaluation.own_models or self.settings.norms_of_whole
-        return self.masks and own and not whole and self.settings.training.encoding == FULL
+        return self.masks and self.built_in and not whole and self.settings.training.encoding == FULL
 
     @property
     def keeps_models(self) -> bool:
@@ -134,7 +137,8 @@ class Work:
 def work_of_round(job: Job) -> Work:
     """The round that the job was submitted for."""
     a = job.arguments
-    ahead = unsent(job.state, a.round, job.settings.training, masked=job.settings.masking is not None)
+    masked = job.settings.masking is not None
+    ahead = unsent(job.state, a.round, job.settings.training, masked=masked, built_in=job.built_in)
     trains = a.round < job.settings.rounds
     return Work(
         model=job.model,

@@ -155,6 +155,7 @@ class OneRound:
             round=job.round,
             settings=job.settings.training,
             patterns=job.personal.patterns,
+            built_in=job.built_in,
             norms=job.settings.step_norms,
         )
 

@@ -3,8 +3,9 @@
 What the encoding loses stays under the facility's state directory, and training goes on from it in the next round: its
 weights begin as the received model plus what of this facility's steps has not been sent. Adding it to the next
 difference only (error feedback as usual) makes many local steps take the same way again, and then it is sent twice. A
-codec that fades has it so nevertheless: what it leaves is most of a step, and training from there would be training
-from another model than all others do.
+codec that fades leaves most of a step, and training from all of it would be training from another model than all others
+do: a share of it is trained from (`DeltaCodec.begins_with`), and the rest is added to the next difference. A trainer of
+one's own need not know of that: it begins with the received model, and all of it is added.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL, fading_of
+from facility.exchange.delta_codecs import FULL, begins_with, fading_of
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
@@ -36,14 +37,15 @@ def make_smaller(
     round: int,
     settings: TrainingSettings,
     patterns: Patterns,
+    built_in: bool = True,
     norms: bool = False,
 ) -> Encoded | None:
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
     The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
-    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades it is
-    added here. `norms`: state the norm of the step that the message decodes to. A trainer that was given
-    `pending_residual` may have written the message already.
+    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest
+    of it is added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the
+    message decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
         keep_pending(state, round)
@@ -64,6 +66,7 @@ def make_smaller(
         patterns=patterns,
         norms=norms,
         ahead=left(state, round, settings),
+        taken=begins_with(settings.encoding) if built_in else 0.0,
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -94,10 +97,12 @@ def keep_pending(state: Path, round: int) -> None:
     _drop_before(state, round)
 
 
-def unsent(state: Path, round: int, settings: TrainingSettings, *, masked: bool = False) -> Path | None:
+def unsent(
+    state: Path, round: int, settings: TrainingSettings, *, masked: bool = False, built_in: bool = True
+) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
-    None if there is none."""
-    if masked or (settings.encoding != FULL and not fading_of(settings.encoding)):
+    None if there is none, or if it fades and the trainer is not CrossFed's own, which takes a share."""
+    if masked or (settings.encoding != FULL and (built_in or not fading_of(settings.encoding))):
         return _left_before(state, round)
     return None
 

@@ -107,7 +107,7 @@ class DriftCorrection:
             start = dataclasses.replace(part, tensor=torch.empty_like(piece))
             load_shards([start], received, conversion)
             if unsent is not None:
-                add_shards([start], unsent, conversion)
+                add_shards([start], unsent, conversion, request.unsent_share)
             piece.copy_((part.tensor - start.tensor) / self.rates - piece)
         self.walked = self._squares()
 

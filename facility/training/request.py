@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from facility.exchange.delta_codecs import begins_with
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
@@ -67,6 +68,11 @@ class RoundRequest:
         """With the steps of this round."""
         training = self.settings.training
         return training if self.asked_steps is None else replace(training, steps=self.asked_steps)
+
+    @property
+    def unsent_share(self) -> float:
+        """Share of what earlier updates left out that this round is trained from; the rest is only sent."""
+        return begins_with(self.training.encoding) if self.unsent is not None else 0.0
 
     @property
     def evaluates_only(self) -> bool:

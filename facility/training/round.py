@@ -122,7 +122,8 @@ class Round:
         show_stage(self.ranks, self.request.job_directory, stage, done=done, steps=steps)
 
     def evaluate_received(self) -> None:
-        """Evaluate the received model (once per round), then add what earlier updates left out."""
+        """Evaluate the received model (once per round), then add what is trained from of earlier
+        updates' rest."""
         self.show("evaluating")
         if self.inputs.task.separate:
             check_separation(self.engine.loss_of, self.inputs, self.request.training.compute_dtype)
@@ -134,7 +135,9 @@ class Round:
             if self.request.unsent is not None:
                 with together(self.ranks):
                     unsent = open_checkpoint(self.request.unsent)
-                    add_shards(self.engine.parts, unsent, self.engine.assembly.names.conversion)
+                    add_shards(
+                        self.engine.parts, unsent, self.engine.assembly.names.conversion, self.request.unsent_share
+                    )
         else:
             log.info("resuming after step %d of %d", self.progress.done, self.request.training.steps)
         loss = self.progress.loss_received

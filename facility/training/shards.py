@@ -183,8 +183,13 @@ def _place(part: Loadable, checkpoint: Checkpoint, pieces: Mapping[str, Pieces])
     return min(((str(entry.file), entry.start) for entry in found), default=("", 0))
 
 
-def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None) -> None:
-    """Add the checkpoint's tensors of these names to the parts. Raises `CheckpointError` for another shape."""
+def add_shards(
+    parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None, share: float = 1.0
+) -> None:
+    """Add the checkpoint's tensors of these names, times `share`, to the parts.
+
+    Raises `CheckpointError` for another shape.
+    """
     pieces = conversion.pieces if conversion is not None else {}
     for part in parts:
         made_of = pieces.get(part.name)
@@ -205,4 +210,4 @@ def add_shards(parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: 
         elif entry is not None:
             read_rows(entry, part.first, rows)
         with torch.no_grad():
-            part.tensor.add_(rows)
+            part.tensor.add_(rows, alpha=share)

@@ -21,7 +21,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.smaller import make_smaller, residual_path, unsent
 from tests.aggregation import make
 
-FADING = declared_codec("sparseloco").fading
+FADING, SHARE = declared_codec("sparseloco").fading, declared_codec("sparseloco").begins_with
 SETTINGS = TrainingSettings(encoding="sparseloco", export_dtype="float32")
 
 
@@ -118,22 +118,27 @@ def test_any_bytes_are_values_or_an_error(seed: int, count: int):
     assert len(found) == count and np.isfinite(found).all() and np.count_nonzero(found) <= kept_of(count) + KEPT
 
 
-def test_what_is_left_fades_and_is_sent_later_and_training_begins_from_the_received_model(tmp_path: Path):
-    """Four rounds against the paper's algorithm on whole arrays; every round is tried twice, as after a kill."""
+@pytest.mark.parametrize("built_in", [True, False], ids=["trained from a share of it", "by a trainer of one's own"])
+def test_what_is_left_fades_and_is_sent_later(tmp_path: Path, built_in: bool):
+    """Four rounds against the paper's algorithm on whole arrays; every round is tried twice, as after a kill. Where
+    training begins has no part in what is sent of its step."""
     state = tmp_path / "state"
     start: dict[str, Any] = {"w": torch.zeros(3, CHUNK), "still": torch.ones(50)}
     error = np.zeros(3 * CHUNK, np.float32)
     for number in range(4):
         base = make.model(tmp_path / f"base{number}", start, round=number)
-        assert unsent(state, number, SETTINGS) is None
+        ahead = unsent(state, number, SETTINGS, built_in=built_in)
+        assert (ahead is not None) == (built_in and number > 0)
+        begun = start["w"] + SHARE * make.read_all(ahead)["w"] if ahead is not None else start["w"]
         step = 1e-2 * torch.randn(3, CHUNK, generator=torch.Generator().manual_seed(number))
-        trained = start["w"] + step
+        trained = begun + step
         for _ in range(2):
             update = make.update(tmp_path / "update", {**start, "w": trained}, base=base, facility="alpha")
-            make_smaller(update, model=base, state=state, round=number, settings=SETTINGS, patterns=Patterns())
+            more: dict[str, Any] = dict(settings=SETTINGS, patterns=Patterns(), built_in=built_in)
+            make_smaller(update, model=base, state=state, round=number, **more)
             update = update.rename(tmp_path / f"message{number}-{_}")
         decode_message(update, reference=base, out=tmp_path / f"decoded{number}")
-        error = np.float32(FADING) * error + (trained - start["w"]).numpy().reshape(-1)
+        error = np.float32(FADING) * error + step.numpy().reshape(-1)
         sent = np.concatenate([decode(encode(part), CHUNK) for part in error.reshape(3, CHUNK)])
         got = make.read_all(tmp_path / f"decoded{number}")["w"] - start["w"]
         np.testing.assert_allclose(got.numpy().reshape(-1), sent, atol=1e-7)

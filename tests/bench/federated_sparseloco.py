@@ -1,7 +1,7 @@
 """The uplink of `sparseloco` on tensors in memory: what is not sent fades and is added to the next step.
 
-Training starts from the global model. A facility has a fiftieth of its step in the model of the next round, so it takes
-hundreds of rounds to pay.
+Training starts from the global model and a share of what was not sent. A facility has a fiftieth of its step in the
+model of the next round, so it takes a hundred rounds and more to pay.
 """
 
 from __future__ import annotations
@@ -21,18 +21,23 @@ def selected(values: Tensor) -> Tensor:
 class SparseLoCo:
     """The uplink of every facility, as `federated_codecs.DeltaCodec`."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins_with: float | None = None) -> None:
+        """`begins_with`: the share of what was not sent that training begins with; None: the codec's."""
+        self.share = sparseloco.DECLARATION.begins_with if begins_with is None else begins_with
         self.kept: dict[int, list[Tensor]] = {}
 
     def __call__(self, sender: int, reference: list[Tensor], values: list[Tensor]) -> list[Tensor]:
-        fading = sparseloco.DECLARATION.fading
+        rest = sparseloco.DECLARATION.fading - self.share
         steps = [(new - old).reshape(-1) for old, new in zip(reference, values, strict=True)]
         if sender in self.kept:
-            steps = [step + fading * old for step, old in zip(steps, self.kept[sender], strict=True)]
+            steps = [step + rest * old for step, old in zip(steps, self.kept[sender], strict=True)]
         sent = [selected(step) for step in steps]
         self.kept[sender] = [step - part for step, part in zip(steps, sent, strict=True)]
         return [old + part.reshape(old.shape) for old, part in zip(reference, sent, strict=True)]
 
     def start(self, sender: int, received: list[Tensor]) -> list[Tensor]:
-        """Training starts from the global model."""
-        return received
+        """Where a facility's training begins."""
+        rest = self.kept.get(sender)
+        if rest is None:
+            return received
+        return [value + self.share * kept.reshape(value.shape) for value, kept in zip(received, rest, strict=True)]

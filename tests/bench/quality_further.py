@@ -124,9 +124,9 @@ def many_rounds() -> list[tuple[str, Arm]]:
         ("mean", ARMS["mean"]),
         (DEFAULT, ARMS[DEFAULT]),
         (
-            "sparseloco, server rate 2.5",
+            "sparseloco",
             Arm(
-                aggregation={"rule": "mean", "server_learning_rate": 2.5},
+                aggregation={"rule": "mean", "server_learning_rate": 3.0},
                 local={"learning_rate": 4e-3, "betas": SLOW, "optimizer_state": "shared"},
                 codec="sparseloco",
             ),

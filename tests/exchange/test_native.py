@@ -26,6 +26,7 @@ from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
+from tests.made_once import made_once
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 EVERY = np.arange(1 << 16, dtype=np.uint16)
@@ -145,12 +146,14 @@ def narrower(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         pytest.skip("registers of this processor have one width")
     if processor == "haswell" and "avx2" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("registers of 256 bits are not there")
-    made = tmp_path_factory.mktemp(processor) / "other.so"
-    flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
-    compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))))
-    command = [compiler, *flags, f"-march={processor}", str(native.SOURCE), "-o", str(made), "-lm"]
-    subprocess.run(command, check=True, capture_output=True)
-    return native._load(made)
+
+    def compile_it(place: Path) -> None:
+        flags = [flag for flag in native.FLAGS if not flag.startswith("-march")]
+        compiler = next(filter(None, map(shutil.which, (os.environ.get("CC") or "cc", "gcc", "clang"))))
+        command = [compiler, *flags, f"-march={processor}", str(native.SOURCE), "-o", str(place / "other.so"), "-lm"]
+        subprocess.run(command, check=True, capture_output=True)
+
+    return native._load(made_once(tmp_path_factory.mktemp(processor), f"native-{processor}", compile_it) / "other.so")
 
 
 def as_bfloat16(values: np.ndarray) -> np.ndarray:

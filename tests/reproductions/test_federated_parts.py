@@ -18,7 +18,12 @@ def test_what_sparseloco_did_not_send_fades_and_is_sent_later():
     sent = codec(3, start, [first])[0]
     assert int(sent.count_nonzero()) == kept_of(4096) + kept_of(904)
     rest = first - sent
-    again = codec(3, start, [second])[0]
+    begun = codec.start(3, start)[0]
+    assert torch.allclose(begun, 0.25 * rest) and torch.equal(codec.start(4, start)[0], start[0])
+    published = SparseLoCo(begins_with=0.0)
+    published(3, start, [first])
+    assert torch.equal(published.start(3, start)[0], start[0])
+    again = codec(3, start, [begun + second])[0]
     assert torch.allclose(again + codec.kept[3][0], second + 0.95 * rest, atol=1e-6)
 
 

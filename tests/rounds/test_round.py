@@ -14,8 +14,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from coordinator.testbed.command import started_at
+from facility.exchange.checkpoints.delta import decode
 from facility.exchange.messages.manifest import (
     Manifest,
     read_manifest,
@@ -26,7 +28,9 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
+from facility.rounds.smaller import residual_path
 from facility.rounds.sweep import forget_earlier, sweep
+from tests.aggregation.make import read_all
 from tests.distributed import Started
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
@@ -92,6 +96,24 @@ def test_a_round_trains_on_two_ranks_and_leaves_an_update(site: Site):
     assert (manifest.kind, manifest.round, manifest.facility) == ("update", 0, "north")
     assert manifest.base_sha256 == read_manifest(model).content_sha256
     assert "ranks 0-1 of 2" in result.stderr
+
+
+@pytest.mark.parametrize("real", [True, False], ids=["CrossFed's own trainer", "another"])
+def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site, real: bool):
+    """One begins its training from a share of it, the other knows nothing of it; the second round takes no step."""
+    state, left = site.root / "state/pico/north", []
+    for number, rate in enumerate((1e-2, 1e-30)):
+        write_settings(site.root / "settings.json", encoding="sparseloco", learning_rate=rate)
+        model = site.send(round=number)
+        result, update = site.run(model, round=number, real=real or number == 0)
+        assert result.returncode == 0, result.stderr
+        left.append(read_all(residual_path(state, number)))
+    decode(update, reference=model, out=site.root / "decoded")
+    arrived, received = read_all(site.root / "decoded"), read_all(model)
+    for name, before in left[0].items():
+        assert before.any()
+        found = arrived[name].float() - received[name].float() + left[1][name]
+        torch.testing.assert_close(found, 0.95 * before, atol=1e-7, rtol=1e-4)
 
 
 def test_the_same_round_again_is_not_trained_twice(site: Site):

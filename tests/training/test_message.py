@@ -14,9 +14,9 @@ from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
-from facility.exchange.messages.settings import read_facility_settings
+from facility.exchange.messages.settings import TrainingSettings, read_facility_settings
 from facility.rounds.sealed import flaw
-from facility.rounds.smaller import left, make_smaller, pending_residual, residual_path
+from facility.rounds.smaller import left, make_smaller, pending_residual, residual_path, unsent
 from facility.training.state.save import all_finite
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -90,7 +90,7 @@ def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, receiv
 
 
 def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Path, received):
-    """An encoding that fades, two rounds: `--left`."""
+    """An encoding that fades, two rounds: `--left`, and `--unsent`, a share of which is trained from."""
     first, dataset = received
     roots = tmp_path / "disk", tmp_path / "memory"
     for number in range(2):
@@ -98,7 +98,10 @@ def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Pat
         write_manifest(model, Manifest(kind="model", federation="pico", round=number))
         cases = []
         for root in roots:
-            cases.append((root.name, arguments(root, model, dataset, number, encoding="sparseloco", **CODED)))
+            settings = TrainingSettings(encoding="sparseloco", export_dtype="float32")
+            rest = unsent(root / "state", number, settings)
+            more = ["--unsent", str(rest)] if rest is not None else []
+            cases.append((root.name, arguments(root, model, dataset, number, encoding="sparseloco", **CODED) + more))
         before = left(roots[1] / "state", number, read_facility_settings(roots[1] / "settings.json").training)
         assert (before is None) == (number == 0)
         cases[1][1].extend(straight(roots[1]) + (["--left", str(before)] if before is not None else []))

@@ -12,7 +12,7 @@ to send in full, never a silent fallback.
 What the codec loses is kept at the sender (`residual_out`): error feedback, F. Seide et al., Interspeech 2014, and
 S. P. Karimireddy et al., ICML 2019, arXiv 1901.09847. Here it is no addition to the next difference: a
 facility's next training begins from it (`facility.rounds.smaller`). With a codec that fades (`DeltaCodec.fading`) it is
-one (`ahead`), times that factor.
+one (`ahead`), times that factor, and training begins from a share of it alone.
 
 An update is decoded to float32, so that half precision does not take away what the codec carried; the coordinator does
 that as it averages, mostly without a decoded file (`facility.exchange.checkpoints.encoded`). A model is decoded to the
@@ -38,7 +38,7 @@ from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_decoding import decode
 from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, raw
-from facility.exchange.checkpoints.differences import Left, differences, steps_of
+from facility.exchange.checkpoints.differences import NOTHING, Left, differences, steps_of
 from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -89,13 +89,14 @@ def encode(
     patterns: Patterns | None = None,
     norms: bool = False,
     ahead: Path | None = None,
+    taken: float = 0.0,
 ) -> Encoded:
     """Write the message `out` for the directory `full`; `out` and `residual_out` must not exist.
 
     `values`: a checkpoint with the same tensors in more precision than `full` (a float32 master). `density`: share of
     the values that a codec sends that selects. A tensor may be absent from `full` when `patterns` say that it is not
     federated. `norms`: write step_norms.json beside the message of an update, of the step that it decodes to. `ahead`:
-    the `residual_out` of the message before, of a codec that fades.
+    the `residual_out` of the message before, of a codec that fades; `full` was trained from the share `taken` of it.
     Raises `ConfigurationError` where a codec that is for models alone is to encode an update.
     """
     if declared_codec(encoding).lossless and read_manifest(full).kind == "update":
@@ -107,7 +108,7 @@ def encode(
         kept = stack.enter_context(new_directory(residual_out)) if residual_out is not None else None
         left = open_checkpoint(ahead) if ahead is not None else None
         done = write_tensors(
-            directory, kept, old=old, new=new, encoding=encoding, density=density, norms=norms, ahead=left
+            directory, kept, old=old, new=new, encoding=encoding, density=density, norms=norms, ahead=left, taken=taken
         )
         copy_companions(Path(full), directory, leave=(NORMS,))
         write_manifest(directory, as_message(manifest, encoding, reference), done.message_sha256)
@@ -130,18 +131,22 @@ def write_tensors(
     density: float = SPARSE_DENSITY,
     norms: bool = False,
     ahead: Checkpoint | None = None,
+    taken: float = 0.0,
 ) -> Encoded:
     """Write a message's tensors to `directory`, and what it loses to the directory `kept`, which both exist.
 
     `new`: by the names of `old`, stored or in memory; read part by part, in the order in which `old` lies. `norms`:
-    write step_norms.json, too. `ahead`: what the message before left, of a codec that fades.
+    write step_norms.json, too. `ahead`: what the message before left, of a codec that fades; `new` was trained from the
+    share `taken` of it.
     """
     if not 0 < density <= 1:
         raise ConfigurationError(f"density is {density}, expected more than 0 and at most 1")
     codec, declared = load_codec(encoding), declared_codec(encoding)
     if codec.of_bits and (kept is not None or norms):
         raise ConfigurationError(f"encoding {encoding!r} is for models alone, which leave no residual and no norms")
-    left = Left(tensors=ahead.tensors if ahead is not None and declared.fading else {}, fading=declared.fading)
+    left = NOTHING
+    if ahead is not None and declared.fading:
+        left = Left(tensors=ahead.tensors, fading=declared.fading - taken)
     sending = _plan(codec, old, new, density if declared.selects else None, left)
     with ExitStack() as files:
         writer = TensorWriter(directory, {FILE: sending.planned}, {"format": "pt"}, hashed=True, as_listed=True)

@@ -25,6 +25,7 @@ from facility.exchange.checkpoints.delta_parts import HeldTensor
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.settings import FacilitySettings
 from facility.rounds.sealed import seal
+from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard
 from facility.training.state.save import Slot, rounded
 
@@ -86,20 +87,15 @@ def held_tensor(part: LocalShard, slot: Slot, model: Path) -> HeldTensor:
 
 
 def write_message(
-    directory: Path,
-    unsent_out: Path,
-    received: Checkpoint,
-    held: dict[str, TensorEntry],
-    settings: FacilitySettings,
-    left: Path | None,
+    directory: Path, received: Checkpoint, held: dict[str, TensorEntry], request: RoundRequest
 ) -> dict[str, str]:
-    """Write the message's tensors to `directory`, and what it leaves out to `unsent_out`, sealed. `left`: what the
-    message before left out, where the encoding fades.
+    """Write the message's tensors to `directory`, and what it leaves out to the request's `unsent_out`, sealed.
 
     Returns the sha256 of the files.
     """
-    training = settings.training
-    with new_directory(unsent_out) as kept:
+    assert request.unsent_out is not None
+    training = request.settings.training
+    with new_directory(request.unsent_out) as kept:
         done = write_tensors(
             directory,
             kept,
@@ -107,8 +103,9 @@ def write_message(
             new=held,
             encoding=training.encoding,
             density=training.sparse_density,
-            norms=settings.step_norms,
-            ahead=open_checkpoint(left) if left is not None else None,
+            norms=request.settings.step_norms,
+            ahead=open_checkpoint(request.left) if request.left is not None else None,
+            taken=request.unsent_share,
         )
-    seal(unsent_out, done.residual_checksums)
+    seal(request.unsent_out, done.residual_checksums)
     return done.message_sha256

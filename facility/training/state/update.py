@@ -134,7 +134,7 @@ def write_tensors_of(update: Outgoing, directory: Path) -> tuple[manifests.Manif
     if update.alone and request.unsent_out is not None:
         if (streams := held_tensors(model, slots, update.mine, request.settings)) is not None:
             described = as_message(described, request.settings.training.encoding, model)
-            return described, write_message(directory, request.unsent_out, *streams, request.settings, request.left)
+            return described, write_message(directory, *streams, request)
     if update.alone and request.masks is not None:
         if (held := held_for_masks(model, slots, update.mine)) is not None:
             request.masks.hold(held, received=model)
