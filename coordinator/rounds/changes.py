@@ -93,7 +93,7 @@ RULES = (
         follows="results do not change but for rounding",
     ),
     Rule(
-        pattern=r"training\.(encoding|sparse_density)",
+        pattern=r"training\.(encoding|sparse_density|unsent_share)",
         affects=True,
         follows="updates are sent in another way from the next round on; what was left unsent is sent with them",
     ),

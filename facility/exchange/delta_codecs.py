@@ -40,8 +40,6 @@ class DeltaCodec(Declaration):
     fading: float = 0.0
     """What a message leaves is multiplied by this, and what of it was not trained from is added to the next difference
     (error feedback); 0: training goes on from all of it."""
-    begins_with: float = 1.0
-    """Training begins from the received model plus this share of what the message before left."""
     least_rounds: int = 1
     """Of a federation; in fewer it does harm that was measured."""
     lossless: bool = False
@@ -140,9 +138,10 @@ def fading_of(encoding: str) -> float:
     return 0.0 if encoding == FULL else declared_codec(encoding).fading
 
 
-def begins_with(encoding: str) -> float:
-    """`DeltaCodec.begins_with` of an encoding; 1 where a whole checkpoint travels, which leaves nothing but masks'."""
-    return 1.0 if encoding == FULL else declared_codec(encoding).begins_with
+def trained_from(encoding: str, unsent_share: float) -> float:
+    """The share of what earlier messages left that training begins with: `unsent_share` of an encoding that fades, else
+    all of it."""
+    return unsent_share if fading_of(encoding) else 1.0
 
 
 def load_codec(name: str) -> Codec:

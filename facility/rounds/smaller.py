@@ -4,7 +4,7 @@ What the encoding loses stays under the facility's state directory, and training
 weights begin as the received model plus what of this facility's steps has not been sent. Adding it to the next
 difference only (error feedback as usual) makes many local steps take the same way again, and then it is sent twice. A
 codec that fades leaves most of a step, and training from all of it would be training from another model than all others
-do: a share of it is trained from (`DeltaCodec.begins_with`), and the rest is added to the next difference. A trainer of
+do: a share of it is trained from (`training.unsent_share`), and the rest is added to the next difference. A trainer of
 one's own need not know of that: it begins with the received model, and all of it is added.
 """
 
@@ -18,7 +18,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.checkpoints.delta import Encoded, encode
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.delta_codecs import FULL, begins_with, fading_of
+from facility.exchange.delta_codecs import FULL, fading_of, trained_from
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
@@ -66,7 +66,7 @@ def make_smaller(
         patterns=patterns,
         norms=norms,
         ahead=left(state, round, settings),
-        taken=begins_with(settings.encoding) if built_in else 0.0,
+        taken=trained_from(settings.encoding, settings.unsent_share) if built_in else 0.0,
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -102,9 +102,8 @@ def unsent(
 ) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
     None if there is none, or if it fades and the trainer is not CrossFed's own, which takes a share."""
-    if masked or (settings.encoding != FULL and (built_in or not fading_of(settings.encoding))):
-        return _left_before(state, round)
-    return None
+    taken = trained_from(settings.encoding, settings.unsent_share if built_in else 0.0)
+    return _left_before(state, round) if masked or (settings.encoding != FULL and taken) else None
 
 
 def left(state: Path, round: int, settings: TrainingSettings) -> Path | None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from facility.exchange.delta_codecs import begins_with
+from facility.exchange.delta_codecs import trained_from
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
@@ -72,7 +72,8 @@ class RoundRequest:
     @property
     def unsent_share(self) -> float:
         """Share of what earlier updates left out that this round is trained from; the rest is only sent."""
-        return begins_with(self.training.encoding) if self.unsent is not None else 0.0
+        training = self.training
+        return trained_from(training.encoding, training.unsent_share) if self.unsent is not None else 0.0
 
     @property
     def evaluates_only(self) -> bool:

@@ -21,8 +21,8 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.smaller import make_smaller, residual_path, unsent
 from tests.aggregation import make
 
-FADING, SHARE = declared_codec("sparseloco").fading, declared_codec("sparseloco").begins_with
-SETTINGS = TrainingSettings(encoding="sparseloco", export_dtype="float32")
+FADING, SHARE = declared_codec("sparseloco").fading, 0.25
+SETTINGS = TrainingSettings(encoding="sparseloco", export_dtype="float32", unsent_share=SHARE)
 
 
 def by_hand(values: np.ndarray) -> np.ndarray:

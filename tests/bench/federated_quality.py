@@ -159,7 +159,7 @@ def key_of(cell: Cell) -> dict[str, Any]:
     rounds, steps = map(int, cell.schedule.split("x"))
     names = ["aggregation", "local", *(["codec", "density"] if arm.codec else [])]
     names += [name for name in ("unlike", "lora", "incomplete") if getattr(arm, name)]
-    names += ["begins_with"] if arm.begins_with is not None else []
+    names += ["unsent_share"] if arm.unsent_share else []
     by_round = arm.kind == "federated" or (arm.kind == "pooled" and arm.unlike)
     return {
         "experiment": cell.experiment,
@@ -227,7 +227,7 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell, device: st
         return pool(model, texts, steps=rounds * steps, local=local, seed=cell.seed, unlike=arm.unlike, span=steps)
     coders: list[Any] = [None, None]
     if arm.codec == "sparseloco":
-        coders[0] = SparseLoCo(arm.begins_with)
+        coders[0] = SparseLoCo(arm.unsent_share)
     elif arm.codec:
         coders = [DeltaCodec(arm.codec, density=arm.density, model=way) for way in (False, True)]
     aggregation = AggregationSettings(**(arm.aggregation or {}))

@@ -21,9 +21,9 @@ def selected(values: Tensor) -> Tensor:
 class SparseLoCo:
     """The uplink of every facility, as `federated_codecs.DeltaCodec`."""
 
-    def __init__(self, begins_with: float | None = None) -> None:
-        """`begins_with`: the share of what was not sent that training begins with; None: the codec's."""
-        self.share = sparseloco.DECLARATION.begins_with if begins_with is None else begins_with
+    def __init__(self, unsent_share: float) -> None:
+        """`unsent_share`: of what was not sent, what training begins with."""
+        self.share = unsent_share
         self.kept: dict[int, list[Tensor]] = {}
 
     def __call__(self, sender: int, reference: list[Tensor], values: list[Tensor]) -> list[Tensor]:

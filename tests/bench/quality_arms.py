@@ -23,8 +23,8 @@ class Arm:
     """What travels both ways instead of bfloat16: delta-int8, delta-int4 or sparse; to the server: sparseloco."""
     density: float = SPARSE_DENSITY
     """Of `sparse`."""
-    begins_with: float | None = None
-    """Of `sparseloco`: `DeltaCodec.begins_with`; None: as it is declared."""
+    unsent_share: float = 0.0
+    """Of `sparseloco`: the share of what was not sent that training begins with."""
     unlike: str = ""
     """How facilities differ beside their text (`federated_unlike.UNLIKE`)."""
     incomplete: str = ""

@@ -129,6 +129,7 @@ def many_rounds() -> list[tuple[str, Arm]]:
                 aggregation={"rule": "mean", "server_learning_rate": 3.0},
                 local={"learning_rate": 4e-3, "betas": SLOW, "optimizer_state": "shared"},
                 codec="sparseloco",
+                unsent_share=0.25,
             ),
         ),
     ]

@@ -12,7 +12,7 @@ from tests.bench.federated_sparseloco import SparseLoCo
 
 
 def test_what_sparseloco_did_not_send_fades_and_is_sent_later():
-    codec, start = SparseLoCo(), [torch.zeros(5000)]
+    codec, start = SparseLoCo(0.25), [torch.zeros(5000)]
     torch.manual_seed(0)
     first, second = torch.randn(5000), torch.randn(5000)
     sent = codec(3, start, [first])[0]
@@ -20,7 +20,7 @@ def test_what_sparseloco_did_not_send_fades_and_is_sent_later():
     rest = first - sent
     begun = codec.start(3, start)[0]
     assert torch.allclose(begun, 0.25 * rest) and torch.equal(codec.start(4, start)[0], start[0])
-    published = SparseLoCo(begins_with=0.0)
+    published = SparseLoCo(0.0)
     published(3, start, [first])
     assert torch.equal(published.start(3, start)[0], start[0])
     again = codec(3, start, [begun + second])[0]

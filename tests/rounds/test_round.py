@@ -103,7 +103,7 @@ def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site
     """One begins its training from a share of it, the other knows nothing of it; the second round takes no step."""
     state, left = site.root / "state/pico/north", []
     for number, rate in enumerate((1e-2, 1e-30)):
-        write_settings(site.root / "settings.json", encoding="sparseloco", learning_rate=rate)
+        write_settings(site.root / "settings.json", encoding="sparseloco", unsent_share=0.25, learning_rate=rate)
         model = site.send(round=number)
         result, update = site.run(model, round=number, real=real or number == 0)
         assert result.returncode == 0, result.stderr

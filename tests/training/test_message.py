@@ -96,12 +96,12 @@ def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Pat
     for number in range(2):
         model = Path(shutil.copytree(first, tmp_path / f"model{number}"))
         write_manifest(model, Manifest(kind="model", federation="pico", round=number))
-        cases = []
+        cases, sparse = [], {"encoding": "sparseloco", "unsent_share": 0.25}
         for root in roots:
-            settings = TrainingSettings(encoding="sparseloco", export_dtype="float32")
+            settings = TrainingSettings(encoding="sparseloco", export_dtype="float32", unsent_share=0.25)
             rest = unsent(root / "state", number, settings)
             more = ["--unsent", str(rest)] if rest is not None else []
-            cases.append((root.name, arguments(root, model, dataset, number, encoding="sparseloco", **CODED) + more))
+            cases.append((root.name, arguments(root, model, dataset, number, **sparse, **CODED) + more))
         before = left(roots[1] / "state", number, read_facility_settings(roots[1] / "settings.json").training)
         assert (before is None) == (number == 0)
         cases[1][1].extend(straight(roots[1]) + (["--left", str(before)] if before is not None else []))

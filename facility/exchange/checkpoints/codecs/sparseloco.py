@@ -5,9 +5,9 @@ step of a round and e what it has not sent,
 
     e <- 0.95 e + D;   sent = Q(the largest of each 4,096 of e);   e <- e - sent
 
-Training begins from the received model plus 0.25 e, and D is what is walked from there. (The paper begins from the
-received model: who sees nothing of what it has not sent walks the same way in each round.) Q keeps the sign and one of
-two magnitudes: the means of the larger and of the smaller half of what is kept.
+Training begins from the received model, as in the paper, plus e times `training.unsent_share`: who sees nothing of what
+it has not sent walks the same way in each round. D is what is walked from there. Q keeps the sign and one of two
+magnitudes: the means of the larger and of the smaller half of what is kept.
 
 The paper and Covenant-72B (arXiv 2603.08163) keep 64 of 4,096 with twelve bits for each place, 1.4 % of bfloat16.
 Here places are sorted and written as P. Elias (J. ACM 21, 1974) and R. Fano (1971) write increasing numbers: five low
@@ -31,7 +31,6 @@ DECLARATION = DeltaCodec(
     implementation="CODEC",
     bytes_per_value=0.0263671875,
     fading=0.95,
-    begins_with=0.25,
     least_rounds=100,
 )
 
