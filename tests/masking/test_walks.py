@@ -51,6 +51,7 @@ OTHER: dict[str, Any] = {
     "export_dtype": "float16",
     "encoding": "sparse",
     "sparse_density": 1e-6,
+    "unsent_share": 1e-9,
 }
 LORA: dict[str, Any] = {
     "rank": 4,

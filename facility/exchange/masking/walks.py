@@ -43,6 +43,7 @@ ALIKE = (
     "export_dtype",
     "encoding",
     "sparse_density",
+    "unsent_share",
 )
 """Fields of `training:` that are equal at all facilities of secure aggregation."""
 ALIKE_LORA = (
