@@ -18,7 +18,7 @@ def check_sparse_updates(federation: Federation) -> list[Row]:
         return []
     rounds, percent = max((pair for pair in MEASURED if pair[0] <= federation.rounds), default=MEASURED[0])
     found = (
-        "perplexity was 0 to 2 % above that of whole updates after 100 rounds of 10 steps with 0.5 to 11 million "
-        f"parameters; with 0.16 million {percent} % above it after {rounds}"
+        "at two facilities perplexity was 0 to 2 % above that of whole updates after 100 rounds of 10 steps with 0.5 "
+        f"to 11 million parameters; with 0.16 million {percent} % above it after {rounds}"
     )
     return [ok("federation", CHECK, found)]

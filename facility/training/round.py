@@ -122,8 +122,8 @@ class Round:
         show_stage(self.ranks, self.request.job_directory, stage, done=done, steps=steps)
 
     def evaluate_received(self) -> None:
-        """Evaluate the received model (once per round), then add what is trained from of earlier
-        updates' rest."""
+        """Evaluate the received model (once per round), then add the share of what earlier updates left out that is
+        trained from."""
         self.show("evaluating")
         if self.inputs.task.separate:
             check_separation(self.engine.loss_of, self.inputs, self.request.training.compute_dtype)
