@@ -292,7 +292,7 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
     settings = federation.aggregation
     choice = choice_of(training, federation.rounds, settings, pretrained=pretrained, parameters=parameters_of(model))
     if are_sparse(training):
-        choice = for_sparse_updates(choice, settings, federation.sending, len(training))
+        choice = for_sparse_updates(choice, settings, federation.sending)
     training = resolve_training(training, choice.optimizer_state)
     if settings.rule == AUTO:
         training = with_measured(training, given_training, choice)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from coordinator.config.federation import Federation
 from coordinator.config.sparse_updates import are_sparse
-from coordinator.preflight.row import Row, ok
+from coordinator.preflight.row import Row, ok, warning
 
 CHECK = "sparse updates"
-MEASURED = ((100, 14), (300, 5), (1000, 2))
-"""Rounds of ten steps, and by how many percent the perplexity of a model of 0.16 million parameters was above that of
-whole updates. Of 0.5 to 11 million it was 0 to 2 % after 100 (two facilities, tests/bench/README.md)."""
+MEASURED = ((100, 22), (300, 8), (1000, 1))
+"""Rounds of ten steps, and by how many percent the perplexity was above that of whole updates (two facilities, 0.16
+million parameters, tests/bench/README.md)."""
+HARMLESS = 1
+"""Percent."""
 
 
 def check_sparse_updates(federation: Federation) -> list[Row]:
@@ -17,8 +19,14 @@ def check_sparse_updates(federation: Federation) -> list[Row]:
     if not are_sparse([one.training for one in federation.facilities]):
         return []
     rounds, percent = max((pair for pair in MEASURED if pair[0] <= federation.rounds), default=MEASURED[0])
-    found = (
-        "at two facilities perplexity was 0 to 2 % above that of whole updates after 100 rounds of 10 steps with 0.5 "
-        f"to 11 million parameters; with 0.16 million {percent} % above it after {rounds}"
-    )
-    return [ok("federation", CHECK, found)]
+    found = f"perplexity was {percent} % above that of whole updates after {rounds} rounds of 10 steps (small models)"
+    if percent <= HARMLESS:
+        return [ok("federation", CHECK, found)]
+    return [
+        warning(
+            "federation",
+            CHECK,
+            found,
+            "more and shorter rounds, or training.encoding: sparse or delta-int4 where the links allow it",
+        )
+    ]

@@ -95,8 +95,8 @@ class TrainingSettings:
     on and sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
     unsent_share: Annotated[float, Ge(0), Le(1)] = 0.0
     """Of what `sparseloco` has not sent, the share that training begins with beside the received model; 0: as
-    published. `rule: auto` takes 0.25 with two facilities: 3 % lower perplexity after a hundred rounds
-    (tests/bench/README.md)."""
+    published. With two facilities and up to 2.6 million parameters 0.25 gave 2 to 7 % lower perplexity after a hundred
+    rounds; with 11 million, and with four facilities, it gave a higher one (tests/bench/README.md)."""
     keep_optimizer: bool = True
     """Keep AdamW's moments at the facility between rounds: 12 to 19 % lower perplexity than beginning them anew at ten
     steps a round, 4 to 9 % at thirty (tests/bench/README.md)."""
