@@ -123,16 +123,19 @@ def many_rounds() -> list[tuple[str, Arm]]:
         ("pooled", ARMS["pooled"]),
         ("mean", ARMS["mean"]),
         (DEFAULT, ARMS[DEFAULT]),
-        (
-            "sparseloco",
-            Arm(
-                aggregation={"rule": "mean", "server_learning_rate": 3.0},
-                local={"learning_rate": 4e-3, "betas": SLOW, "optimizer_state": "shared"},
-                codec="sparseloco",
-                unsent_share=0.25,
-            ),
-        ),
+        ("sparseloco, server rate 2.5", sparse(2.5)),
+        ("sparseloco, server rate 3, from a quarter of the unsent", sparse(3.0, unsent_share=0.25)),
     ]
+
+
+def sparse(rate: float, **more: Any) -> Arm:
+    """Sparse updates whose mean moves the model times `rate`."""
+    return Arm(
+        aggregation={"rule": "mean", "server_learning_rate": rate},
+        local={"learning_rate": 4e-3, "betas": SLOW, "optimizer_state": "shared"},
+        codec="sparseloco",
+        **more,
+    )
 
 
 def combined() -> list[tuple[str, Arm]]:
