@@ -16,7 +16,7 @@ from facility.exchange.checkpoints.running_statistics import PATTERNS
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Line, Pattern
-from facility.exchange.validation import NonNegative, Positive, Share, validated
+from facility.exchange.validation import NonNegative, Positive, Share, ShareOrNone, validated
 
 AUTOMATIC = -1.0
 AUTO = "auto"
@@ -90,7 +90,7 @@ class AggregationSettings:
     """After a round whose model is worse than the one before (mean validation loss over the facilities that reported
     both), say so and halve the server learning rate, to an eighth of its value at the least; three rounds that improve
     in a row double it again, up to its value. Each round file records the factor."""
-    server_decay_share: Annotated[float, Ge(0), Le(1)] = 0.0
+    server_decay_share: ShareOrNone = 0.0
     """Last share of the federation's rounds over which the server learning rate falls linearly; 0: it stays constant.
     Without effect on a single `python -m coordinator.aggregate`, which knows no number of rounds."""
     server_decay_to: Share = 0.65

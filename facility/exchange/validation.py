@@ -38,6 +38,8 @@ AtLeastOne = Annotated[N, Ge(1)]
 NonNegative = Annotated[N, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 """More than nothing, at most all."""
+ShareOrNone = Annotated[float, Ge(0), Le(1)]
+"""From nothing to all."""
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 CALLS = ("missing", "unexpected_keyword_argument")
 RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")

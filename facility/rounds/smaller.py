@@ -66,7 +66,7 @@ def make_smaller(
         patterns=patterns,
         norms=norms,
         ahead=left(state, round, settings),
-        taken=trained_from(settings.encoding, settings.unsent_share) if built_in else 0.0,
+        taken=_taken(settings, built_in),
     )
     keep_residual(state, round, done.residual_checksums)
     shutil.rmtree(update)
@@ -102,13 +102,18 @@ def unsent(
 ) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
     None if there is none, or if it fades and the trainer is not CrossFed's own, which takes a share."""
-    taken = trained_from(settings.encoding, settings.unsent_share if built_in else 0.0)
-    return _left_before(state, round) if masked or (settings.encoding != FULL and taken) else None
+    goes_on = masked or (settings.encoding != FULL and _taken(settings, built_in))
+    return _left_before(state, round) if goes_on else None
 
 
 def left(state: Path, round: int, settings: TrainingSettings) -> Path | None:
     """The residual that the message of `round` adds to its difference, in an encoding that fades; None: nothing."""
     return _left_before(state, round) if fading_of(settings.encoding) else None
+
+
+def _taken(settings: TrainingSettings, built_in: bool) -> float:
+    """The share of what earlier messages left that training begins with."""
+    return trained_from(settings.encoding, settings.unsent_share if built_in else 0.0)
 
 
 def _left_before(state: Path, round: int) -> Path | None:

@@ -100,7 +100,7 @@ def test_a_round_trains_on_two_ranks_and_leaves_an_update(site: Site):
 
 @pytest.mark.parametrize("real", [True, False], ids=["CrossFed's own trainer", "another"])
 def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site, real: bool):
-    """One begins its training from a share of it, the other knows nothing of it; the second round takes no step."""
+    """One begins its training from a share of it, the other knows nothing of it; the second round moves nothing."""
     state, left = site.root / "state/pico/north", []
     for number, rate in enumerate((1e-2, 1e-30)):
         write_settings(site.root / "settings.json", encoding="sparseloco", unsent_share=0.25, learning_rate=rate)

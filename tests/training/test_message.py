@@ -93,16 +93,17 @@ def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Pat
     """An encoding that fades, two rounds: `--left`, and `--unsent`, a share of which is trained from."""
     first, dataset = received
     roots = tmp_path / "disk", tmp_path / "memory"
+    sparse = {"encoding": "sparseloco", "unsent_share": 0.25}
+    settings = TrainingSettings(export_dtype="float32", **sparse)
     for number in range(2):
         model = Path(shutil.copytree(first, tmp_path / f"model{number}"))
         write_manifest(model, Manifest(kind="model", federation="pico", round=number))
-        cases, sparse = [], {"encoding": "sparseloco", "unsent_share": 0.25}
+        cases = []
         for root in roots:
-            settings = TrainingSettings(encoding="sparseloco", export_dtype="float32", unsent_share=0.25)
             rest = unsent(root / "state", number, settings)
             more = ["--unsent", str(rest)] if rest is not None else []
             cases.append((root.name, arguments(root, model, dataset, number, **sparse, **CODED) + more))
-        before = left(roots[1] / "state", number, read_facility_settings(roots[1] / "settings.json").training)
+        before = left(roots[1] / "state", number, settings)
         assert (before is None) == (number == 0)
         cases[1][1].extend(straight(roots[1]) + (["--left", str(before)] if before is not None else []))
         rounds_in(cases)

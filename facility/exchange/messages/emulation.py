@@ -14,13 +14,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Annotated, Any
-
-from annotated_types import Ge, Le
+from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.scheduling.draws import uniform
-from facility.exchange.validation import NonNegative, Positive, validated
+from facility.exchange.validation import NonNegative, Positive, ShareOrNone, validated
 
 FORMAT = 1
 
@@ -29,7 +27,7 @@ FORMAT = 1
 class Stalls:
     """What slows workers down, apart from a trace. By default there is no slowdown."""
 
-    probability: Annotated[float, Ge(0), Le(1)] = 0.0
+    probability: ShareOrNone = 0.0
     """Probability of a stall before one forward or one backward of one stage; 0 is off."""
     seconds: NonNegative[float] = 0.0
     """Length of one stall."""
