@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import logging
 import os
 import time
@@ -82,6 +83,7 @@ def read(request: RoundRequest, ranks: Ranks) -> tuple[RoundInputs, Setup, Saved
         if request.plan is not None and (request.training.layout.shards or 1) == 1:
             check_devices(request.plan, ranks.number, ranks)
         inputs = read_inputs(request, ranks)
+        collect()
         setup = choose_setup(request, inputs, ranks)
         saved = read_saved_state(request, inputs.base_sha256)
     attention = f"attention {inputs.attention.name}: {inputs.attention.reason}"
@@ -89,3 +91,10 @@ def read(request: RoundRequest, ranks: Ranks) -> tuple[RoundInputs, Setup, Saved
     for reason in (*setup.layout.reasons, setup.head.reason, saved.reason):
         log.info("%s", reason)
     return inputs, setup, saved
+
+
+def collect() -> None:
+    """Collect garbage from here on, among what is made from here on: the libraries are loaded and stay."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
