@@ -26,6 +26,8 @@ QUICK = {"heartbeat_seconds": 0.2, "missing_seconds": 10.0, "timeout_seconds": 3
 FSDP = {"replicas": 2}
 PIPELINE = {"replicas": 2, "stages": 2, "units": [[0, 2], [2, 6]]}
 WHOLE = {"sharding": "NO_SHARD"}
+STEPS = 30
+"""Of a round, four blocks each; the rank is ended after the fourth."""
 
 
 @dataclass
@@ -43,7 +45,7 @@ def launch_and_lose(
 ) -> Run:
     """Start the trainer through the launcher and end rank `lose` after a few steps."""
     dataset = write_dataset(tmp_path / "data", train=200)
-    settings = {"steps": 60, "batch_sequences": 4, "stall_seconds": 60.0} | training
+    settings = {"steps": STEPS, "batch_sequences": 4, "stall_seconds": 60.0} | training
     command = arguments(tmp_path, model, dataset, **settings)
     launcher = subprocess.Popen(
         [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", str(ranks), "--grace", "3", "--"]
@@ -85,10 +87,10 @@ def finished_without(run: Run, replica: int) -> dict[str, Any]:
     report = read_report(run.out)
     assert report.loss_returned < report.loss_received
     (lost,) = report.details["lost_replicas"]
-    assert lost["replica"] == replica and 1 <= lost["step"] < 60
+    assert lost["replica"] == replica and 1 <= lost["step"] < STEPS
     assert 0 <= lost["blocks_trained"] <= 2 * lost["step"] + 2
-    assert lost["blocks_trained"] + lost["blocks_not_trained"] == 120
-    assert report.samples >= 120 + lost["blocks_trained"]
+    assert lost["blocks_trained"] + lost["blocks_not_trained"] == 2 * STEPS
+    assert report.samples >= 2 * STEPS + lost["blocks_trained"]
     assert open_checkpoint(run.state / "round-0").tensors
     return lost
 
@@ -160,7 +162,7 @@ def test_without_the_replica_that_serves_the_waves_the_round_is_to_be_run_again(
 def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path) -> None:
     """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
     dataset = write_dataset(tmp_path / "data", train=200)
-    command = arguments(tmp_path, pico_llama, dataset, steps=60, layout=WHOLE, sync=sync_of("local"))
+    command = arguments(tmp_path, pico_llama, dataset, steps=STEPS, layout=WHOLE, sync=sync_of("local"))
     environment = os.environ | {
         **variables(),
         "OMP_NUM_THREADS": "1",
