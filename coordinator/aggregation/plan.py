@@ -16,13 +16,16 @@ from coordinator.aggregation.rules.contract import (
     INNER_PRODUCTS,
     MOMENTUM,
     SORTED_VALUES,
+    SQUARED_GRADIENTS,
     TENSOR_PRODUCTS,
     Combine,
     Plan,
     RoundUpdates,
+    SquaredGradients,
 )
 from coordinator.aggregation.rules.registry import RULES, decide
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
+from coordinator.aggregation.squared_gradients import squared_gradients
 from facility.exchange.checkpoints.floats import Array
 
 
@@ -39,6 +42,11 @@ def needs_tensor_products(settings: AggregationSettings) -> bool:
 def needs_momentum(settings: AggregationSettings) -> bool:
     """Whether the rule looks at the server optimizer's momentum."""
     return MOMENTUM in RULES.get(settings.aggregation_rule).needs
+
+
+def needs_squared_gradients(settings: AggregationSettings) -> bool:
+    """Whether the rule looks at the updates' second moments."""
+    return SQUARED_GRADIENTS in RULES.get(settings.aggregation_rule).needs
 
 
 def needs_measuring(settings: AggregationSettings, count: int) -> bool:
@@ -78,6 +86,7 @@ def plan_round(aggregation: Aggregation) -> None:
         tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
         along_momentum=aggregation.measured.along_momentum if aggregation.measured else None,
         histograms=aggregation.histograms,
+        squares=squared_gradients(aggregation) if needs_squared_gradients(aggregation.settings) else None,
         staleness=[update.staleness for update in aggregation.opened],
         round=aggregation.number,
     )
@@ -103,10 +112,11 @@ def make_plan(
     tensor_grams: Mapping[str, Array] | None = None,
     along_momentum: Mapping[str, Array] | None = None,
     histograms: Sequence[Array] | None = None,
+    squares: SquaredGradients | None = None,
     staleness: Sequence[int] = (),
     round: int = 0,
 ) -> Plan:
-    """The plan for updates of facilities `names`; `gram`s and `histograms` as measured, where the rule needs them."""
+    """The plan for updates of facilities `names`; `gram`s, `histograms` and `squares` where the rule needs them."""
     details: dict[str, Any] = {}
     factors: list[float] = []
     if settings.clip_norm or clip_ratio(settings, len(names)):
@@ -128,6 +138,7 @@ def make_plan(
         momentum_products=along_momentum,
         staleness=staleness,
         histograms=histograms,
+        squared_gradients=squares,
         clip_factors=factors,
     )
     plan = decide(settings.aggregation_rule, updates, settings.values_of(rule))

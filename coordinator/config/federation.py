@@ -46,6 +46,7 @@ from coordinator.config.resolution import (
     resolve_training,
     with_measured,
 )
+from coordinator.config.row_weights import with_row_weights
 from coordinator.config.settings import RoundSettings
 from coordinator.config.sparse_updates import are_sparse, check_rounds, for_sparse_updates, sending_of
 from coordinator.config.yaml_lines import Lined
@@ -301,7 +302,10 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         for facility, one in zip(federation.facilities, training, strict=True)
     ]
     aggregation = resolve_aggregation(given, settings, choice, carried=carries(federation.closing))
-    reason = choice.reason if settings.rule == AUTO else f"aggregation.rule is given: {settings.rule}"
+    trained = {one.name: one.training for one in facilities}
+    auto = settings.rule == AUTO
+    aggregation, left_out = with_row_weights(aggregation, trained, masked=bool(federation.masks), chosen=auto)
+    reason = choice.reason + left_out if auto else f"aggregation.rule is given: {settings.rule}"
     if aggregation.incomplete_rate == "share":
         reason += "; a round that some facilities miss moves the model by the present share of their weights"
     return dataclasses.replace(federation, facilities=facilities, aggregation=aggregation, chosen=reason)

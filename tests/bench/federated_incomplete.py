@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class Outer(Server):
         updates: Mapping[str, Mapping[str, Tensor]],
         weights: Mapping[str, float],
         staleness: Mapping[str, int] | None = None,
+        squares: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Tensor]:
         self.weighed |= weights
         share, to = self.whole.server_decay_share, self.whole.server_decay_to
@@ -62,7 +64,7 @@ class Outer(Server):
             }
         if self.incomplete in ("last", "fading", "corrected"):
             updates, weights = self._with_last(base, updates, weights)
-        return super().step(base, updates, weights, staleness)
+        return super().step(base, updates, weights, staleness, squares)
 
     def _with_last(
         self, base: Mapping[str, Tensor], updates: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, float]

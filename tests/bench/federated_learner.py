@@ -228,6 +228,30 @@ def take_second_moments(learner: Learner, shared: SecondMoments) -> None:
 
 
 @torch.no_grad()
+def row_squares(learner: Learner) -> dict[str, numpy.ndarray]:
+    """Row means of AdamW's second moments by the position of the parameter, a vector's values; of Muon, what AdamW
+    trains beside it."""
+    found = {}
+    for number, parameter in enumerate(learner.parameters):
+        value = learner.optimizer.state.get(parameter, {}).get("exp_avg_sq")
+        if value is not None:
+            found[str(number)] = (
+                value.flatten(1).mean(1).cpu().numpy() if value.ndim > 1 else value.cpu().numpy().copy()
+            )
+    return found
+
+
+def of_the_round(
+    before: dict[str, numpy.ndarray], after: dict[str, numpy.ndarray], beta2: float, steps: int
+) -> dict[str, numpy.ndarray]:
+    """Mean squares of the gradients of so many steps, from the second moments before and after them, by row."""
+    kept = beta2**steps
+    return {
+        name: numpy.maximum(0, (value - kept * before.get(name, 0.0)) / (1 - kept)) for name, value in after.items()
+    }
+
+
+@torch.no_grad()
 def share_first_moments(learners: list[Learner], weights: list[float], takers: list[Learner]) -> None:
     """Give `takers` the weighted mean of the learners' first moments, in full, corrected for AdamW's bias."""
     total = sum(weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy
 import torch
@@ -65,6 +66,7 @@ class ProductMean:
         updates: Mapping[str, Mapping[str, Tensor]],
         weights: Mapping[str, float],
         staleness: Mapping[str, int] | None = None,
+        squares: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Tensor]:
         """`base`: factors A and B of each layer in turn, by their number."""
         total = sum(weights.values())

@@ -6,11 +6,12 @@ import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from coordinator.aggregation.plan import needs_squared_gradients
 from coordinator.aggregation.settings import AggregationSettings
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_drift import Drift
@@ -22,8 +23,10 @@ from tests.bench.federated_learner import (
     Text,
     batches,
     mean_second_moments,
+    of_the_round,
     perplexity,
     rounded,
+    row_squares,
     share_first_moments,
     take_second_moments,
     trained,
@@ -56,6 +59,7 @@ class Aggregator(Protocol):
         updates: Mapping[str, Mapping[str, Tensor]],
         weights: Mapping[str, float],
         staleness: Mapping[str, int] | None = None,
+        squares: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, Tensor]: ...
 
 
@@ -89,10 +93,12 @@ class Federation:
         self.drift = Drift(local)
         self.pending: dict[str, list[Tensor]] = {}
         """Steps of late facilities, begun in the last round."""
+        self.squares: dict[str, dict[str, Any]] = {}
+        """Mean squared gradients of this round's facilities by row, where the rule looks at them."""
 
     def train(self, number: int) -> dict[str, list[Tensor]]:
         """What every facility of round `number` (from 1) ends with, as it arrives."""
-        arrived = {}
+        arrived, self.squares = {}, {}
         begun: dict[str, float] = {}
         for index, (who, learner) in enumerate(self.learners.items()):
             if who in self.pending:
@@ -105,7 +111,9 @@ class Federation:
             learner.load(self.sent if self.codec is None else self.codec.start(index, self.sent))
             if self.drift.on:
                 self.drift.begin(who, learner, number - 1)
+            received = row_squares(learner)
             learner.train(count)
+            self.squares[who] = of_the_round(received, row_squares(learner), self.local.betas[1], count)
             begun[who] = float(count)
             values = [p.detach().cpu().clone() for p in learner.parameters]
             values = self.codec(index, self.sent, values) if self.codec is not None else rounded(values)
@@ -144,7 +152,8 @@ class Federation:
         # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
         base = {name: value.to(torch.bfloat16) for name, value in zip(self.names, self.sent, strict=True)}
         before = self.sent
-        following = self.server.step(base, updates, weights, late if any(late.values()) else None)
+        squares = self.squares if needs_squared_gradients(self.server.settings) else None
+        following = self.server.step(base, updates, weights, late if any(late.values()) else None, squares)
         if downlink is None:
             self.sent = [following[name].float() for name in self.names]
         else:

@@ -9,7 +9,7 @@ follows the kernel operation by operation, so a run over files gives the same bi
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import numpy as np
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import make_plan, needs_histograms, needs_momentum
 from coordinator.aggregation.rules import mean
+from coordinator.aggregation.rules.contract import RowSquares
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import add_products
@@ -47,8 +48,12 @@ class Server:
         updates: Mapping[str, Mapping[str, torch.Tensor]],
         weights: Mapping[str, float],
         staleness: Mapping[str, int] | None = None,
+        squares: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> dict[str, torch.Tensor]:
-        """The next model, each tensor in the base's dtype. `base` is the model that the updates started from."""
+        """The next model, each tensor in the base's dtype. `base` is the model that the updates started from.
+
+        `squares`: mean squared gradients by facility and tensor, by row.
+        """
         import torch
 
         settings = self.settings
@@ -100,6 +105,7 @@ class Server:
             tensor_grams=by_tensor,
             along_momentum={name: _along(block) for name, block in steps.items()} if momentum else None,
             histograms=histograms,
+            squares=None if squares is None else Squares([squares[name] for name in names], base),
             staleness=[(staleness or {}).get(name, 0) for name in names],
             round=self.round,
         )
@@ -123,6 +129,19 @@ class Server:
             result[name] = torch.from_numpy(master.copy()).reshape(base[name].shape).to(base[name].dtype)
         self.round += 1
         return result
+
+
+class Squares:
+    """A rule's `SquaredGradients`, of what is in memory."""
+
+    def __init__(self, updates: Sequence[Mapping[str, Any]], base: Mapping[str, torch.Tensor]) -> None:
+        self._updates, self._base = updates, base
+
+    def of(self, tensor: str) -> RowSquares | None:
+        if not all(tensor in one for one in self._updates):
+            return None
+        values = np.stack([one[tensor] for one in self._updates])
+        return RowSquares(values, max(1, self._base[tensor].numel() // values.shape[1]))
 
 
 def _pieces(count: int) -> list[slice]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.registry import Declaration
@@ -35,8 +35,27 @@ HISTOGRAMS = "histograms"
 MOMENTUM = "momentum"
 """The steps' inner products with the server optimizer's momentum, by tensor; `combine` is given the momentum as a last
 row of the steps. Needs an optimizer whose first slot is the velocity."""
+SQUARED_GRADIENTS = "squared_gradients"
+"""The mean squares of each facility's gradients in the round, row by row (`SquaredGradients`)."""
 SORTED_VALUES = "sorted_values"
 """`combine` is given every value's steps in ascending order, in place of the order of the facilities."""
+
+
+@dataclass(frozen=True)
+class RowSquares:
+    """Of one tensor, by update and row; a row is what one index of the first dimension selects."""
+
+    values: Array
+    """(updates, rows), float32, none of them negative."""
+    width: int
+    """Values of a row."""
+
+
+class SquaredGradients(Protocol):
+    """What AdamW's second moments tell of a round: they travel where `training.optimizer_state` is `shared`."""
+
+    def of(self, tensor: str) -> RowSquares | None:
+        """None where some update brings none of it. May be called from any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +63,7 @@ class AggregationRule(Declaration):
     """One way to combine the updates of a round into a step.
 
     `implementation` names a function (RoundUpdates, *, parameters) -> Plan; `needs` what it is given beyond names and
-    weights: `inner_products`, `tensor_products`, `histograms`, `sorted_values`, `momentum`.
+    weights: `inner_products`, `tensor_products`, `histograms`, `squared_gradients`, `sorted_values`, `momentum`.
     """
 
     minimum_updates: str = ""
@@ -72,6 +91,8 @@ class RoundUpdates:
     """Rounds that each update is late; empty: none is."""
     histograms: Sequence[Array] | None = None
     """Of each update's magnitudes before clipping; where the rule needs them."""
+    squared_gradients: SquaredGradients | None = None
+    """Where the rule needs them and every update brings second moments."""
     clip_factors: Sequence[float] = ()
     """What clipping multiplies each update's step by; empty: nothing is clipped."""
 

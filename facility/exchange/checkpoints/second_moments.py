@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 from facility.exchange.errors import CheckpointError
@@ -201,6 +201,15 @@ def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tupl
             raise CheckpointError(f"{checkpoint.directory}: the factors of {name!r:.80} do not fit its shape {shape}")
         found[name] = Factors(*pair)  # type: ignore[arg-type]
     return found, steps_of(directory)
+
+
+def rows_in(checkpoint: Checkpoint, name: str) -> Array | None:
+    """The row means of one parameter in a `second_moments` directory, a vector's values; None where it has none.
+
+    Raises `CheckpointError` for what no second moment is.
+    """
+    entry = checkpoint.tensors.get(name + ROWS) or checkpoint.tensors.get(name + VALUES)
+    return None if entry is None else _read(entry)
 
 
 def _read(entry: TensorEntry) -> Array:

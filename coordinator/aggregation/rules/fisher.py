@@ -1,0 +1,109 @@
+"""The weighted mean, row by row, where a facility counts by what its gradients had there in the round.
+
+M. Matena and C. Raffel, "Merging models with Fisher-weighted averaging", NeurIPS 2022, arXiv 2111.09832, equation 4:
+with F_k the diagonal of the Fisher information of facility k, estimated by the mean squares of its gradients,
+theta = sum_k n_k F_k theta_k / sum_k n_k F_k. Rows of an embedding that one language alone uses are then moved by that
+language, where the plain mean divides its step by the number of facilities.
+
+Here F_k is one number for each row of a tensor (for each value of a vector), from the second moments that travel where
+`training.optimizer_state` is `shared`: nothing more is sent. Its root counts, and of three facilities and more none
+counts in a row more than twice, or less than half, as in the plain mean (`fisher_power`, `fisher_largest`). That costs
+little over four unlike languages, and bounds what a facility gains by second moments that its gradients never had. A
+tensor for which an update brings none is averaged plainly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates, SquaredGradients
+from facility.exchange.checkpoints.floats import Array
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="fisher",
+    summary="mean weighted by each facility's squared gradients, row by row",
+    citation="Matena and Raffel 2022, arXiv 2111.09832",
+    implementation="plan",
+    parameters=(
+        Parameter(
+            name="fisher_power",
+            default=0.5,
+            at_least=0.0,
+            text="fisher: power of the mean squared gradients in the weights; 1 as published, 0 the plain mean.",
+        ),
+        Parameter(
+            name="fisher_largest",
+            default=2.0,
+            at_least=1.0,
+            text="fisher: none of three or more facilities counts in a row more than so many times, or less than one "
+            "part in so many, as in the plain mean.",
+        ),
+    ),
+    needs=("squared_gradients",),
+)
+LEAST_FACILITIES = 3
+"""With fewer no one outvotes another, and none is held to `fisher_largest`."""
+KEPT_TENSORS = 8
+"""Whose weights are kept: as many as threads may be at, and more."""
+
+
+def row_weights(squares: Array, weights: Array, *, power: float, largest: float) -> Array:
+    """Shares of the updates in each row, (updates, rows) in float32; they sum to 1 in every row.
+
+    `squares`: (updates, rows), mean squared gradients; `weights`: (updates,), the shares without them.
+    """
+    raised = np.power(squares, power, dtype=np.float64)
+    mean = (weights[:, None] * raised).sum(0) / weights.sum()
+    factors = np.divide(raised, mean, out=np.ones_like(raised), where=mean > 0)
+    shares = weights[:, None] * factors.clip(1 / largest, largest)
+    return (shares / shares.sum(0)).astype(np.float32)
+
+
+def weighted(steps: Array, weights: Array, width: int, offset: int) -> Array:
+    """Sum of the rows of `steps`, (updates, n), times their weights at each value.
+
+    `weights`: (updates, rows); `width`: values of a row of the tensor; `offset`: of the first value in the tensor.
+    """
+    n = steps.shape[1]
+    first, last = offset // width, (offset + n - 1) // width
+    counts = np.full(last - first + 1, width)
+    counts[0] -= offset - first * width
+    counts[-1] -= (last + 1) * width - (offset + n)
+    total = np.zeros(n, steps.dtype)
+    for step, one in zip(steps, weights[:, first : last + 1], strict=True):
+        total += step * np.repeat(one.astype(steps.dtype, copy=False), counts)
+    return total
+
+
+def plan(updates: RoundUpdates, *, fisher_power: float, fisher_largest: float) -> Plan:
+    """A weighted sum of its own for every row; the updates' own weights where nothing is known of a tensor."""
+    plain = [float(weight) for weight in updates.weights]
+    if updates.squared_gradients is None:
+        return Plan(coefficients=plain, details={"fisher": "not every update brings second moments: the weighted mean"})
+    largest = fisher_largest if updates.count >= LEAST_FACILITIES else math.inf
+    return Plan(combine=_Weighing(updates.squared_gradients, plain, fisher_power, largest))
+
+
+class _Weighing:
+    """The plan's function."""
+
+    def __init__(self, squares: SquaredGradients, plain: Sequence[float], power: float, largest: float) -> None:
+        self._plain = np.array(plain)
+        self._squares, self._power, self._largest = squares, power, largest
+        self._of = functools.lru_cache(maxsize=KEPT_TENSORS)(self._found)
+
+    def _found(self, tensor: str) -> tuple[Array, int]:
+        """The weights by row of a tensor, and how many values a row has."""
+        found = self._squares.of(tensor)
+        if found is None:
+            return self._plain[:, None].astype(np.float32), 0
+        return row_weights(found.values, self._plain, power=self._power, largest=self._largest), found.width
+
+    def __call__(self, steps: Array, tensor: str, offset: int) -> Array:
+        weights, width = self._of(tensor)
+        return weighted(steps, weights, width or offset + steps.shape[1], offset)
