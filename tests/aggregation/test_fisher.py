@@ -21,6 +21,7 @@ from tests.examples import examples
 from tests.reproductions.server_in_memory import Server
 
 SHAPES = {"embed": (60, 1500), "norm": (50,), "cube": (4, 3, 5)}
+ALL = "*"
 KEPT = 0.75
 
 
@@ -113,7 +114,9 @@ def federation_of(place: Path, facilities: str, scales: dict[str, float] | None 
 def test_a_round_over_files_is_that_of_a_plain_loop_and_of_the_server_in_memory(tmp_path: Path, facilities: str):
     """The share of the second moments that a facility received is none of its own."""
     tensors, base, updates, paths, squares = federation_of(tmp_path, facilities)
-    chosen = AggregationSettings(rule="fisher+nesterov", server_learning_rate=0.7, momentum=0.5, **make.UNBOUNDED)
+    chosen = AggregationSettings(
+        rule="fisher+nesterov", fisher_tensors=ALL, server_learning_rate=0.7, momentum=0.5, **make.UNBOUNDED
+    )
     record = aggregate(base=base, updates=paths, out=tmp_path / "m1", settings=chosen, state_out=tmp_path / "s1")
     got, weights = make.read_all(tmp_path / "m1"), [100.0 * (number + 1) for number in range(len(facilities))]
     assert record.combiner == "fisher" and "fisher" not in record.details
@@ -143,11 +146,27 @@ def test_without_second_moments_of_all_it_is_the_mean_bit_for_bit(tmp_path: Path
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_by_default_the_rows_of_embeddings_alone_are_weighed(tmp_path: Path):
+    tensors, _, updates, _, squares = federation_of(tmp_path, "ab")
+    shares = dict.fromkeys("ab", 1.0)
+    weighted, everywhere, plain = (
+        Server(chosen).step(tensors, updates, shares, squares=squares)
+        for chosen in (
+            AggregationSettings(rule="fisher"),
+            AggregationSettings(rule="fisher", fisher_tensors=ALL),
+            AggregationSettings(rule="mean"),
+        )
+    )
+    assert torch.equal(weighted["embed"], everywhere["embed"]) and not torch.equal(weighted["embed"], plain["embed"])
+    for name in ("norm", "cube"):
+        assert torch.equal(weighted[name], plain[name]) and not torch.equal(weighted[name], everywhere[name])
+
+
 def test_a_tensor_that_one_brings_none_of_is_averaged_plainly(tmp_path: Path):
     tensors, base, updates, paths, squares = federation_of(tmp_path, "ab")
     without = {who: dict(one) for who, one in squares.items()}
     del without["a"]["norm"]
-    chosen = AggregationSettings(rule="fisher")
+    chosen = AggregationSettings(rule="fisher", fisher_tensors=ALL)
     weighted, partly = (
         Server(chosen).step(tensors, updates, {"a": 1.0, "b": 3.0}, squares=one) for one in (squares, without)
     )
@@ -160,7 +179,7 @@ def test_a_tensor_that_one_brings_none_of_is_averaged_plainly(tmp_path: Path):
 def test_second_moments_that_gradients_never_had_gain_one_of_four_no_more_than_stated(tmp_path: Path):
     """A billion times the others': it counts twice as in the mean, the others no less than half."""
     tensors, base, updates, paths, _ = federation_of(tmp_path, "abcd", scales={"d": 1e9})
-    chosen = AggregationSettings(rule="fisher", weights="equal", **make.UNBOUNDED)
+    chosen = AggregationSettings(rule="fisher", fisher_tensors=ALL, weights="equal", **make.UNBOUNDED)
     aggregate(base=base, updates=paths, out=tmp_path / "m1", settings=chosen)
     got = make.read_all(tmp_path / "m1")
     for name, before in tensors.items():
@@ -174,6 +193,8 @@ def test_of_two_whose_second_moments_are_too_far_apart_neither_counts_for_more(t
     """There is no way to say whose are wrong; of three, the far one's are held to the others'."""
     _, base, _, paths, _ = federation_of(tmp_path, "ab", scales={"b": 1e3})
     for rule in ("fisher", "mean"):
-        aggregate(base=base, updates=paths, out=tmp_path / rule, settings=AggregationSettings(rule=rule))
+        aggregate(
+            base=base, updates=paths, out=tmp_path / rule, settings=AggregationSettings(rule=rule, fisher_tensors=ALL)
+        )
     weighted, plain = make.read_all(tmp_path / "fisher"), make.read_all(tmp_path / "mean")
     assert all(torch.equal(weighted[name], plain[name]) for name in plain)

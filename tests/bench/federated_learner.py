@@ -229,15 +229,13 @@ def take_second_moments(learner: Learner, shared: SecondMoments) -> None:
 
 @torch.no_grad()
 def row_squares(learner: Learner) -> dict[str, numpy.ndarray]:
-    """Row means of AdamW's second moments by the position of the parameter, a vector's values; of Muon, what AdamW
-    trains beside it."""
+    """Row means of AdamW's second moments by the parameter's name, a vector's values; of Muon, what AdamW trains beside
+    it."""
     found = {}
-    for number, parameter in enumerate(learner.parameters):
+    for name, parameter in learner.model.named_parameters():
         value = learner.optimizer.state.get(parameter, {}).get("exp_avg_sq")
         if value is not None:
-            found[str(number)] = (
-                value.flatten(1).mean(1).cpu().numpy() if value.ndim > 1 else value.cpu().numpy().copy()
-            )
+            found[name] = value.flatten(1).mean(1).cpu().numpy() if value.ndim > 1 else value.cpu().numpy().copy()
     return found
 
 

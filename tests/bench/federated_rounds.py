@@ -88,7 +88,7 @@ class Federation:
             self.learners[name] = Learner(model, batches(own.train, local.batch, seed * 1000 + number), local, total)
         for learner, count in zip(self.learners.values(), cycle(trained_ranks), strict=False):
             train_components(learner.model, count)
-        self.names = [str(position) for position, _ in enumerate(trained(model))]
+        self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self.sent = rounded([p.detach() for p in trained(model)])
         self.drift = Drift(local)
         self.pending: dict[str, list[Tensor]] = {}

@@ -129,7 +129,8 @@ def test_no_row_of_the_shipped_table_is_worse_than_the_plain_mean():
         for state, best in one.best.items():
             assert best.over_pooled <= one.mean, (one.situation, state)
             settings = AggregationSettings(**best.aggregation)  # every choice is one that the aggregation knows
-            assert settings.aggregation_rule == "mean"
+            # Weights by row are of second moments that travel.
+            assert settings.aggregation_rule == "mean" or (settings.aggregation_rule, state) == ("fisher", "shared")
 
 
 def test_the_shipped_table_is_what_the_command_makes_of_the_measurements(tmp_path: Path):

@@ -6,10 +6,11 @@ theta = sum_k n_k F_k theta_k / sum_k n_k F_k. Rows of an embedding that one lan
 language, where the plain mean divides its step by the number of facilities.
 
 Here F_k is one number for each row of a tensor (for each value of a vector), from the second moments that travel where
-`training.optimizer_state` is `shared`: nothing more is sent. Its root counts, and of three facilities and more none
-counts in a row more than twice, or less than half, as in the plain mean (`fisher_power`, `fisher_largest`). That costs
-little over four unlike languages, and bounds what a facility gains by second moments that its gradients never had. A
-tensor for which an update brings none is averaged plainly.
+`training.optimizer_state` is `shared`: nothing more is sent. Its root counts, in embeddings and output layers alone,
+whose rows are tokens (`fisher_power`, `fisher_tensors`): weighing the rows of other matrices gained little over unlike
+languages, and lost where models were larger or languages near. Of three facilities and more none counts in a row more
+than twice, or less than half, as in the plain mean (`fisher_largest`), which bounds what one gains by second moments
+that its gradients never had. A tensor for which an update brings none is averaged plainly.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 import numpy as np
 
+from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates, SquaredGradients
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.registry import Parameter
@@ -35,6 +38,11 @@ DECLARATION = AggregationRule(
             default=0.5,
             at_least=0.0,
             text="fisher: power of the mean squared gradients in the weights; 1 as published, 0 the plain mean.",
+        ),
+        Parameter(
+            name="fisher_tensors",
+            default="*embed* *wte* *lm_head*",
+            text="fisher: shell patterns of the tensors whose rows are weighed, separated by spaces; `*` for all.",
         ),
         Parameter(
             name="fisher_largest",
@@ -58,8 +66,8 @@ def row_weights(squares: Array, weights: Array, *, power: float, largest: float)
     `squares`: (updates, rows), mean squared gradients; `weights`: (updates,), the shares without them.
     """
     raised = np.power(squares, power, dtype=np.float64)
-    mean = (weights[:, None] * raised).sum(0) / weights.sum()
-    factors = np.divide(raised, mean, out=np.ones_like(raised), where=mean > 0)
+    middle = (weights[:, None] * raised).sum(0) / weights.sum()
+    factors = np.divide(raised, middle, out=np.ones_like(raised), where=middle > 0)
     shares = weights[:, None] * factors.clip(1 / largest, largest)
     return (shares / shares.sum(0)).astype(np.float32)
 
@@ -80,30 +88,41 @@ def weighted(steps: Array, weights: Array, width: int, offset: int) -> Array:
     return total
 
 
-def plan(updates: RoundUpdates, *, fisher_power: float, fisher_largest: float) -> Plan:
-    """A weighted sum of its own for every row; the updates' own weights where nothing is known of a tensor."""
+def plan(updates: RoundUpdates, *, fisher_power: float, fisher_tensors: str, fisher_largest: float) -> Plan:
+    """A weighted sum of its own for every row; the updates' own weights in other tensors, or where nothing is known."""
     plain = [float(weight) for weight in updates.weights]
     if updates.squared_gradients is None:
         return Plan(coefficients=plain, details={"fisher": "not every update brings second moments: the weighted mean"})
     largest = fisher_largest if updates.count >= LEAST_FACILITIES else math.inf
-    return Plan(combine=_Weighing(updates.squared_gradients, plain, fisher_power, largest))
+    weighing = _Weighing(updates.squared_gradients, plain, fisher_tensors.split(), power=fisher_power, largest=largest)
+    return Plan(combine=weighing)
 
 
 class _Weighing:
     """The plan's function."""
 
-    def __init__(self, squares: SquaredGradients, plain: Sequence[float], power: float, largest: float) -> None:
-        self._plain = np.array(plain)
-        self._squares, self._power, self._largest = squares, power, largest
+    def __init__(
+        self,
+        squares: SquaredGradients,
+        plain: Sequence[float],
+        patterns: Sequence[str],
+        *,
+        power: float,
+        largest: float,
+    ) -> None:
+        self._plain = list(plain)
+        self._squares, self._patterns, self._power, self._largest = squares, patterns, power, largest
         self._of = functools.lru_cache(maxsize=KEPT_TENSORS)(self._found)
 
-    def _found(self, tensor: str) -> tuple[Array, int]:
-        """The weights by row of a tensor, and how many values a row has."""
-        found = self._squares.of(tensor)
-        if found is None:
-            return self._plain[:, None].astype(np.float32), 0
-        return row_weights(found.values, self._plain, power=self._power, largest=self._largest), found.width
+    def _found(self, tensor: str) -> tuple[Array, int] | None:
+        """The weights by row of a tensor, and how many values a row has; None where it is averaged plainly."""
+        if not any(fnmatchcase(tensor, pattern) for pattern in self._patterns):
+            return None
+        if (found := self._squares.of(tensor)) is None:
+            return None
+        weights = row_weights(found.values, np.array(self._plain), power=self._power, largest=self._largest)
+        return weights, found.width
 
     def __call__(self, steps: Array, tensor: str, offset: int) -> Array:
-        weights, width = self._of(tensor)
-        return weighted(steps, weights, width or offset + steps.shape[1], offset)
+        found = self._of(tensor)
+        return mean.combine(steps, self._plain) if found is None else weighted(steps, *found, offset)
