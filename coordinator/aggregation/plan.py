@@ -16,7 +16,6 @@ from coordinator.aggregation.rules.contract import (
     INNER_PRODUCTS,
     MOMENTUM,
     SORTED_VALUES,
-    SQUARED_GRADIENTS,
     TENSOR_PRODUCTS,
     Combine,
     Plan,
@@ -42,11 +41,6 @@ def needs_tensor_products(settings: AggregationSettings) -> bool:
 def needs_momentum(settings: AggregationSettings) -> bool:
     """Whether the rule looks at the server optimizer's momentum."""
     return MOMENTUM in RULES.get(settings.aggregation_rule).needs
-
-
-def needs_squared_gradients(settings: AggregationSettings) -> bool:
-    """Whether the rule looks at the updates' second moments."""
-    return SQUARED_GRADIENTS in RULES.get(settings.aggregation_rule).needs
 
 
 def needs_measuring(settings: AggregationSettings, count: int) -> bool:
@@ -86,7 +80,7 @@ def plan_round(aggregation: Aggregation) -> None:
         tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
         along_momentum=aggregation.measured.along_momentum if aggregation.measured else None,
         histograms=aggregation.histograms,
-        squares=squared_gradients(aggregation) if needs_squared_gradients(aggregation.settings) else None,
+        squares=squared_gradients(aggregation) if aggregation.settings.weighs_rows else None,
         staleness=[update.staleness for update in aggregation.opened],
         round=aggregation.number,
     )

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Le
 
 from coordinator.aggregation.rule_parameters import declared, unset, with_rule_parameters
-from coordinator.aggregation.rules.contract import MOMENTUM
+from coordinator.aggregation.rules.contract import MOMENTUM, SQUARED_GRADIENTS
 from coordinator.aggregation.rules.registry import RULES, fewest_updates
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from facility.exchange.checkpoints.running_statistics import PATTERNS
@@ -210,6 +210,11 @@ class AggregationSettings:
     def aggregation_rule(self) -> str:
         """Name or dotted path of the rule that combines the updates."""
         return split_rule(self.rule)[0]
+
+    @property
+    def weighs_rows(self) -> bool:
+        """Whether the rule looks at the updates' second moments."""
+        return SQUARED_GRADIENTS in RULES.get(self.aggregation_rule).needs
 
     @property
     def server_optimizer(self) -> str:

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from coordinator.aggregation.plan import needs_squared_gradients
 from coordinator.aggregation.settings import AUTO, AggregationSettings
 from coordinator.config.automatic import Choice, Situation, choose
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
@@ -86,7 +85,7 @@ def _measured_for(one: TrainingSettings, own: Collection[str], measured: Mapping
 
 def may_share(training: Sequence[TrainingSettings], settings: AggregationSettings) -> bool:
     """Whether second moments may be shared: whole models under a mean, moments kept, and no facility says otherwise."""
-    averaged = settings.aggregation_rule == "mean" or needs_squared_gradients(settings)
+    averaged = settings.aggregation_rule == "mean" or settings.weighs_rows
     return averaged and all(
         one.keep_optimizer
         and not one.lora.rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from coordinator.aggregation.plan import needs_squared_gradients
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
@@ -19,7 +18,7 @@ def with_row_weights(
 
     `training`: of each facility, as resolved. `masked`: updates are.
     """
-    reason = obstacle(training, masked=masked) if needs_squared_gradients(aggregation) else None
+    reason = obstacle(training, masked=masked) if aggregation.weighs_rows else None
     if reason is None:
         return aggregation, ""
     if chosen:

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from coordinator.aggregation.plan import needs_squared_gradients
 from coordinator.aggregation.settings import AggregationSettings
 from tests.bench.federated_codecs import DeltaCodec
 from tests.bench.federated_drift import Drift
@@ -152,7 +151,7 @@ class Federation:
         # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
         base = {name: value.to(torch.bfloat16) for name, value in zip(self.names, self.sent, strict=True)}
         before = self.sent
-        squares = self.squares if needs_squared_gradients(self.server.settings) else None
+        squares = self.squares if self.server.settings.weighs_rows else None
         following = self.server.step(base, updates, weights, late if any(late.values()) else None, squares)
         if downlink is None:
             self.sent = [following[name].float() for name in self.names]
