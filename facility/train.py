@@ -106,8 +106,8 @@ def main(argv: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     parser().parse_args()  # help and mistakes are answered at once
-    # Libraries leave half a million objects that live to the end; looking through them for garbage as they come took a
-    # sixth of a trainer's start. `train_round` collects from where they are loaded.
+    # Libraries leave half a million objects that live to the end; looking through them for garbage as they come took an
+    # eighth of a trainer's start. `train_round` collects from where they are loaded.
     gc.disable()
     from facility.training.processes.ranks import end  # imports torch
 

@@ -56,7 +56,7 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
     A parameter's mean is over the updates that bring it: facilities that keep theirs personal take no part. Raises
     `UpdateRefused`.
     """
-    limits = limits_of(aggregation)
+    limits = _limits(aggregation)
     steps: list[float] = []
     scaled: dict[str, int] = {}
 
@@ -87,8 +87,8 @@ def _found(aggregation: Aggregation) -> Iterator[tuple[str, dict[str, Factors] |
         yield update.facility, None if factors is None else federated, seen
 
 
-def limits_of(aggregation: Aggregation) -> Limits:
-    """By parameter; one that a single facility brings has none. Raises `UpdateRefused`."""
+def _limits(aggregation: Aggregation) -> Limits:
+    """By parameter; one that a single facility brings has none."""
     means: dict[str, list[float]] = {}
     kept: list[float] = []
     for update, (_, factors, _) in zip(aggregation.opened, _found(aggregation), strict=True):
@@ -105,7 +105,7 @@ def limits_of(aggregation: Aggregation) -> Limits:
     return Limits(
         most={name: one.most for name, one in found.items() if one.most is not None},
         apart=frozenset(name for name, one in found.items() if one.apart),
-        received=received,
+        received=received if enough else {},
         share=least_share(share) if enough else 0.0,
     )
 

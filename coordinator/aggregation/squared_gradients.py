@@ -1,63 +1,69 @@
 """What the facilities' own gradients were in a round, row by row, from the second moments that their updates bring.
 
-A facility returns kept * v + (1 - kept) * g, with v the shared second moments that it began with and g the mean square
-of its gradients (`coordinator.aggregation.moment_limits`). Of g the row means are known, as those of v are. Each
-facility's are held to the limits of `coordinator.aggregation.second_moments` before. One tensor is read at a time.
+A facility returns kept * v + (1 - kept) * g, with v the shared second moments that it began with, g the mean square of
+its gradients and kept the share that it states (`facility.exchange.checkpoints.second_moments.kept_share`). Row means
+are sent, so the row means of g are what is left. One tensor is read at a time.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from coordinator.aggregation.moment_limits import kept_by_all
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import RowSquares
-from coordinator.aggregation.second_moments import Limits, limits_of
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from coordinator.aggregation.updates import Update
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.second_moments import FOLDER, Factors, has_factors, kept_of, rows_in
+from facility.exchange.checkpoints.second_moments import FOLDER, has_factors, kept_of, rows_in
+from facility.exchange.errors import CheckpointError, UpdateRefused
+
+
+def squared_gradients(aggregation: Aggregation) -> RowsOfUpdates | None:
+    """Those of the round; None where an update brings no second moments as row and column means."""
+    if aggregation.request.unmasking is not None:
+        return None
+    if not all(has_factors(update.directory) for update in aggregation.opened):
+        return None
+    shapes = {name: entry.shape for name, entry in aggregation.floats.items()}
+    return RowsOfUpdates(aggregation.opened, aggregation.whole, shapes)
 
 
 class RowsOfUpdates:
     """A rule's `SquaredGradients`."""
 
-    def __init__(self, directories: Sequence[Path], limits: Limits, shapes: dict[str, tuple[int, ...]]) -> None:
-        """`shapes`: of the federated tensors."""
-        self._files = [open_checkpoint(directory / FOLDER) for directory in directories]
-        self._kept = kept_by_all([kept_of(directory) for directory in directories])
-        self._limits, self._shapes = limits, shapes
+    def __init__(self, updates: Sequence[Update], sent: Checkpoint, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """`sent`: the model that the round began with; `shapes`: of the federated tensors."""
+        self._updates = [(one, open_checkpoint(one.directory / FOLDER), kept_of(one.directory)) for one in updates]
+        self._received = open_checkpoint(sent.directory / FOLDER) if has_factors(sent.directory) else None
+        self._shapes = shapes
 
     def of(self, tensor: str) -> RowSquares | None:
-        found = [rows_in(one, tensor) for one in self._files]
-        if tensor in self._limits.apart or any(rows is None for rows in found):
-            return None
+        """None where an update brings none of it. Raises `UpdateRefused` for what no second moments are."""
         shape = self._shapes[tensor]
-        rows = [self._limits.held(tensor, Factors(one)).rows for one in found if one is not None]
-        values = np.stack([self._fresh(tensor, one) for one in rows])
-        return RowSquares(values, max(1, math.prod(shape) // max(1, values.shape[1])))
+        received = None if self._received is None else rows_in(self._received, tensor)
+        found = []
+        for update, moments, kept in self._updates:
+            try:
+                rows = rows_in(moments, tensor)
+            except CheckpointError as error:
+                raise UpdateRefused(update.facility, f"its second moments cannot be used: {error}") from None
+            if rows is None:
+                return None
+            if len(rows) != (shape[0] if shape else 1):
+                raise UpdateRefused(update.facility, f"its second moments of {tensor!r} do not fit its shape {shape}")
+            # A late update began with other second moments: nothing is known of its gradients.
+            found.append(np.zeros_like(rows) if update.staleness else fresh_rows(rows, received, kept))
+        return RowSquares(np.stack(found), math.prod(shape[1:]))
 
-    def _fresh(self, tensor: str, rows: Array) -> Array:
-        """Without the share of those that the round began with."""
-        before = self._limits.received.get(tensor)
-        if before is None or not self._kept < 1:
-            return rows
-        return np.maximum(0.0, (rows - self._kept * before.rows) / (1 - self._kept))
 
-
-def squared_gradients(aggregation: Aggregation) -> RowsOfUpdates | None:
-    """Those of the round; None where an update brings no second moments as row and column means.
-
-    Raises `UpdateRefused`.
-    """
-    opened = aggregation.opened
-    if aggregation.request.unmasking is not None or not all(has_factors(one.directory) for one in opened):
-        return None
-    limits = limits_of(aggregation)
-    received = {name: Factors(one.rows) for name, one in limits.received.items()}
-    shapes = {name: entry.shape for name, entry in aggregation.floats.items()}
-    return RowsOfUpdates([one.directory for one in opened], dataclasses.replace(limits, received=received), shapes)
+def fresh_rows(rows: Array, received: Array | None, kept: float) -> Array:
+    """Row means of g: of a facility's second moments without the share `kept` of the received ones; 0 where nothing is
+    left."""
+    if received is None or kept <= 0:
+        return rows
+    if kept >= 1:
+        return np.zeros_like(rows)
+    return np.maximum(0, (rows - np.float32(kept) * received) / np.float32(1 - kept))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,9 @@ from hypothesis import strategies as st
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.rules import fisher, mean
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.squared_gradients import RowsOfUpdates
+from coordinator.aggregation.updates import Update
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
@@ -28,8 +33,9 @@ KEPT = 0.75
 def by_hand(steps: np.ndarray, squares: np.ndarray, weights: list[float], power: float, largest: float) -> np.ndarray:
     """One value at a time. `steps`: (updates, rows, width)."""
     total = np.zeros(steps.shape[1:])
+    means = [float(one.mean()) for one in squares.astype(float)]
     for row in range(steps.shape[1]):
-        raised = [float(value) ** power for value in squares[:, row]]
+        raised = [(float(v) / m if m else 1.0) ** power for v, m in zip(squares[:, row], means, strict=True)]
         middle = sum(w * r for w, r in zip(weights, raised, strict=True)) / sum(weights)
         factors = [min(max(r / middle, 1 / largest), largest) if middle else 1.0 for r in raised]
         shares = [w * f for w, f in zip(weights, factors, strict=True)]
@@ -72,11 +78,11 @@ def test_however_a_tensor_is_cut_each_value_has_its_rows_weight(rows: int, width
     assert np.array_equal(fisher.weighted(steps[:, begin:end], weights, width, begin), whole[begin:end])
 
 
-def factors_of(seed: int, scale: float = 1.0) -> dict[str, Factors]:
+def factors_of(seed: int) -> dict[str, Factors]:
     """Some matrix's row and column means for every tensor."""
     rng, found = np.random.default_rng(seed), {}
     for name, shape in SHAPES.items():
-        value = rng.lognormal(sigma=1.5, size=(shape[0], math.prod(shape[1:]))) * scale
+        value = rng.lognormal(sigma=1.5, size=(shape[0], math.prod(shape[1:])))
         rows = value.mean(1).astype("f4")
         found[name] = Factors(rows, value.mean(0).astype("f4") if len(shape) > 1 else None)
     return found
@@ -88,14 +94,14 @@ def with_factors(directory: Path, factors: dict[str, Factors], kept: float = 0.0
     return directory
 
 
-def federation_of(place: Path, facilities: str, scales: dict[str, float] | None = None):
+def federation_of(place: Path, facilities: str):
     """A model, its updates in tensors and files, and the rows of each one's own squared gradients."""
     tensors = make.random_tensors(0, SHAPES, torch.float32)
     received = factors_of(99)
     base = with_factors(make.model(place / "m0", tensors), received)
     updates, paths, squares = {}, [], {}
     for number, who in enumerate(facilities):
-        own = factors_of(number, (scales or {}).get(who, 1.0))
+        own = factors_of(number)
         sent = {
             name: Factors(
                 KEPT * received[name].rows + (1 - KEPT) * one.rows,
@@ -176,25 +182,69 @@ def test_a_tensor_that_one_brings_none_of_is_averaged_plainly(tmp_path: Path):
     assert np.array_equal(partly["norm"].numpy(), expected)
 
 
+def test_the_scale_of_a_facilitys_gradients_does_not_count():
+    """Another batch size or clipping norm, or a lie about all rows at once."""
+    rng = np.random.default_rng(0)
+    squares, weights = rng.lognormal(sigma=2, size=(4, 30)), np.array([0.1, 0.2, 0.3, 0.4])
+    found = fisher.row_weights(squares, weights, power=0.5, largest=2.0)
+    scaled = squares * np.array([[1e-6], [1.0], [1e3], [1e9]])
+    assert np.allclose(fisher.row_weights(scaled, weights, power=0.5, largest=2.0), found, rtol=1e-6)
+    without = squares.copy()
+    without[2] = 0  # one that knows nothing of its gradients is averaged in as a facility of the mean
+    even = fisher.row_weights(np.ones_like(squares), weights, power=0.5, largest=2.0)
+    part = fisher.row_weights(without, weights, power=0.5, largest=2.0)
+    assert np.allclose(even, weights[:, None]) and np.all((part[2] > 0.3 / 2.5) & (part[2] < 0.3 * 2.5))
+
+
 def test_second_moments_that_gradients_never_had_gain_one_of_four_no_more_than_stated(tmp_path: Path):
-    """A billion times the others': it counts twice as in the mean, the others no less than half."""
-    tensors, base, updates, paths, _ = federation_of(tmp_path, "abcd", scales={"d": 1e9})
-    chosen = AggregationSettings(rule="fisher", fisher_tensors=ALL, weights="equal", **make.UNBOUNDED)
-    aggregate(base=base, updates=paths, out=tmp_path / "m1", settings=chosen)
-    got = make.read_all(tmp_path / "m1")
-    for name, before in tensors.items():
-        steps = torch.stack([updates[who][name] - before for who in "abcd"]).double().reshape(4, -1)
-        moved = (got[name] - before).double().reshape(-1)
-        share = float(torch.linalg.lstsq(steps.T, moved[:, None]).solution[3, 0])
-        assert 0.25 < share <= 2 / 3.5 + 1e-3, (name, share)
-
-
-def test_of_two_whose_second_moments_are_too_far_apart_neither_counts_for_more(tmp_path: Path):
-    """There is no way to say whose are wrong; of three, the far one's are held to the others'."""
-    _, base, _, paths, _ = federation_of(tmp_path, "ab", scales={"b": 1e3})
-    for rule in ("fisher", "mean"):
-        aggregate(
-            base=base, updates=paths, out=tmp_path / rule, settings=AggregationSettings(rule=rule, fisher_tensors=ALL)
+    """All of its gradients in one row: its weight is doubled there at the most, and halved elsewhere; the others' too."""
+    _, base, _, paths, _ = federation_of(tmp_path, "abcd")
+    lie = {name: Factors(np.full(len(one.rows), 1e-12, "f4"), one.columns) for name, one in factors_of(3).items()}
+    for one in lie.values():
+        one.rows[0] = 1e6
+    shutil.rmtree(paths[3] / "second_moments")
+    with_factors(paths[3], lie)
+    seen = squared_gradients_of(paths, base)
+    for name in SHAPES:
+        found = seen.of(name)
+        assert found is not None
+        shares = fisher.row_weights(found.values, np.full(4, 0.25), power=0.5, largest=2.0)
+        assert 0.25 < shares[3, 0] <= 2 / 3.5 + 1e-6 and (shares[3, 1:] >= 0.5 / 6.5 - 1e-6).all()
+        assert (
+            (shares[3, 1:] < 0.25).all()
+            and (shares[:3] > 0.5 / 6.5 - 1e-6).all()
+            and (shares[:3] <= 2 / 3.5 + 1e-6).all()
         )
-    weighted, plain = make.read_all(tmp_path / "fisher"), make.read_all(tmp_path / "mean")
-    assert all(torch.equal(weighted[name], plain[name]) for name in plain)
+
+
+def squared_gradients_of(paths: list[Path], sent: Path) -> RowsOfUpdates:
+    updates = [
+        Update(facility=path.name, directory=path, checkpoint=open_checkpoint(path), report=None, staleness=0)
+        for path in paths
+    ]
+    return RowsOfUpdates(updates, open_checkpoint(sent), SHAPES)
+
+
+def test_what_no_second_moments_are_is_its_facilitys_absence(tmp_path: Path):
+    """Too few rows, or a negative one: found while the tensors stream by, the round is made without it."""
+    _, base, updates, paths, _ = federation_of(tmp_path, "abc")
+    for number, broken in enumerate(({"embed": np.ones(59, "f4")}, {"embed": np.full(60, -1.0, "f4")})):
+        wrong = factors_of(0) | {name: Factors(rows, factors_of(0)[name].columns) for name, rows in broken.items()}
+        shutil.rmtree(paths[0] / "second_moments")
+        with_factors(paths[0], wrong)
+        out = tmp_path / f"next{number}"
+        record = aggregate(
+            base=base, updates=paths, out=out, settings=AggregationSettings(rule="fisher"), drop_refused=True
+        )
+        assert list(record.dropped) == ["a"] and "second moments" in record.dropped["a"]
+        assert [one.facility for one in record.participants] == ["b", "c"] and record.combiner == "fisher"
+
+
+def test_of_a_late_update_nothing_is_known(tmp_path: Path):
+    """It began with other second moments than went out with the present model."""
+    _, base, _, paths, squares = federation_of(tmp_path, "ab")
+    late = Update(facility="a", directory=paths[0], checkpoint=open_checkpoint(paths[0]), report=None, staleness=1)
+    there = dataclasses.replace(late, facility="b", directory=paths[1], staleness=0)
+    seen = RowsOfUpdates([late, there], open_checkpoint(base), SHAPES).of("embed")
+    assert seen is not None and not seen.values[0].any()
+    assert np.allclose(seen.values[1], squares["b"]["embed"], rtol=1e-3)

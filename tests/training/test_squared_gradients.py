@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from coordinator.aggregation.second_moments import Limits
 from coordinator.aggregation.squared_gradients import RowsOfUpdates
+from coordinator.aggregation.updates import Update
 from facility.dataset import open_dataset
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import Factors, write_factors
@@ -34,8 +34,8 @@ def rows_of_gradients(model: Path, dataset: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def with_received(model: Path, out: Path) -> dict[str, Factors]:
-    """A copy of the model with second moments of other facilities, about as large as its own; them."""
+def add_received(model: Path, out: Path) -> None:
+    """Write a copy of the model with second moments of other facilities, about as large as its own."""
     shutil.copytree(model, out)
     rng, factors = np.random.default_rng(0), {}
     for name, entry in open_checkpoint(model).tensors.items():
@@ -44,13 +44,12 @@ def with_received(model: Path, out: Path) -> dict[str, Factors]:
         of_one_matrix = (columns * (rows.mean() / columns.mean())).astype(np.float32)
         factors[name] = Factors(rows, of_one_matrix if len(entry.shape) > 1 else None)
     write_factors(out, factors, steps=9)
-    return {name: Factors(one.rows) for name, one in factors.items()}
 
 
 def test_rounds_of_one_step_show_the_gradients_of_that_step_with_and_without_received_second_moments(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=BATCH), save_pico(tmp_path / "model")
     following = tmp_path / "following"
-    received = with_received(model, following)
+    add_received(model, following)
     training = {"optimizer_state": "shared", "steps": 1, "batch_sequences": BATCH, "clip_norm": 0.0}
     first = arguments(tmp_path / "0", model, dataset, **training)
     second = arguments(tmp_path / "1", following, dataset, 1, **training)
@@ -58,10 +57,12 @@ def test_rounds_of_one_step_show_the_gradients_of_that_step_with_and_without_rec
     rounds_in([("first", first), ("second", second)])
     shapes = {name: entry.shape for name, entry in open_checkpoint(model).tensors.items()}
     expected = rows_of_gradients(model, dataset)
-    for update, before in (("0", {}), ("1", received)):
-        seen = RowsOfUpdates([tmp_path / update / "out"], Limits(received=before), shapes)
+    for number, sent in enumerate((model, following)):
+        out = tmp_path / str(number) / "out"
+        update = Update(facility="a", directory=out, checkpoint=open_checkpoint(out), report=None, staleness=0)
+        seen = RowsOfUpdates([update], open_checkpoint(sent), shapes)
         for name, rows in expected.items():
             found = seen.of(name)
             assert found is not None and found.width == np.prod(shapes[name][1:], dtype=int)
-            assert np.allclose(found.values[0], rows, rtol=1e-3, atol=1e-8), (update, name)
+            assert np.allclose(found.values[0], rows, rtol=1e-3, atol=1e-8), (number, name)
     assert expected["model.embed_tokens.weight"].max() > 1e-5

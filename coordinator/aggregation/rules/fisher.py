@@ -6,11 +6,13 @@ theta = sum_k n_k F_k theta_k / sum_k n_k F_k. Rows of an embedding that one lan
 language, where the plain mean divides its step by the number of facilities.
 
 Here F_k is one number for each row of a tensor (for each value of a vector), from the second moments that travel where
-`training.optimizer_state` is `shared`: nothing more is sent. Its root counts, in embeddings and output layers alone,
-whose rows are tokens (`fisher_power`, `fisher_tensors`): weighing the rows of other matrices gained little over unlike
-languages, and lost where models were larger or languages near. Of three facilities and more none counts in a row more
-than twice, or less than half, as in the plain mean (`fisher_largest`), which bounds what one gains by second moments
-that its gradients never had. A tensor for which an update brings none is averaged plainly.
+`training.optimizer_state` is `shared`: nothing more is sent. It is divided by its mean over the tensor, so that a
+facility's batch size, clipping and loss do not count, but where its gradients are. Its root is taken, in embeddings and
+output layers alone, whose rows are tokens (`fisher_power`, `fisher_tensors`): weighing the rows of other matrices
+gained little over unlike languages, and lost where models were larger or languages near. Of three facilities and more
+each weight is at most doubled or halved in a row, before they are made to sum to 1 (`fisher_largest`), which bounds
+what one gains by second moments that its gradients never had: of four alike, 57 % of a row. A tensor for which an
+update brings none is averaged plainly.
 """
 
 from __future__ import annotations
@@ -48,8 +50,7 @@ DECLARATION = AggregationRule(
             name="fisher_largest",
             default=2.0,
             at_least=1.0,
-            text="fisher: none of three or more facilities counts in a row more than so many times, or less than one "
-            "part in so many, as in the plain mean.",
+            text="fisher: a row multiplies or divides the weight of one of three or more facilities by so much at most.",
         ),
     ),
     needs=("squared_gradients",),
@@ -63,9 +64,12 @@ KEPT_TENSORS = 8
 def row_weights(squares: Array, weights: Array, *, power: float, largest: float) -> Array:
     """Shares of the updates in each row, (updates, rows) in float32; they sum to 1 in every row.
 
-    `squares`: (updates, rows), mean squared gradients; `weights`: (updates,), the shares without them.
+    `squares`: (updates, rows), mean squared gradients, of one scale an update; `weights`: (updates,), the shares
+    without them, which an update keeps that has no gradient at all.
     """
-    raised = np.power(squares, power, dtype=np.float64)
+    own = squares.mean(1, dtype=np.float64)[:, None]
+    relative = np.divide(squares, own, out=np.ones(squares.shape), where=own > 0)
+    raised = np.power(relative, power)
     middle = (weights[:, None] * raised).sum(0) / weights.sum()
     factors = np.divide(raised, middle, out=np.ones_like(raised), where=middle > 0)
     shares = weights[:, None] * factors.clip(1 / largest, largest)
