@@ -50,7 +50,7 @@ DECLARATION = AggregationRule(
             name="fisher_largest",
             default=2.0,
             at_least=1.0,
-            text="fisher: a row multiplies or divides the weight of one of three or more facilities by so much at most.",
+            text="fisher: most that a row multiplies or divides the weight of one of three or more facilities by.",
         ),
     ),
     needs=("squared_gradients",),
