@@ -197,7 +197,7 @@ def test_the_scale_of_a_facilitys_gradients_does_not_count():
 
 
 def test_second_moments_that_gradients_never_had_gain_one_of_four_no_more_than_stated(tmp_path: Path):
-    """All of its gradients in one row: its weight is doubled there at most and halved elsewhere, as the others' may be."""
+    """All of its gradients in one row: its weight is at most doubled there, at least halved elsewhere."""
     _, base, _, paths, _ = federation_of(tmp_path, "abcd")
     lie = {name: Factors(np.full(len(one.rows), 1e-12, "f4"), one.columns) for name, one in factors_of(3).items()}
     for one in lie.values():
