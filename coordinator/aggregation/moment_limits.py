@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 log = logging.getLogger(__name__)
 
 LARGEST = 10.0
@@ -32,11 +34,12 @@ def fresh(mean: float, received: float, kept: float) -> float:
 
     The mean itself where none was received.
     """
-    if received <= 0:
-        return mean
-    if kept >= 1.0:
-        return 0.0
-    return max(0.0, (mean - kept * received) / (1.0 - kept))
+    return mean if received <= 0 else float(without_received(mean, received, kept))
+
+
+def without_received(moments: Any, received: Any, kept: float) -> Any:
+    """What is left of second moments, numbers or arrays, without the share `kept` of the received ones; at least 0."""
+    return np.maximum(0, (moments - kept * received) / (1 - kept)) if kept < 1 else 0 * moments
 
 
 def most_of(means: Sequence[float], received: float, kept: float) -> float | None:

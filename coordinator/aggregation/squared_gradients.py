@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from coordinator.aggregation.moment_limits import without_received
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import RowSquares
 from coordinator.aggregation.updates import Update
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.second_moments import FOLDER, has_factors, kept_of, rows_in
 from facility.exchange.errors import CheckpointError, UpdateRefused
 
@@ -54,16 +54,9 @@ class RowsOfUpdates:
                 return None
             if len(rows) != (shape[0] if shape else 1):
                 raise UpdateRefused(update.facility, f"its second moments of {tensor!r} do not fit its shape {shape}")
-            # A late update began with other second moments: nothing is known of its gradients.
-            found.append(np.zeros_like(rows) if update.staleness else fresh_rows(rows, received, kept))
+            if update.staleness:  # it began with other second moments: nothing is known of its gradients
+                rows = np.zeros_like(rows)
+            elif received is not None:
+                rows = without_received(rows, received, kept)
+            found.append(rows)
         return RowSquares(np.stack(found), math.prod(shape[1:]))
-
-
-def fresh_rows(rows: Array, received: Array | None, kept: float) -> Array:
-    """Row means of g: of a facility's second moments without the share `kept` of the received ones; 0 where nothing is
-    left."""
-    if received is None or kept <= 0:
-        return rows
-    if kept >= 1:
-        return np.zeros_like(rows)
-    return np.maximum(0, (rows - np.float32(kept) * received) / np.float32(1 - kept))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator, Sequence
 
 from coordinator.memory.figures import IN_A_BLOCK, ModelFigures, is_matrix_of_a_block
 from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, saves, targeted
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.memory.units import Dimensions, Weight
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -59,9 +59,7 @@ def _weights(
     half, again = training.compute_dtype != "float32", training.layout.activation_checkpointing != "none"
     matrix = is_matrix_of_a_block(name, shape)
     saved = bool(lora.rank) and saves(module, lora.modules_to_save or HEADS)
-    trained = (not lora.rank or saved or is_adapter(name)) and not any(
-        fnmatch.fnmatchcase(name, pattern) for pattern in training.freeze
-    )
+    trained = (not lora.rank or saved or is_adapter(name)) and not matches(name, training.freeze)
     held = _held_bytes(model, training, name) if matrix and lora.rank and not trained else 4.0
     linear = matrix or is_factor(name) or (HEAD.search(name) is not None and not chunked)
     yield Weight(

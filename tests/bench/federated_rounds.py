@@ -98,6 +98,7 @@ class Federation:
     def train(self, number: int) -> dict[str, list[Tensor]]:
         """What every facility of round `number` (from 1) ends with, as it arrives."""
         arrived, self.squares = {}, {}
+        weighs_rows = self.server.settings.weighs_rows
         begun: dict[str, float] = {}
         for index, (who, learner) in enumerate(self.learners.items()):
             if who in self.pending:
@@ -110,9 +111,10 @@ class Federation:
             learner.load(self.sent if self.codec is None else self.codec.start(index, self.sent))
             if self.drift.on:
                 self.drift.begin(who, learner, number - 1)
-            received = row_squares(learner)
+            received = row_squares(learner) if weighs_rows else {}
             learner.train(count)
-            self.squares[who] = of_the_round(received, row_squares(learner), self.local.betas[1], count)
+            if weighs_rows:
+                self.squares[who] = of_the_round(received, row_squares(learner), self.local.betas[1], count)
             begun[who] = float(count)
             values = [p.detach().cpu().clone() for p in learner.parameters]
             values = self.codec(index, self.sent, values) if self.codec is not None else rounded(values)
@@ -151,8 +153,7 @@ class Federation:
         # What was sent is exact in bfloat16, and the base's dtype is the dtype of the next model.
         base = {name: value.to(torch.bfloat16) for name, value in zip(self.names, self.sent, strict=True)}
         before = self.sent
-        squares = self.squares if self.server.settings.weighs_rows else None
-        following = self.server.step(base, updates, weights, late if any(late.values()) else None, squares)
+        following = self.server.step(base, updates, weights, late if any(late.values()) else None, self.squares or None)
         if downlink is None:
             self.sent = [following[name].float() for name in self.names]
         else:

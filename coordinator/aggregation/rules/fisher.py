@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 import numpy as np
 
+from coordinator.aggregation.moment_limits import LEAST_FACILITIES
 from coordinator.aggregation.rules import mean
-from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates, SquaredGradients
+from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -55,8 +55,6 @@ DECLARATION = AggregationRule(
     ),
     needs=("squared_gradients",),
 )
-LEAST_FACILITIES = 3
-"""With fewer no one outvotes another, and none is held to `fisher_largest`."""
 KEPT_TENSORS = 8
 """Whose weights are kept: as many as threads may be at, and more."""
 
@@ -94,39 +92,20 @@ def weighted(steps: Array, weights: Array, width: int, offset: int) -> Array:
 
 def plan(updates: RoundUpdates, *, fisher_power: float, fisher_tensors: str, fisher_largest: float) -> Plan:
     """A weighted sum of its own for every row; the updates' own weights in other tensors, or where nothing is known."""
-    plain = [float(weight) for weight in updates.weights]
-    if updates.squared_gradients is None:
+    plain, squares, patterns = list(updates.weights), updates.squared_gradients, fisher_tensors.split()
+    if squares is None:
         return Plan(coefficients=plain, details={"fisher": "not every update brings second moments: the weighted mean"})
     largest = fisher_largest if updates.count >= LEAST_FACILITIES else math.inf
-    weighing = _Weighing(updates.squared_gradients, plain, fisher_tensors.split(), power=fisher_power, largest=largest)
-    return Plan(combine=weighing)
 
-
-class _Weighing:
-    """The plan's function."""
-
-    def __init__(
-        self,
-        squares: SquaredGradients,
-        plain: Sequence[float],
-        patterns: Sequence[str],
-        *,
-        power: float,
-        largest: float,
-    ) -> None:
-        self._plain = list(plain)
-        self._squares, self._patterns, self._power, self._largest = squares, patterns, power, largest
-        self._of = functools.lru_cache(maxsize=KEPT_TENSORS)(self._found)
-
-    def _found(self, tensor: str) -> tuple[Array, int] | None:
+    @functools.lru_cache(maxsize=KEPT_TENSORS)
+    def by_row(tensor: str) -> tuple[Array, int] | None:
         """The weights by row of a tensor, and how many values a row has; None where it is averaged plainly."""
-        if not any(fnmatchcase(tensor, pattern) for pattern in self._patterns):
+        if not matches(tensor, patterns) or (found := squares.of(tensor)) is None:
             return None
-        if (found := self._squares.of(tensor)) is None:
-            return None
-        weights = row_weights(found.values, np.array(self._plain), power=self._power, largest=self._largest)
-        return weights, found.width
+        return row_weights(found.values, np.array(plain), power=fisher_power, largest=largest), found.width
 
-    def __call__(self, steps: Array, tensor: str, offset: int) -> Array:
-        found = self._of(tensor)
-        return mean.combine(steps, self._plain) if found is None else weighted(steps, *found, offset)
+    def combine(steps: Array, tensor: str, offset: int) -> Array:
+        found = by_row(tensor)
+        return mean.combine(steps, plain) if found is None else weighted(steps, *found, offset)
+
+    return Plan(combine=combine)

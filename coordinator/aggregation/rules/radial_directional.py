@@ -10,13 +10,13 @@ the tensor's inner products: one pass over the tensors measures them, and nothin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 
 import numpy as np
 
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -53,9 +53,7 @@ def plan(updates: RoundUpdates, *, plain_mean: str) -> Plan:
     assert updates.tensor_products is not None
     weights, patterns = np.array(updates.weights), plain_mean.split()
     chosen: Mapping[str, list[float]] = {
-        name: weights.tolist()
-        if any(fnmatchcase(name, pattern) for pattern in patterns)
-        else coefficients(gram, weights).tolist()
+        name: weights.tolist() if matches(name, patterns) else coefficients(gram, weights).tolist()
         for name, gram in updates.tensor_products.items()
     }
     return Plan(combine=lambda steps, tensor, offset: mean.combine(steps, chosen[tensor]))

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a tensor's name matches any of the patterns."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -20,5 +26,5 @@ class Patterns:
 
 @functools.lru_cache(maxsize=100_000)
 def _federated(patterns: Patterns, name: str) -> bool:
-    included = not patterns.include or any(fnmatchcase(name, pattern) for pattern in patterns.include)
-    return included and not any(fnmatchcase(name, pattern) for pattern in patterns.exclude)
+    included = not patterns.include or matches(name, patterns.include)
+    return included and not matches(name, patterns.exclude)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.registry import Parameter
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         return [dataclasses.replace(part, name=f"{BUFFER}.{part.name}", tensor=buffer)]
 
     def _is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and not any(fnmatchcase(name, pattern) for pattern in self.values["adamw"].split())
+        return len(shape) == 2 and not matches(name, self.values["adamw"].split())
 
     def _scale(self, shape: tuple[int, ...]) -> float:
         rows, columns = shape

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import fnmatch
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import Grid
 from facility.exchange.malloc import return_what_is_freed
@@ -74,7 +74,7 @@ class Assembly:
 
 
 def frozen(name: str, patterns: list[str]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    return matches(name, patterns)
 
 
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
