@@ -31,6 +31,7 @@ from coordinator.aggregation.work import NotFinite, Passed, Work
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.writer import TensorWriter
+from facility.exchange.errors import InputError
 from facility.exchange.malloc import share_one_arena
 
 STRIDE = PIECE // 4
@@ -132,6 +133,8 @@ class _Part:
     master: Array | None
     slots: list[Array | None]
     buffers: _Buffers
+    coefficients: Sequence[float] | None
+    """Of the weighted sum; None: the steps are combined value by value, or not at all."""
     added: bool
     """The weighted sum is added to the base in one go."""
     masked: Array | None = None
@@ -168,6 +171,7 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
         buffers.reader = TensorReader(name, work.sources, files, buffers.raw, as_stored=as_stored)
     arrays, reader = buffers.reader.read(begin, count), buffers.reader
     result.bytes_read += reader.bytes_of(count)
+    coefficients = work.coefficients(name) if work.coefficients is not None else None
     masked = _sum_of_masked(work, cut, files, buffers) if work.masked else None
     if masked is not None:
         result.bytes_read += masked.nbytes * len(work.masked)
@@ -183,7 +187,8 @@ def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
         master=master,
         slots=arrays[2 + updates :],
         buffers=buffers,
-        added=work.model is not None and work.coefficients is not None and work.step is None and master is None,
+        coefficients=coefficients,
+        added=work.model is not None and coefficients is not None and work.step is None and master is None,
         masked=masked,
     )
 
@@ -213,16 +218,17 @@ def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array
     if work.unmasking is not None:
         return *_unmasked(part, piece, work.unmasking), False
     counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
+    combine = work.combine if part.coefficients is None else None
     base, steps, combined = part.take(
         piece,
         gram=result.gram(len(work.updates), piece.stop - piece.start) if counted and work.products else None,
-        coefficients=work.coefficients,
-        rows=work.observe is not None or work.combine is not None or work.momentum or work.walk is not None,
+        coefficients=part.coefficients,
+        rows=work.observe is not None or combine is not None or work.momentum or work.walk is not None,
         add=part.added,
     )
     if counted:
         result.counted += piece.stop - piece.start
-    elif work.combine is not None:  # a sum carries NaN to the result, a median may hide it
+    elif combine is not None:  # a sum carries NaN to the result, a median may hide it
         _refuse_not_finite(part.name, part.dtypes[0], steps)
     if work.observe:
         assert steps is not None
@@ -235,9 +241,11 @@ def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array
             pairs = np.zeros((len(steps), len(steps)))
             add_products(pairs, steps)
             result.along_momentum.append(pairs[-1])
-    if work.model is not None and work.combine is not None:
+    if work.model is not None and part.coefficients is None:
+        if combine is None:
+            raise InputError(f"the rule has neither coefficients nor a function for tensor {part.name!r}, expected one")
         assert steps is not None
-        combined = work.combine(steps, part.name, part.begin + piece.start)
+        combined = combine(steps, part.name, part.begin + piece.start)
     return base, combined, counted
 
 

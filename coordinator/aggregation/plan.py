@@ -21,6 +21,7 @@ from coordinator.aggregation.rules.contract import (
     Plan,
     RoundUpdates,
     SquaredGradients,
+    TensorCoefficients,
 )
 from coordinator.aggregation.rules.registry import RULES, decide
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
@@ -139,11 +140,13 @@ def make_plan(
     if plan.coefficients is not None:
         values = [float(share) * f for share, f in zip(plan.coefficients, factors or [1.0] * len(names), strict=True)]
         return dataclasses.replace(plan, coefficients=values, details=details | plan.details)
-    assert plan.combine is not None, f"{settings.aggregation_rule} decided nothing"
-    combine = _sorting(plan.combine) if SORTED_VALUES in rule.needs else plan.combine
+    by_tensor, combine = plan.tensor_coefficients, plan.combine
+    if combine is not None and SORTED_VALUES in rule.needs:
+        combine = _sorting(combine)
     if any(factor != 1 for factor in factors):
-        combine = _scaling(combine, [*factors, 1.0] if MOMENTUM in rule.needs else factors)
-    return dataclasses.replace(plan, combine=combine, details=details | plan.details)
+        by_tensor = by_tensor and _scaling_coefficients(by_tensor, factors)
+        combine = combine and _scaling(combine, [*factors, 1.0] if MOMENTUM in rule.needs else factors)
+    return dataclasses.replace(plan, tensor_coefficients=by_tensor, combine=combine, details=details | plan.details)
 
 
 def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[float]]:
@@ -155,6 +158,14 @@ def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[fl
 
 def _sorting(combine: Combine) -> Combine:
     return lambda steps, tensor, offset: combine(np.sort(steps, axis=0), tensor, offset)
+
+
+def _scaling_coefficients(by_tensor: TensorCoefficients, factors: Sequence[float]) -> TensorCoefficients:
+    def scaled(tensor: str) -> list[float] | None:
+        found = by_tensor(tensor)
+        return None if found is None else [one * factor for one, factor in zip(found, factors, strict=True)]
+
+    return scaled
 
 
 def _scaling(combine: Combine, factors: Sequence[float]) -> Combine:

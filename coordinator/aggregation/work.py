@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from coordinator.aggregation.rules.contract import Combine
+from coordinator.aggregation.rules.contract import Combine, TensorCoefficients
 from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.checkpoints import native
@@ -41,8 +41,9 @@ class Work:
     """The federated floating-point tensors of the model that was sent."""
     updates: Sequence[Mapping[str, TensorEntry]]
     """By facility, in the fixed order."""
-    coefficients: Sequence[float] | None = None
-    """Linear combination; None: `combine` works value by value, or nothing is combined."""
+    coefficients: TensorCoefficients | None = None
+    """Of each tensor's linear combination; where they are None, `combine` works value by value, or nothing is
+    combined."""
     combine: Combine | None = None
     unmasking: Unmasking | None = None
     """The updates are masked: this makes the step of the round from them, and no step of one update exists."""

@@ -158,7 +158,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     return Work(
         base=floats,
         updates=[update.entries for update in aggregation.opened],
-        coefficients=aggregation.plan.coefficients if unmasking is None else None,
+        coefficients=aggregation.plan.coefficients_of if unmasking is None else None,
         unmasking=unmasking,
         combine=aggregation.plan.combine,
         master=fitting(old.get(MASTER), floats),
@@ -236,7 +236,7 @@ def _copy_tensor(entry: TensorEntry, writer: TensorWriter, dtype: str, hashed: S
     name = entry.name
     if dtype != entry.dtype:
         same = {name: entry}
-        work = Work(base=same, updates=[same], coefficients=[1.0], statistics="off", model=writer)
+        work = Work(base=same, updates=[same], coefficients=lambda _: [1.0], statistics="off", model=writer)
         kernel.run(work, threads=1)
         return
     with open(entry.file, "rb", buffering=0) as file:

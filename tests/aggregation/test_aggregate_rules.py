@@ -185,3 +185,17 @@ def test_clipping_bounds_the_step(tmp_path: Path):
     )
     assert make.read_all(tmp_path / "out")["w"].tolist() == [1.5, 0, 0, 0]
     assert record.details["clip_factors"] == {"alpha": 1.0, "beta": 0.2}
+
+
+def test_clipping_comes_before_weighted_sums_that_differ_by_tensor(tmp_path: Path):
+    model = make.model(tmp_path / "base", {"w": torch.zeros(4)})
+    paths = [
+        make.update(tmp_path / who, {"w": torch.tensor(step)}, base=model, facility=who)
+        for who, step in (("alpha", [3.0, 4.0, 0.0, 0.0]), ("beta", [0.0, 0.0, 2.0, 0.0]))
+    ]
+    chosen = AggregationSettings(rule="radial_directional", clip_norm=2.5)
+    record = aggregate(base=model, updates=paths, out=tmp_path / "out", settings=chosen)
+    assert record.details["clip_factors"] == {"alpha": 0.5, "beta": 1.0}
+    # lengths 2.5 and 2 after clipping: their mean, along the mean of two orthogonal directions
+    expected = 2.25 * torch.tensor([0.6, 0.8, 1.0, 0.0]) / 2**0.5
+    torch.testing.assert_close(make.read_all(tmp_path / "out")["w"], expected)

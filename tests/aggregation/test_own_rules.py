@@ -43,6 +43,19 @@ def plan(updates, *, lean):
         details={"leaning": lean, "of": list(updates.facilities)},
     )
 '''
+UNDECIDED = '''
+"""Decides as little as it is told to."""
+from coordinator.aggregation.rules.contract import AggregationRule, Plan
+from facility.exchange.registry import Parameter
+
+DECLARATION = AggregationRule(
+    name="undecided", implementation="plan", parameters=(Parameter(name="how", default="nothing"),)
+)
+
+
+def plan(updates, *, how):
+    return Plan(tensor_coefficients=lambda tensor: None) if how == "no tensor" else Plan()
+'''
 OPTIMIZER = '''
 """Moves the master by the sign of the step."""
 from coordinator.aggregation.server_optimizers.contract import ServerOptimizer
@@ -68,6 +81,7 @@ def outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "my_package").mkdir(parents=True)
     (folder / "my_package" / "__init__.py").write_text("")
     (folder / "my_package" / "my_rule.py").write_text(RULE)
+    (folder / "my_package" / "undecided.py").write_text(UNDECIDED)
     (folder / "my_package" / "signs.py").write_text(OPTIMIZER)
     info = folder / "my_package-1.0.dist-info"
     info.mkdir()
@@ -121,6 +135,12 @@ def test_a_rule_from_outside_aggregates(
     [
         ("my_package.my_rule", "{parameters: {lean: 2}}", "lean is 2.0, expected a number of at least 0"),
         ("my_package.my_rule", "{parameters: {leen: 1}}", "parameters.leen is unknown to my_package.my_rule.* lean"),
+        ("my_package.undecided", "{}", "my_package.undecided returned Plan.*expected a Plan with coefficients"),
+        (
+            "my_package.undecided",
+            "{parameters: {how: no tensor}}",
+            "neither coefficients nor a function for tensor 'w'",
+        ),
         ("my_package.nothing", "{}", "cannot be loaded"),
         ("no_package.at_all", "{}", "no_package cannot be found"),
         ("midrangee", "{}", "expected one of bulyan, .*midrange, one of fedadagrad, "),

@@ -117,8 +117,8 @@ class Server:
             slots = self.slots.get(name) or [np.full_like(master, start) for start in slot_starts]
             for piece in _pieces(len(master)):
                 block = steps[name][:, piece]
-                if plan.coefficients is not None:
-                    step = mean.combine(block, plan.coefficients)
+                if (coefficients := plan.coefficients_of(name)) is not None:
+                    step = mean.combine(block, coefficients)
                 else:
                     assert plan.combine is not None
                     step = plan.combine(block, name, piece.start)

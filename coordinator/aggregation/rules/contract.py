@@ -10,7 +10,8 @@
         return Plan(coefficients=[scale * weight for weight in updates.weights])
 
 The function is called once a round, with the declared parameters as keywords. It decides either the coefficients of a
-weighted sum of the updates' steps, or a function that combines the steps value by value while the tensors stream by.
+weighted sum of the updates' steps, for all tensors or for each, or a function that combines the steps value by value
+while the tensors stream by.
 `rule: my_package.my_module` in the settings uses a file from outside (`facility.exchange.registry`).
 """
 
@@ -25,6 +26,8 @@ from facility.exchange.registry import Declaration
 
 Combine = Callable[[Array, str, int], Array]
 """(steps of shape (updates, n), tensor, offset of the first value) -> n values."""
+TensorCoefficients = Callable[[str], Sequence[float] | None]
+"""Tensor -> its coefficients, or None where it is no weighted sum. May be called from any thread."""
 
 INNER_PRODUCTS = "inner_products"
 """The inner products of all pairs of steps, from a first pass over the updates."""
@@ -108,7 +111,13 @@ class Plan:
 
     coefficients: list[float] | None = None
     """Of a weighted sum."""
+    tensor_coefficients: TensorCoefficients | None = None
+    """Of weighted sums that are not the same for every tensor, in place of `coefficients`."""
     combine: Combine | None = None
-    """Value by value, where the rule is not a weighted sum."""
+    """Value by value, where the rule, or what it does to some tensors, is not a weighted sum."""
     details: dict[str, Any] = field(default_factory=dict)
     """What the rule decided, for round.json."""
+
+    def coefficients_of(self, tensor: str) -> Sequence[float] | None:
+        """Of a tensor's weighted sum; None where `combine` works value by value."""
+        return self.coefficients if self.tensor_coefficients is None else self.tensor_coefficients(tensor)

@@ -23,7 +23,6 @@ import math
 import numpy as np
 
 from coordinator.aggregation.moment_limits import LEAST_FACILITIES
-from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.patterns import matches
@@ -106,6 +105,7 @@ def plan(updates: RoundUpdates, *, fisher_power: float, fisher_tensors: str, fis
 
     def combine(steps: Array, tensor: str, offset: int) -> Array:
         found = by_row(tensor)
-        return mean.combine(steps, plain) if found is None else weighted(steps, *found, offset)
+        assert found is not None, f"{tensor} is averaged plainly"
+        return weighted(steps, *found, offset)
 
-    return Plan(combine=combine)
+    return Plan(tensor_coefficients=lambda tensor: plain if by_row(tensor) is None else None, combine=combine)

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.patterns import matches
@@ -56,4 +55,4 @@ def plan(updates: RoundUpdates, *, plain_mean: str) -> Plan:
         name: weights.tolist() if matches(name, patterns) else coefficients(gram, weights).tolist()
         for name, gram in updates.tensor_products.items()
     }
-    return Plan(combine=lambda steps, tensor, offset: mean.combine(steps, chosen[tensor]))
+    return Plan(tensor_coefficients=chosen.__getitem__)

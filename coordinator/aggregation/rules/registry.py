@@ -26,11 +26,16 @@ def fewest_updates(name: str, parameters: Mapping[str, Value]) -> int:
 
 
 def decide(name: str, updates: RoundUpdates, parameters: Mapping[str, Value]) -> Plan:
-    """The rule's plan for a round. Raises `InputError` when there are too few updates."""
+    """The rule's plan for a round. Raises `InputError` when there are too few updates, or it decides nothing."""
     least = fewest_updates(name, parameters)
     if updates.count < least:
         numbers = ", ".join(f"{key} {value}" for key, value in parameters.items())
         raise InputError(
             f"{name}{f' with {numbers}' if numbers else ''} needs at least {least} updates, found {updates.count}"
         )
-    return RULES.load(name)(updates, **parameters)
+    plan = RULES.load(name)(updates, **parameters)
+    if not isinstance(plan, Plan) or (plan.coefficients is plan.tensor_coefficients is plan.combine is None):
+        raise InputError(
+            f"the rule {name} returned {plan!r:.200}, expected a Plan with coefficients, tensor_coefficients or combine"
+        )
+    return plan
