@@ -113,7 +113,7 @@ class Federation:
                 self.drift.begin(who, learner, number - 1)
             received = row_squares(learner) if weighs_rows else {}
             learner.train(count)
-            if weighs_rows:
+            if weighs_rows and not is_late(self.unlike, index):
                 self.squares[who] = of_the_round(received, row_squares(learner), self.local.betas[1], count)
             begun[who] = float(count)
             values = [p.detach().cpu().clone() for p in learner.parameters]

@@ -52,7 +52,7 @@ class Server:
     ) -> dict[str, torch.Tensor]:
         """The next model, each tensor in the base's dtype. `base` is the model that the updates started from.
 
-        `squares`: mean squared gradients by facility and tensor, by row.
+        `squares`: mean squared gradients by facility and tensor, by row; nothing is known of a late facility.
         """
         import torch
 
@@ -105,7 +105,7 @@ class Server:
             tensor_grams=by_tensor,
             along_momentum={name: _along(block) for name, block in steps.items()} if momentum else None,
             histograms=histograms,
-            squares=None if squares is None else Squares([squares[name] for name in names], base),
+            squares=None if squares is None else Squares([squares.get(name) for name in names], base),
             staleness=[(staleness or {}).get(name, 0) for name in names],
             round=self.round,
         )
@@ -134,13 +134,15 @@ class Server:
 class Squares:
     """A rule's `SquaredGradients`, of what is in memory."""
 
-    def __init__(self, updates: Sequence[Mapping[str, Any]], base: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, updates: Sequence[Mapping[str, Any] | None], base: Mapping[str, torch.Tensor]) -> None:
+        """`updates`: None for a late one, of whose gradients nothing is known."""
         self._updates, self._base = updates, base
 
     def of(self, tensor: str) -> RowSquares | None:
-        if not all(tensor in one for one in self._updates):
+        known = [one for one in self._updates if one is not None]
+        if not known or not all(tensor in one for one in known):
             return None
-        values = np.stack([one[tensor] for one in self._updates])
+        values = np.stack([np.zeros_like(known[0][tensor]) if one is None else one[tensor] for one in self._updates])
         return RowSquares(values, max(1, self._base[tensor].numel() // values.shape[1]))
 
 
