@@ -46,6 +46,9 @@ from facility.exchange.files.storage import unwritable
 
 log = logging.getLogger("coordinator.engine")
 
+AS_PROGRAM = "import sys; from streamflow.main import run; sys.exit(run())"
+"""What StreamFlow's program does. `python -m streamflow` ends with 0 whatever happened."""
+
 
 def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted: bool = False) -> int:
     """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`.
@@ -161,8 +164,8 @@ def log_file(path: Path) -> Iterator[TextIO]:
 def engine_command(federation: Federation) -> list[str]:
     """`streamflow run` by this Python. Raises `InputError` where it has no StreamFlow.
 
-    The program beside Python where there is one, else the module: what `pip install --user` or `--target` installed has
-    no program there.
+    The program beside Python where there is one, else what it does: what `pip install --user` or `--target` installed
+    has no program there.
     """
     program = Path(sys.executable).parent / "streamflow"
     if not program.exists() and find_spec("streamflow") is None:
@@ -173,7 +176,7 @@ def engine_command(federation: Federation) -> list[str]:
     stamp = time.strftime("%Y%m%d-%H%M%S")
     outputs = federation.workdir_path / "outputs"
     return [
-        *([str(program)] if program.exists() else [sys.executable, "-m", "streamflow"]),
+        *([str(program)] if program.exists() else [sys.executable, "-c", AS_PROGRAM]),
         "run",
         "--name",
         f"{federation.name}-{stamp}-{os.getpid()}",
