@@ -14,6 +14,8 @@ ANSWERS = (0, 35, 153)
 """Exit codes of qstat that are answers: success, job finished, unknown id. A server that is down gives 255."""
 FINISHED = re.compile(r"qstat: (\S+) Job has finished")
 UNKNOWN = re.compile(r"qstat: Unknown Job Id (\S+)")
+VARIABLES = re.compile(r'([ \t]*)"Variable_List":[ \t]*\{')
+"""Line with which a job's environment begins."""
 
 
 class PBS(BatchScheduler):
@@ -64,7 +66,8 @@ class PBS(BatchScheduler):
         return f"qdel {' '.join(ids)}"
 
     def is_answer(self, text: str, code: int) -> bool:
-        return code in ANSWERS
+        """Jobs that cannot be read are not the answer that there are none."""
+        return code in ANSWERS and ('"Jobs"' not in text or _read(text) is not None)
 
     def read_listing(self, text: str) -> list[Job]:
         found = []
@@ -164,9 +167,33 @@ def _hours(clock: str) -> float:
     return round(int(found[1]) + int(found[2]) / 60, 2) if found else 0.0
 
 
+def _read(text: str) -> Any:
+    """What `qstat -Fjson` answers; None where it cannot be read.
+
+    PBS before 2021 prints what `qsub -V` makes of an environment (`"N":005`, functions of bash) in a form that is not
+    JSON (https://github.com/openpbs/openpbs/issues/1255 and 2541): then jobs are read without it.
+    """
+    found = read_answer(text)
+    return read_answer(_without_variables(text)) if found is None else found
+
+
+def _without_variables(text: str) -> str:
+    """The same with an empty environment of every job."""
+    kept, end = [], ""
+    for line in text.splitlines():
+        if not end and (begins := VARIABLES.fullmatch(line.rstrip())):
+            end = begins[1] + "}"
+        elif end and line.rstrip(" ,") == end:
+            kept.append('"Variable_List":{' + line.strip())
+            end = ""
+        elif not end:
+            kept.append(line)
+    return "\n".join(kept)
+
+
 def _jobs(text: str) -> dict[str, dict[str, Any]]:
     """`Jobs` of an answer of `qstat -Fjson`, complaints around it left out."""
-    found = read_answer(text)
+    found = _read(text)
     jobs = found.get("Jobs") if isinstance(found, dict) else None
     return {id: one for id, one in jobs.items() if isinstance(one, dict)} if isinstance(jobs, dict) else {}
 

@@ -69,6 +69,39 @@ def test_a_running_job_and_a_silent_server_tell_no_ending(answer: str):
         assert PBS.read_ending(found.texts[0], found.code, id) is None
 
 
+def odd(text: str, *lines: str) -> str:
+    """The answer of a PBS before 2021 whose jobs have these lines in their environments."""
+    head = '"Variable_List":\t{\n'
+    assert head in text
+    return text.replace(head, head + "".join(f"\t\t\t\t{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        '"N":005,',
+        r'"QUOTED":"a\,b \'c\'",',
+        '"BASH_FUNC_module()":"() {  eval "$(modulecmd bash)"\n}",',
+        '"BASH_FUNC_x()":"() { echo "{"\n},\n\t}\n}",',
+    ],
+)
+def test_an_environment_that_is_not_json_hides_no_job(line: str):
+    text, ids = recorded("pbs-qstat-f-json").out, [f"{n}.pbshead" for n in (10, 11, 12, 14, 16, 17, 18, 19, 20)]
+    changed = odd(text, line)
+    assert PBS.is_answer(changed, 0)
+    assert PBS.read_listing(changed) == PBS.read_listing(text) != []
+    assert PBS.read_states(changed, 0, ids) == PBS.read_states(text, 0, ids)
+    ended = recorded("pbs-qstat-cancelled-run-json")
+    expected = PBS.read_ending(ended.out, ended.code, "28.pbshead")
+    assert expected is not None and PBS.read_ending(odd(ended.out, line), ended.code, "28.pbshead") == expected
+
+
+def test_jobs_that_cannot_be_read_are_asked_for_again():
+    text = recorded("pbs-qstat-f-json").out
+    assert PBS.is_answer(text, 0) and PBS.is_answer("Welcome to the { cluster }\n", 0)
+    assert not PBS.is_answer(text[: len(text) // 2], 0), "an answer that was cut off does not say that no job is there"
+
+
 def test_waiting_jobs_come_with_reasons_and_advice():
     found = recorded("pbs-qstat-f-json")
     jobs = {job.id.partition(".")[0]: job for job in PBS.read_listing(found.out)}
