@@ -62,15 +62,12 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     if reason := unwritable(places):
         raise InputError(reason)
     console = Console(width=None if sys.stdout.isatty() else 140)
-    _show_changes(federation, archive, console, accepted=accepted)
-    write(federation)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        only_one(federation) as lock,
-        run_place(federation.workdir_path) as place,
-        log_file(log) as sink,
-    ):
+    with only_one(federation) as lock:
+        # Not before: a run that is under way reads the rendered files in every round.
+        _show_changes(federation, archive, console, accepted=accepted)
+        write(federation)
         done = len(archive.rounds())
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
@@ -79,18 +76,19 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         names = [facility.name for facility in federation.facilities]
         history = History(archive)
         progress = Progress(names, federation.rounds, unit=lambda: history.words().live_unit)
-        run = Run(
-            federation=federation,
-            progress=progress,
-            archive=archive,
-            history=history,
-            place=place,
-            lock=lock,
-            sink=sink,
-            console=console,
-            done=done,
-        )
-        code, ended = _follow(run, live)
+        with run_place(federation.workdir_path) as place, log_file(log) as sink:
+            run = Run(
+                federation=federation,
+                progress=progress,
+                archive=archive,
+                history=history,
+                place=place,
+                lock=lock,
+                sink=sink,
+                console=console,
+                done=done,
+            )
+            code, ended = _follow(run, live)
     return _show_end(federation, archive, console, code, ended)
 
 

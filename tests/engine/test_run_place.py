@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from coordinator.archive.rounds import Archive
+from coordinator.config.described import described
 from coordinator.config.federation import read_federation
 from coordinator.engine.place import run_place
 from coordinator.engine.render import write
-from facility.exchange.errors import InputError
+from coordinator.engine.run import only_one, run_federation
+from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
@@ -42,6 +44,27 @@ def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
 def test_a_full_disk_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
     assert unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
+
+
+def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Path):
+    """Not what is rendered, which the first reads in every round, nor what the archive says was accepted."""
+    file = write_federation(tmp_path, ["a"], rounds=2)
+    federation = read_federation(file)
+    archive = Archive(federation.archive_path)
+    (archive.path / "round-0000").mkdir(parents=True)
+    archive.write_note("federation", dict(described(federation)))
+    write(federation)
+    before = files_below(tmp_path)
+    file.write_text(file.read_text().replace("rounds: 2", "rounds: 9"))
+    with only_one(federation), pytest.raises(TryAgain, match="another `crossfed run`"):
+        run_federation(file, live=False, accepted=True)
+    after = files_below(tmp_path)
+    assert {path: after[path] for path in before if path != file} == {p: before[p] for p in before if p != file}
+    assert not archive.read_note("accepted")
+
+
+def files_below(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.slow  # two whole runs; that each place is its own is the first law above
