@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import append_to
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.strict_json import seen
 
@@ -74,11 +75,7 @@ def emit(kind: str, **fields: Any) -> None:
     harmless = {name: _harmless(value) for name, value in fields.items()}
     line = json.dumps({"time": time.time(), "kind": kind, **harmless}, ensure_ascii=True) + "\n"
     with suppress(OSError):
-        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            os.write(handle, line.encode())
-        finally:
-            os.close(handle)
+        append_to(os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), line)
 
 
 def _harmless(value: Any) -> Any:

@@ -197,12 +197,15 @@ def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path
     assert "expected" not in live_lines(dataclasses.replace(snapshot, ended="done"), 1050.0)[-1]
 
 
-def test_a_line_that_a_crash_cut_is_passed_over(tmp_path: Path):
+def test_a_line_that_a_crash_cut_is_passed_over_and_costs_no_other(tmp_path: Path):
     journal = Journal(tmp_path)
     journal.append("round_started", time=1.0, round=3)
     with open(journal.path, "a") as file:
         file.write('{"time": "2026')
     assert [(one.kind, one.round) for one in journal.read()] == [("round_started", 3)]
+    journal.append("run_started", time=2.0, rounds=3)
+    journal.append("round_started", time=3.0, round=3)
+    assert [one.kind for one in journal.read()] == ["round_started", "run_started", "round_started"]
 
 
 def test_each_occasion_is_told_once_to_command_and_webhook(tmp_path: Path):

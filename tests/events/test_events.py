@@ -38,6 +38,14 @@ def test_events_arrive_in_order_and_once(events: EventFile):
     assert list(events.new()) == []
 
 
+def test_an_event_that_a_full_disk_cut_costs_no_other(events: EventFile):
+    with open(events.path, "a") as file:
+        file.write('{"time": 3.0, "kind": "exec')
+    emit("failed", step="aggregate", reason="the disk is full", futile=True)
+    emit("received", facility="a", round=1)
+    assert [one.kind for one in events.new()] == ["failed", "received"]
+
+
 def test_writers_side_by_side_lose_nothing(events: EventFile):
     def write(name: str) -> None:
         for number in range(200):

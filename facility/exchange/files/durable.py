@@ -135,8 +135,14 @@ def remove_abandoned(path: Path) -> None:
 
 def append_lines(path: Path, lines: str) -> None:
     """Add lines to a file, which is made where it is absent, with one write: what others add comes before or after."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    append_to(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), lines)
+
+
+def append_to(handle: int, lines: str) -> None:
+    """Add lines to an open file, and close it. What a crash or a full disk left of a line before stays a line alone."""
     try:
-        os.write(handle, lines.encode())
+        size = os.fstat(handle).st_size
+        torn = size and os.pread(handle, 1, size - 1) != b"\n"
+        os.write(handle, (b"\n" if torn else b"") + lines.encode())
     finally:
         os.close(handle)
