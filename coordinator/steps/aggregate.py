@@ -98,8 +98,9 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         if arguments.scores is not None:
             arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text()))
         outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
-        if outputs[1:] == (arguments.round, True):  # the same round again, whose end may have passed
-            ends_anew(archive, settings)
+        if outputs[1:] == (arguments.round, True) and arguments.round < settings.rounds:
+            ends_anew(archive, settings)  # the same round again, whose end may have passed
+            outputs = archive.model_for(arguments.round), *outputs[1:]  # what was given here states the old one
     except Exception as error:  # a step that fails inside the loop hangs the engine
         if not isinstance(error, CrossFedError | OSError):
             traceback.print_exc()

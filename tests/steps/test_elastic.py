@@ -23,6 +23,7 @@ from coordinator.steps.aggregate import arguments_of, close_round, run_step
 from coordinator.steps.elastic import Elastic, common_end, ends_ahead
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.report import Seconds, read_report, write
@@ -281,13 +282,16 @@ def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch:
     (tmp_path / "step").mkdir()
     monkeypatch.chdir(tmp_path / "step")
     monkeypatch.setattr("coordinator.steps.following.time.time", lambda: first.time + 600)
-    given = ["--federation", described, "--archive", archive.path, "--model", following, "--round", 1]
+    link_tree(following, tmp_path / "given")  # as the step before handed it on
+    given = ["--federation", described, "--archive", archive.path, "--model", tmp_path / "given", "--round", 1]
     failed = failure(tmp_path / "failed", "b", number=1)
     arguments = arguments_of("aggregate", "").parse_args([*map(str, given), "--updates", str(failed)])
     assert run_step(arguments, close_round) == 0
     assert archive.read_note("attempts")["count"] == 1, "it is asked for again"
-    again = end_asked(read_manifest(archive.model_for(1)), "a")
-    assert again is not None and again.time == pytest.approx(first.time + 600 + archive.read_round(0).next_end)
+    for handed_on in (tmp_path / "step" / "model", archive.model_for(1)):
+        again = end_asked(read_manifest(handed_on), "a")
+        assert again is not None
+        assert again.time - first.time == pytest.approx(600 + archive.read_round(0).next_end, abs=0.01)
 
 
 def test_a_facility_that_is_private_takes_the_steps_of_its_settings_whatever_is_asked(tmp_path: Path):
