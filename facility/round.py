@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -21,7 +22,7 @@ from facility.exchange.files.storage import is_storage, located, sentence
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
-from facility.exchange.messages.outcome import Outcome
+from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.settings import read_facility_settings
 from facility.launch import add_limits, attempt_of, show_failure, tasks_here
 from facility.launching.notes import Notes
@@ -148,6 +149,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     facility = "?"
+    for number in WARNING:  # ranks, while there are any, save and leave; an update that they left is still delivered
+        signal.signal(number, lambda *_: None)
     try:
         tasks = tasks_here()
     except CrossFedError as error:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from coordinator.testbed.command import started_at
+from facility import round as round_module
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.messages.manifest import (
     Manifest,
@@ -28,6 +29,8 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
+from facility.launching.supervise import Ending
+from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
 from facility.rounds.sweep import forget_earlier, sweep
 from tests.aggregation.make import read_all
@@ -114,6 +117,26 @@ def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site
         assert before.any()
         found = arrived[name].float() - received[name].float() + left[1][name]
         torch.testing.assert_close(found, 0.95 * before, atol=1e-7, rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_a_warning_of_the_jobs_end_ends_nothing_that_is_done_without_ranks(site: Site, monkeypatch, number: int):
+    """A trained update is then encoded, kept and signed, for which some minutes are left."""
+    ended_by: list[int] = []
+
+    def warned(job: Job) -> Ending:
+        signal.raise_signal(number)
+        return Ending(code=0, reason="")
+
+    monkeypatch.chdir(site.root)
+    monkeypatch.setattr(round_module, "run", warned)
+    before = signal.signal(number, lambda number, _: ended_by.append(number))  # by default it ends the process
+    try:
+        told = ["--model", site.root, "--settings", site.root / "settings.json", "--round", 0, "--out", "update"]
+        assert round_module.main([*map(str, told), "--dataset", str(site.root / "data")]) == 0
+    finally:
+        signal.signal(number, before)
+    assert not ended_by
 
 
 def test_the_same_round_again_is_not_trained_twice(site: Site):

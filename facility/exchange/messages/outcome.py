@@ -9,8 +9,10 @@ from __future__ import annotations
 import signal
 from enum import IntEnum
 
-ENDING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WARNING = (signal.SIGUSR1, signal.SIGUSR2)
 """By which a scheduler says that a job's end is near: Slurm's `--signal=USR1@300`, grid engine's `-notify` (USR2)."""
+ENDING = (signal.SIGTERM, *WARNING)
+"""The same, or that it is now."""
 
 
 class Outcome(IntEnum):
