@@ -98,7 +98,13 @@ def _said(words: list[str], given: str = "") -> str:
     """What the command prints; '' where it fails or does not exist."""
     try:
         result = subprocess.run(
-            words, input=given, capture_output=True, text=True, timeout=20, env=os.environ | {"TZ": "UTC"}
+            words,
+            input=given,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+            env=os.environ | {"TZ": "UTC"},
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

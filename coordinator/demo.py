@@ -223,7 +223,10 @@ def prepare_datasets(out: Path, sizes: Sizes) -> None:
             ]
         )
     pipe = subprocess.PIPE
-    running = [subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, errors="replace")
+        for command in commands
+    ]
     outputs = [process.communicate()[0] for process in running]
     for command, process, output in zip(commands, running, outputs, strict=True):
         if process.returncode != 0:

@@ -102,7 +102,7 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
             ["tar", "cf", "-", "-C", scratch, SUMS, "-C", str(model), "--", *chosen], stdout=subprocess.PIPE
         )
         command = [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
-        sent = subprocess.run(command, stdin=packing.stdout, capture_output=True, text=True)
+        sent = subprocess.run(command, stdin=packing.stdout, capture_output=True, text=True, errors="replace")
         if packing.stdout is not None:
             packing.stdout.close()
         packing.wait()

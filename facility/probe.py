@@ -133,7 +133,9 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     )
     if answer["writable"] and reserve and reserve < answer["free"] and shutil.which("fallocate"):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
-            result = subprocess.run(["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True)
+            result = subprocess.run(
+                ["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True, errors="replace"
+            )
         if result.returncode != 0 and "not supported" not in result.stderr:
             answer["refused"] = result.stderr.strip().splitlines()[-1]
     return answer

@@ -106,7 +106,9 @@ def ask(words: list[str]) -> str:
     if shutil.which(words[0]) is None:
         return ""
     try:
-        result = subprocess.run(words, capture_output=True, text=True, timeout=SECONDS, stdin=subprocess.DEVNULL)
+        result = subprocess.run(
+            words, capture_output=True, text=True, errors="replace", timeout=SECONDS, stdin=subprocess.DEVNULL
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return result.stdout  # `quota` ends with 1 where one is exceeded

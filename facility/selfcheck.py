@@ -126,7 +126,13 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             )
     try:
         result = subprocess.run(
-            words, input=text, text=True, capture_output=True, cwd=folder / "job", timeout=limit_seconds
+            words,
+            input=text,
+            text=True,
+            errors="replace",
+            capture_output=True,
+            cwd=folder / "job",
+            timeout=limit_seconds,
         )
     except subprocess.TimeoutExpired:
         raise InputError(

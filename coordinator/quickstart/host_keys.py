@@ -44,13 +44,15 @@ def scan(login: Deployment) -> list[str]:
         bare, port = found[1], found[2]
     command = ["ssh-keyscan", "-T", "10", *(["-p", port] if port else []), bare.strip("[]")]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS).stdout
+        answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS).stdout
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [line for line in answer.splitlines() if re.fullmatch(r"\S+ (ssh|ecdsa)-[\w-]+ [A-Za-z0-9+/=]+", line)]
 
 
 def fingerprint_of(line: str) -> str:
-    answer = subprocess.run(["ssh-keygen", "-lf", "-"], input=line + "\n", capture_output=True, text=True).stdout
+    answer = subprocess.run(
+        ["ssh-keygen", "-lf", "-"], input=line + "\n", capture_output=True, text=True, errors="replace"
+    ).stdout
     found = FINGERPRINT.search(answer)
     return found[0] if found else ""

@@ -22,6 +22,7 @@ def call(*command: str | Path, check: bool = True, **options) -> subprocess.Comp
     result = subprocess.run(
         [str(word) for word in command],
         text=True,
+        errors="replace",
         capture_output=True,
         env=environment,
         stdin=options.pop("stdin", subprocess.DEVNULL),

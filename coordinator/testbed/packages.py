@@ -67,10 +67,10 @@ def _install(packages: list[str]) -> None:
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]
     try:
-        first = subprocess.run(install, env=environment, capture_output=True, text=True)
+        first = subprocess.run(install, env=environment, capture_output=True, text=True, errors="replace")
         if first.returncode:  # most often: package lists are empty or old
             subprocess.run(["apt-get", "update", "-q"], env=environment, capture_output=True)
-            first = subprocess.run(install, env=environment, capture_output=True, text=True)
+            first = subprocess.run(install, env=environment, capture_output=True, text=True, errors="replace")
         if first.returncode:
             raise TryAgain(
                 f"`{' '.join(install)}` ended with code {first.returncode}: "

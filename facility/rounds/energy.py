@@ -136,7 +136,7 @@ def _sacct(job: str) -> dict[str, float]:
     """The largest figure of the job and its steps, which are parts of it."""
     words = ["sacct", "-j", job, "-n", "-P", "-o", "ConsumedEnergyRaw"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, timeout=20)
+        said = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return {}
     known = [value for line in said.stdout.split() if 0 < (value := _number(line)) < MOST_JOULES]

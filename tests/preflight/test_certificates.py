@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from datetime import UTC, datetime, timedelta
@@ -51,6 +52,20 @@ def test_a_certificate_is_ok_then_warned_of_then_fails(key: Path):
     sign(key, "-V", "always:+1s")
     time.sleep(2.1)
     assert [row.verdict for row in rows("a", described)] == ["fail"]
+
+
+def test_a_comment_in_another_encoding_hides_no_certificate(key: Path, monkeypatch: pytest.MonkeyPatch):
+    """A key's comment is whatever its owner typed, and where."""
+    sign(key, "-V", "-1m:+1h")
+    certificate = Path(f"{key}-cert.pub").read_bytes().split()
+    told = key.with_name("told")
+    told.write_bytes(b"ssh-ed25519 AAAA M\xfcller\n" + b" ".join([*certificate[:2], b"M\xfcller@laptop"]) + b"\n")
+    program = key.with_name("bin") / "ssh-add"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncat '{told}'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    assert [row.verdict for row in rows("a", deployment())] == ["warning"]
 
 
 def test_the_agents_certificates_are_read(key: Path, monkeypatch: pytest.MonkeyPatch):
