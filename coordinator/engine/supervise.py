@@ -18,15 +18,17 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from coordinator.engine.queues import Queue, at_all
+from coordinator.engine.queues import Answers, Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
+from coordinator.schedulers.scheduler import Job
 from coordinator.streamflow_plugin.names import STEP_SERVER
 from facility.exchange.child import end_with_parent
 from facility.exchange.files.storage import SAME_COMMAND
@@ -151,7 +153,7 @@ class Supervisor:
     on_event: Callable[[Event], object] = lambda event: None
     """Gets every event."""
     on_tick: Callable[[], object] = lambda: None
-    """Called about twice a second while StreamFlow runs."""
+    """Called about twice a second while StreamFlow runs, and while queues are asked."""
     on_stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
     """Gets facility, job, reason and advice of each job that will not begin by itself, once."""
     rounds_done: Callable[[], int]
@@ -303,8 +305,7 @@ class Supervisor:
         """True if a job of ours is queued or running, locally or remotely; a silent facility counts as busy."""
         if children(process.pid):
             return True
-        found = at_all(self.queues, lambda one: one.jobs())
-        found.log_silent()
+        found = self._asked(lambda one: one.jobs())
         return bool(found.silent) or any(found.jobs.values())
 
     def _clear_waiting(self) -> None:
@@ -312,19 +313,30 @@ class Supervisor:
 
         One that is ahead of its model keeps its place: the connector gives it its round.
         """
-        at_all(self.queues, lambda one: one.cancel(waiting_only=True, ahead=False)).log_silent()
+        self._asked(lambda one: one.cancel(waiting_only=True, ahead=False))
 
     def _end(self, code: int, reason: str, queues: list[Queue] | None = None) -> tuple[int, str]:
         """Cancel and report this federation's jobs in the queues; in all of them unless some are named."""
 
-        def cancel(one: Queue) -> list:
+        def cancel(one: Queue) -> list[Job]:
             gone = one.cancel()
             for job in gone:
                 log.info("cancelled job %s (%s) at %s", job.id, job.state, one.facility)
             return gone
 
-        at_all(self.queues if queues is None else queues, cancel).log_silent()
+        self._asked(cancel, queues)
         return code, reason
+
+    def _asked(self, act: Callable[[Queue], list[Job]], queues: list[Queue] | None = None) -> Answers:
+        """What all queues answer, or those named. A facility that is away is waited for, and is no end of this run:
+        ticks go on meanwhile."""
+        with ThreadPoolExecutor(1) as pool:
+            asking = pool.submit(at_all, self.queues if queues is None else queues, act)
+            while not wait([asking], timeout=TICK_SECONDS).done:
+                self.on_tick()
+        found = asking.result()
+        found.log_silent()
+        return found
 
     def _signal(self, number: int) -> None:
         """Send a signal to StreamFlow and to every local job it started."""

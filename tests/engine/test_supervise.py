@@ -171,6 +171,22 @@ def test_stopping_cancels_our_jobs_by_name(tmp_path: Path):
     assert any("cancelled job 9" in sentence for sentence in one.said)
 
 
+def test_while_a_facility_is_away_the_run_is_seen_to_live(tmp_path: Path):
+    """Ticks renew the snapshot by which `crossfed status --follow` tells a run from one that was killed."""
+    ticked, seen = threading.Event(), []
+
+    class Away(FakeQueue):
+        def _named(self, name: str) -> list[Job]:
+            seen.append(ticked.wait(10))
+            raise TryAgain("site does not answer")
+
+    away = Away(facility="site", kind="slurm", job_name="crossfed-f-site", directory=Path("/"), ssh={})
+    one = supervisor(tmp_path, "", [away])
+    one.on_tick = ticked.set
+    assert one.run()[0] == 0
+    assert seen == [True], "before the first start"
+
+
 def test_before_a_start_only_waiting_jobs_are_cancelled(tmp_path: Path):
     queue = fake(Job(id="8", state="PENDING", began=False), Job(id="9", state="RUNNING", began=True))
     assert supervisor(tmp_path, "", [queue]).run()[0] == 0
