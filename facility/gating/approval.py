@@ -16,13 +16,13 @@ from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_of
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
-from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
-from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
+from facility.exchange.messages.settings import FacilitySettings
 from facility.gating.confine import confined
 from facility.gating.grammar import Request
 from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.gating.settings_copy import settings_copy
 from facility.masking.site_rules import SiteRules
 
 BY_NAME = ("optimizer", "policy", "schedule", "encoding", "model_encoding")
@@ -40,6 +40,7 @@ class Approved:
     module: str
     model: Path
     settings: Path
+    """The gate's own copy, which no request can alter."""
     dataset: Path
     model_sha256: str
     """Of the manifest: the job compares it, so that nothing is exchanged while it waits."""
@@ -66,42 +67,39 @@ def approve(session: Session, request: Request) -> Approved:
     """Raises `Refused` with the reason."""
     policy = session.policy
     model = confined(request["model"], session.workdir, follow=True)
-    settings_file = confined(request["settings"], session.workdir, follow=True)
     roster = confined(request["roster"], session.workdir, follow=True) if "roster" in request.given else None
     number = int(request["round"])
-    try:
-        check_length(settings_file, SETTINGS_BYTES)
-        check_length(model / NAME, MANIFEST_BYTES)
-        before = sha256_of(settings_file), sha256_of(model / NAME)
-        settings = read_facility_settings(settings_file)
-        check_names(session, settings)
-        order = verify_order(
-            model,
-            settings_file,
-            federation=settings.federation,
-            facility=settings.facility,
-            round=number,
-            rounds=settings.rounds,
-            allowed_signers=policy.coordinators,
-        )
-    except Refused:
-        raise
-    except (CrossFedError, OSError, ValueError) as error:
-        raise Refused(str(error)) from None
-    check_settings(session, settings)
-    module = request.given.get("module", settings.trainer.module)
-    check_module(session, module)
-    check_model(session, order, settings)
-    dataset = check_dataset(session, request["dataset"])
-    if held_out := settings.evaluation.held_out:
-        check_dataset(session, held_out)
-    check_tasks(session, settings)
-    check_own_code(session, dataclasses.asdict(settings))
-    if (sha256_of(settings_file), sha256_of(model / NAME)) != before:
-        raise Refused("the order or the settings were exchanged while they were read")
-    with changed(session.ledger) as (ledger, _):
-        if before[0] not in ledger.settings:
-            ledger.settings.append(before[0])
+    with settings_copy(session) as copy:
+        try:
+            copy.take(confined(request["settings"], session.workdir, follow=True))
+            check_length(model / NAME, MANIFEST_BYTES)
+            manifest = sha256_of(model / NAME)
+            settings = copy.read(session)
+            order = verify_order(
+                model,
+                copy.path,
+                federation=settings.federation,
+                facility=settings.facility,
+                round=number,
+                rounds=settings.rounds,
+                allowed_signers=policy.coordinators,
+            )
+        except Refused:
+            raise
+        except (CrossFedError, OSError, ValueError) as error:
+            raise Refused(str(error)) from None
+        check_settings(session, settings)
+        module = request.given.get("module", settings.trainer.module)
+        check_module(session, module)
+        check_model(session, order, settings)
+        dataset = check_dataset(session, request["dataset"])
+        if held_out := settings.evaluation.held_out:
+            check_dataset(session, held_out)
+        check_tasks(session, settings)
+        check_own_code(session, dataclasses.asdict(settings))
+        if sha256_of(model / NAME) != manifest:
+            raise Refused("the order was exchanged while it was read")
+        kept = copy.keep(session)
     return Approved(
         federation=settings.federation,
         facility=settings.facility,
@@ -109,10 +107,10 @@ def approve(session: Session, request: Request) -> Approved:
         run=run_of(order),
         module=module,
         model=model,
-        settings=settings_file,
+        settings=kept,
         dataset=dataset,
-        settings_sha256=before[0],
-        model_sha256=before[1],
+        settings_sha256=copy.digest,
+        model_sha256=manifest,
         head=str(order.extra.get(HEAD, ""))[:64],
         roster=roster,
     )
@@ -122,16 +120,6 @@ def check_length(file: Path, most: int) -> None:
     """Raise `Refused` for a file that is too large, which could take for ever to hash. Raises `OSError` without it."""
     if (size := file.stat().st_size) > most:
         raise Refused(f"{file.name} has {size} bytes, expected at most {most}")
-
-
-def check_names(session: Session, settings: FacilitySettings) -> None:
-    """Raise `Refused` unless the settings are this facility's, in a federation of the policy's."""
-    policy = session.policy
-    if settings.federation not in policy.federations or settings.facility != policy.facility:
-        raise Refused(
-            f"the settings are for {settings.facility!r} in federation {settings.federation!r}; the policy allows "
-            f"{policy.facility!r} in {', '.join(policy.federations)}"
-        )
 
 
 def check_settings(session: Session, settings: FacilitySettings) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -12,6 +13,8 @@ import pytest
 
 from facility.exchange.errors import TryAgain
 from facility.exchange.messages.evaluation import EvaluationSettings
+from facility.exchange.messages.manifest import sha256_of
+from facility.gating import approval
 from facility.gating.jobs import SCRATCH
 from facility.rounds import evaluation
 from tests.conftest import ROOT
@@ -63,6 +66,43 @@ def test_what_a_jobs_libraries_keep_is_where_no_request_leads(site: Gate):
         os.utime(one, (time.time() - age,) * 2)
     assert site.ask(site.round())[0] == 0
     assert new.exists() and not old.exists(), "of a job whose time limit is long over"
+
+
+def test_a_jobs_settings_are_those_that_were_approved_whatever_is_put_in_their_place(site: Gate):
+    """A job reads them when it starts and its ranks once more, while requests can write all of the workdir."""
+    request, settings = site.round(), site.workdir / "in" / "alpha.json"
+    approved = settings.read_bytes()
+    assert site.ask(request)[0] == 0
+    words = shlex.split(site.calls[-1][1] or "")
+    given = Path(words[words.index("--settings") + 1])
+    assert site.ask(f"crossfed-gate put-file {settings} 600", data=b'{"other": 1}')[0] == 0
+    assert given.read_bytes() == approved and not given.resolve().is_relative_to(site.workdir)
+    assert words[words.index("--approved") + 2] == sha256_of(given)
+    (given.parent / f"{'0' * 64}.json").touch()
+    assert site.ask(site.round(learning_rate=0.5))[0] == 0
+    assert len(list(given.parent.iterdir())) == 2, "those that no order named are forgotten"
+
+
+def test_settings_that_are_exchanged_while_they_are_read_are_checked_as_they_are_used(
+    site: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    """Those of the order are there when digests are compared, others, which the policy allows, when they are read."""
+    request, settings = site.round(tracker="wandb"), site.workdir / "in" / "alpha.json"
+    signed, digest, verify = settings.read_bytes(), approval.sha256_of, approval.verify_order
+
+    def leave(path: Path) -> str:
+        if path.name == "manifest.json":
+            settings.write_bytes(signed.replace(b"wandb", b""))
+        return digest(path)
+
+    def restore(*arguments, **options):
+        settings.write_bytes(signed)
+        return verify(*arguments, **options)
+
+    monkeypatch.setattr(approval, "sha256_of", leave)
+    monkeypatch.setattr(approval, "verify_order", restore)
+    code, _, error = site.ask(request)
+    assert code == 77 and "would be logged to 'wandb'" in error and not site.calls
 
 
 @pytest.mark.parametrize(

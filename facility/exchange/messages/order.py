@@ -63,7 +63,7 @@ def verify_order(
     wanted = digests.get(facility) if isinstance(digests, dict) else None
     if wanted != sha256_of(settings):
         raise ManifestError(
-            f"the settings {settings.name} are not those that the coordinator signed for {facility!r}: altered on the "
+            f"the settings are not those that the coordinator signed for {facility!r}: altered on the "
             "way, or rendered again after the model was signed"
         )
     return manifest
