@@ -1,13 +1,13 @@
-"""A private copy of a request to unmask: what is checked is then what is answered, whoever can write the original.
+"""Private copies of a request to unmask, and of a roster: what is checked is what is used, whoever can write them.
 
-Only the files that a request has are read, each up to a limit, and no link is followed.
+Only the files that one has are read, each up to a limit, and no link is followed.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,23 +26,41 @@ MOST_SMALL = 1 << 20
 @contextmanager
 def private_copy(request: Path) -> Iterator[Path]:
     """A directory with the files of `request`, which only this account can write. Raises `InputError`."""
-    with tempfile.TemporaryDirectory(prefix="crossfed-request-") as place:
+    with _copied(Path(request), _files(Path(request)), "request") as copy:
+        yield copy
+
+
+@contextmanager
+def private_roster(roster: Path) -> Iterator[Path]:
+    """The same of a roster."""
+    with _copied(Path(roster), _files_of_roster(Path(roster)), "roster") as copy:
+        yield copy
+
+
+@contextmanager
+def _copied(source: Path, files: Iterable[tuple[str, int]], what: str) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix=f"crossfed-{what}-") as place:
         copy = Path(place)
-        for name, most in _files(Path(request)):
+        for name, most in files:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
-            (copy / name).write_bytes(_content(Path(request) / name, most))
+            (copy / name).write_bytes(_content(source / name, most, what))
         yield copy
 
 
 def _files(request: Path) -> Iterator[tuple[str, int]]:
     """Path and most bytes of each file."""
     yield REQUEST, MOST_SMALL
-    yield f"{ROSTER}/{AGREEMENT}", MOST_AGREEMENT
-    for member in _names(request / ROSTER / FOLDER):
-        for name in (KEYS, NAME, SIGNATURE):
-            yield f"{ROSTER}/{FOLDER}/{member}/{name}", MOST_SMALL
+    for name, most in _files_of_roster(request / ROSTER):
+        yield f"{ROSTER}/{name}", most
     for name in _names(request / SHARES):
         yield f"{SHARES}/{name}", MOST_SHARES
+
+
+def _files_of_roster(roster: Path) -> Iterator[tuple[str, int]]:
+    yield AGREEMENT, MOST_AGREEMENT
+    for member in _names(roster / FOLDER):
+        for name in (KEYS, NAME, SIGNATURE):
+            yield f"{FOLDER}/{member}/{name}", MOST_SMALL
 
 
 def _names(directory: Path) -> list[str]:
@@ -52,13 +70,13 @@ def _names(directory: Path) -> list[str]:
     return names
 
 
-def _content(path: Path, most: int) -> bytes:
+def _content(path: Path, most: int, what: str) -> bytes:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             content = file.read(most + 1)
     except OSError as error:
-        raise InputError(f"the request has no {path.name} that can be read: {error.strerror}") from None
+        raise InputError(f"the {what} has no {path.name} that can be read: {error.strerror}") from None
     if len(content) > most:
-        raise InputError(f"{path.name} of the request is larger than {most} bytes")
+        raise InputError(f"{path.name} of the {what} is larger than {most} bytes")
     return content

@@ -30,6 +30,7 @@ from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.steps import steps_asked
 from facility.masking.mask_update import check_base, complete, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
+from facility.masking.request_copy import private_roster
 from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
 from facility.rounds.held import drop_held, is_held, keep_rest, read_held, take_off, write_held
@@ -130,7 +131,8 @@ def masked(settings: FacilitySettings, state: Path, roster: Path | None, receive
         raise ConfigurationError("the settings ask for secure aggregation, but no --roster was given: render again")
     rules = site_rules()
     rules.check(settings.masking)
-    found = read_roster(roster, settings.masking, resolve(settings.masking.peer_signers))
+    with private_roster(roster) as copy:  # where the roster lies, its keys can be exchanged once they are checked
+        found = read_roster(copy, settings.masking, resolve(settings.masking.peer_signers))
     check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
     asked = steps_asked(read_manifest(received), settings.facility, most=settings.most_steps)

@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from coordinator.masking.rosters import make_roster
 from facility.exchange.checkpoints.second_moments import Factors
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.masking import roster as rosters
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.moments import Units, seed_of
 from facility.exchange.masking.roster import Roster, read_roster
@@ -424,6 +425,33 @@ def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_sign
         return
     with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
         masked(told, federation.state("alpha"), roster, model, 0)
+
+
+def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
+    federation: Masking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The roster lies where the coordinator can write, and would mask for a key of the coordinator's own."""
+    told = FacilitySettings(
+        federation="test",
+        facility="alpha",
+        rounds=9,
+        seed=0,
+        training=TrainingSettings(steps=10, batch_sequences=10),
+        masking=federation.masking,
+    )
+    roster = federation.roster([federation.keys(name, walk=walk_of(told)) for name in federation.names])
+    honest, real = federation.read(roster), rosters.verify
+    own = X25519PrivateKey.generate().public_key().public_bytes_raw().hex()
+
+    def exchange(directory: Path, signer: str, allowed: Path) -> str:
+        found, keys = real(directory, signer, allowed), roster / "keys" / "beta" / "keys.json"
+        if signer == "beta":
+            keys.write_text(json.dumps(json.loads(keys.read_text()) | {"public_key": own}))
+        return found
+
+    monkeypatch.setattr(rosters, "verify", exchange)
+    found = masked(told, federation.state("alpha"), roster, federation.model(0), 0)
+    assert found is not None and found.member.roster.keys == honest.keys
 
 
 def test_a_facility_that_signs_other_settings_is_left_out_of_the_roster_and_the_round_goes_on(federation: Masking):
