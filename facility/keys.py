@@ -9,7 +9,9 @@ reason in `--out`/failure.json, as `facility.round` does.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from facility.dataset import open_dataset
@@ -46,8 +48,11 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         tokens=sequences * block_tokens,
         walk=walk_of(settings),
     )
-    with new_directory(out) as temporary:
-        write_keys(temporary, keys, resolve(training.signing_key))
+    with tempfile.TemporaryDirectory(prefix="crossfed-keys-") as private:  # a coordinator may write where `out` is
+        write_keys(Path(private), keys, resolve(training.signing_key))
+        with new_directory(out) as temporary:
+            for path in Path(private).iterdir():
+                shutil.copyfile(path, temporary / path.name)
 
 
 def main(argv: list[str] | None = None) -> int:

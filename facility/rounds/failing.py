@@ -45,4 +45,4 @@ def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None =
                 ),
             )
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
-                sign(temporary, resolve(settings.training.signing_key))
+                sign(temporary, resolve(settings.training.signing_key), kind="update")

@@ -71,7 +71,7 @@ class Masked:
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
-        sign(out, resolve(self.settings.training.signing_key))
+        sign(out, resolve(self.settings.training.signing_key), kind="update")
         kept.keep(own_key, round, out)
 
     def hold(self, update: Checkpoint, *, received: Path) -> None:

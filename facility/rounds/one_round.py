@@ -84,7 +84,7 @@ class OneRound:
             with_usage(job.out, job.meter.usage(job.notes))
             with_head(job.out, os.environ.get(AUDIT, ""))
             if job.settings.training.signing_key:
-                sign(job.out, resolve(job.settings.training.signing_key))
+                sign(job.out, resolve(job.settings.training.signing_key), kind="update")
         return ending
 
     def open(self) -> None:
@@ -185,7 +185,7 @@ class OneRound:
             self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
-            sign(job.out, resolve(job.settings.training.signing_key))
+            sign(job.out, resolve(job.settings.training.signing_key), kind="update")
         self.finished.keep(self.key, job.round, job.out)
         if self.decided is not None:
             remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)

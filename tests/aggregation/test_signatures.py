@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
@@ -38,7 +39,7 @@ def update(tmp_path: Path) -> Path:
 
 
 def test_a_signed_update_is_verified(keys: Path, update: Path):
-    sign(update, keys / "alpha")
+    sign(update, keys / "alpha", kind="update")
     verify(update, "alpha", keys / "allowed")
     verify_manifest(update)  # the signature is no surplus file
 
@@ -46,12 +47,12 @@ def test_a_signed_update_is_verified(keys: Path, update: Path):
 def test_what_is_not_verified(keys: Path, update: Path):
     with pytest.raises(ManifestError, match=f"no {SIGNATURE}.*'alpha' has to sign"):
         verify(update, "alpha", keys / "allowed")
-    sign(update, keys / "beta")
+    sign(update, keys / "beta", kind="update")
     with pytest.raises(ManifestError, match="not signed by 'alpha'"):
         verify(update, "alpha", keys / "allowed")
     with pytest.raises(ManifestError, match="not signed by 'gamma'"):
         verify(update, "gamma", keys / "allowed")
-    sign(update, keys / "alpha")
+    sign(update, keys / "alpha", kind="update")
     verify(update, "alpha", keys / "allowed")
     manifest = read_manifest(update)
     (update / "config.json").write_text("{}")
@@ -77,10 +78,18 @@ def test_a_signature_for_another_purpose_is_none(keys: Path, update: Path):
         verify(update, "alpha", keys / "allowed")
 
 
+def test_a_manifest_that_lies_in_place_of_the_one_that_was_written_is_not_signed(keys: Path, update: Path):
+    """Where a job leaves its update its coordinator can write: keys of its own making would bear a facility's name."""
+    write_manifest(update, dataclasses.replace(read_manifest(update), kind="keys"))
+    with pytest.raises(ManifestError, match="of kind 'keys', expected 'update'"):
+        sign(update, keys / "alpha", kind="update")
+    assert not (update / SIGNATURE).exists()
+
+
 def test_keys_and_signers_that_are_absent(keys: Path, update: Path):
     with pytest.raises(ConfigurationError, match="cannot be signed with .*nowhere"):
-        sign(update, keys / "nowhere")
-    sign(update, keys / "alpha")
+        sign(update, keys / "nowhere", kind="update")
+    sign(update, keys / "alpha", kind="update")
     with pytest.raises(ConfigurationError, match="allowed-signers file .* does not exist"):
         verify(update, "alpha", keys / "nobody")
 
@@ -90,7 +99,7 @@ def test_a_key_with_a_passphrase_does_not_wait_for_it(keys: Path, update: Path):
         ["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(keys / "alpha")], check=True, capture_output=True
     )
     with pytest.raises(ConfigurationError, match="cannot be signed"):
-        sign(update, keys / "alpha")
+        sign(update, keys / "alpha", kind="update")
 
 
 def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, update: Path):
@@ -99,7 +108,7 @@ def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, updat
         update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
     )
     assert told is not None and told.kind == "refused" and "has to sign" in told.reason
-    sign(update, keys / "alpha")
+    sign(update, keys / "alpha", kind="update")
     assert (
         receive(update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings))
         is None

@@ -73,7 +73,7 @@ class Hostile:
         write_update(directory, model, name, round=round, move=self.moved[name, round])
         if way != "unsigned":
             other = OTHERS[OTHERS.index(name) - 1] if way == "another's key" else name
-            sign(directory, self.keys / other)
+            sign(directory, self.keys / other, kind="update")
         if way == "changed":
             weights = directory / "model.safetensors"
             content = bytearray(weights.read_bytes())

@@ -89,7 +89,7 @@ class Site:
         patterns = Patterns((), ())
         make_smaller(directory, model=here, state=state, round=round, settings=TRAINING, patterns=patterns)
         tell(directory, digest_of(read_manifest(received)))
-        sign(directory, self.keys / (signer or name))
+        sign(directory, self.keys / (signer or name), kind="update")
         return directory
 
     def train_privately(self, name: str, round: int) -> None:
@@ -195,7 +195,7 @@ def test_a_late_update_under_another_signature_is_refused_and_costs_the_budget_n
     rows = {row.facility: row for row in federation.archive.read_round(1).facilities}
     assert rows["c"].status == "refused" and "sign" in rows["c"].reason
     assert rows["b"].status == "ok" and rows["b"].staleness == 1
-    sign(tmp_path / "jobs" / "c-0", keys / "c")  # the same update, as its facility keeps it
+    sign(tmp_path / "jobs" / "c-0", keys / "c", kind="update")  # the same update, as its facility keeps it
     federation.at_work["c"] = 0
     federation.close("c")
     assert federation.used("c") == [0] and site.ledger("c").count("training") == STEPS

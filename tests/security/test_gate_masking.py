@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from facility import keys
+from facility.exchange.masking import roster as rosters
 from facility.exchange.masking.roster import read_keys
 from facility.exchange.messages.report import read_failure
+from facility.exchange.messages.settings import read_facility_settings
 from facility.gating import queue
 from facility.gating.ledger import read_ledger
 from facility.masking.private_keys import PrivateKeys
@@ -89,6 +92,17 @@ class MaskingGate(Gate):
 @pytest.fixture
 def site(tmp_path, monkeypatch, capfdbinary) -> MaskingGate:
     return MaskingGate(tmp_path.resolve(), monkeypatch, capfdbinary)
+
+
+def test_keys_are_signed_where_no_request_leads(site: MaskingGate, monkeypatch: pytest.MonkeyPatch):
+    """A coordinator that writes beside `--out` could have keys of its own signed in this facility's name."""
+    site.round()
+    places, real = [], rosters.sign
+    monkeypatch.setattr(rosters, "sign", lambda place, key, **kind: (places.append(place), real(place, key, **kind)))
+    out, settings = site.workdir / "update", read_facility_settings(site.workdir / "in" / "alpha.json")
+    keys.draw_keys(settings, site.home / "data", site.home / "state", 0, out)
+    assert places and not places[0].resolve().is_relative_to(site.workdir)
+    assert read_keys(out, site.peers).facility == "alpha"
 
 
 def test_keys_are_drawn_here_without_a_job_and_only_their_public_half_leaves(site: MaskingGate):

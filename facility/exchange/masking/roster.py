@@ -66,7 +66,7 @@ def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
     write_json(directory / KEYS, dataclasses.asdict(keys))
     manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round)
     write_manifest(directory, manifest)
-    sign(directory, signing_key)
+    sign(directory, signing_key, kind=KIND)
 
 
 def read_keys(directory: Path, signers: Path) -> Keys:

@@ -100,7 +100,7 @@ def write_answer(directory: Path, answer: Answer, signing_key: Path) -> None:
     write_json(directory / ANSWER, dataclasses.asdict(answer))
     manifest = Manifest(kind=KIND, federation=answer.federation, facility=answer.facility, round=answer.round)
     write_manifest(directory, manifest)
-    sign(directory, signing_key)
+    sign(directory, signing_key, kind=KIND)
 
 
 def read_answer(directory: Path, signers: Path) -> Answer:

@@ -32,7 +32,7 @@ def sign_order(directory: Path, key: Path, *, settings: Mapping[str, str], expir
     extra = manifest.extra | {SETTINGS: dict(settings), EXPIRES: int(expires)} | ({HEAD: head} if head else {})
     (directory / SIGNATURE).unlink(missing_ok=True)
     store_manifest(directory, dataclasses.replace(manifest, extra=extra))
-    sign(directory, key)
+    sign(directory, key, kind=manifest.kind)
 
 
 def verify_order(

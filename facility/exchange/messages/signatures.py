@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, ManifestError
-from facility.exchange.messages.manifest import NAME, SIGNATURE
+from facility.exchange.messages.manifest import NAME, SIGNATURE, read_manifest
 
 NAMESPACE = "crossfed"
 """Keeps a signature made for CrossFed from being valid for anything else, and the other way round."""
@@ -30,15 +30,20 @@ SECONDS = 30
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
-def sign(directory: Path, key: Path) -> None:
-    """Sign the manifest of `directory` with the private key file `key`, or with the agent's key for a public one.
+def sign(directory: Path, key: Path, *, kind: str) -> None:
+    """Sign the manifest of `directory`, which is of this `kind`, with the private key file `key`, or with the agent's
+    key for a public one.
 
-    Raises `ConfigurationError` when ssh-keygen cannot sign: no such key, or a passphrase and no agent.
+    A facility's directory may lie where its coordinator writes: what is signed is a private copy, and a manifest of
+    another kind (keys in place of an update) is refused. Raises `ManifestError`, and `ConfigurationError` when
+    ssh-keygen cannot sign: no such key, or a passphrase and no agent.
     """
     directory = Path(directory)
     with tempfile.TemporaryDirectory(prefix="crossfed-sign-") as scratch:
         copy = Path(scratch) / NAME
         copy.write_bytes((directory / NAME).read_bytes())
+        if (found := read_manifest(copy.parent).kind) != kind:
+            raise ManifestError(f"{directory}/{NAME} is of kind {found!r}, expected {kind!r}: it was exchanged")
         _run(
             ["-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(copy)], b"", f"the manifest cannot be signed with {key}"
         )
