@@ -13,6 +13,7 @@ import argparse
 import importlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -130,6 +131,7 @@ def serve(session: Session, command: str | None) -> int:
         if session.key not in session.policy.keys:
             raise Refused(f"the key {session.key} is not one of the policy's")
         request = grammar.parse(command)
+        asked = shlex.join(shlex.split(command or ""))  # blanks and quotes cannot push a word off the log's line
         session.write("request", request=asked)
         if request.verb in HERE:
             return HERE[request.verb](session, request)

@@ -6,6 +6,7 @@ In: anywhere below the workdir. Out: only what a job of ours left in its `update
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import stat
@@ -27,6 +28,8 @@ MOST_SMALL = 64 << 20
 """Bytes of a file that comes or goes as a whole; larger ones go in pieces."""
 MOST_FILES = 20_000
 MOST_NAMES = 16 << 20
+MOST_HEADERS = 4 << 20
+"""Bytes of a tar stream before its next file is known: a header with a long name states its length itself."""
 ARRIVED = "crossfed-arrived"
 """Printed after a piece, to distinguish a connection that delivered from one that broke."""
 NOT_YET = 1
@@ -116,15 +119,30 @@ def put_tree(session: Session, request: Request) -> int:
     place = below(request["path"], session.workdir)
     _clear(place)
     place.mkdir(mode=0o700, parents=True)
+    stream = _Bounded()
     try:
-        with tarfile.open(fileobj=_input(), mode="r|", bufsize=BLOCK) as archive:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK) as archive:
             for count, member in enumerate(archive):
                 if count >= MOST_FILES:
                     raise Refused(f"more than {MOST_FILES} files come at once")
+                stream.left = min(member.size, MOST_SMALL) + MOST_HEADERS
                 _unpack(archive, member, place)
     except (tarfile.TarError, EOFError) as error:
         raise Refused(f"what came is no tar stream: {error}") from None
     return 0
+
+
+class _Bounded(io.RawIOBase):
+    """The input, of which no more than `left` bytes are read."""
+
+    left = MOST_HEADERS
+
+    def read(self, size: int = -1) -> bytes:
+        if self.left <= 0:
+            raise Refused(f"more than {MOST_HEADERS} bytes of headers come before a file")
+        block = _input().read(min(size, self.left))
+        self.left -= len(block)
+        return block
 
 
 def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:

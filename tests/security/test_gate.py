@@ -172,6 +172,24 @@ def test_whatever_is_no_request_is_refused_told_and_logged(site: Gate, command: 
     assert [entry["what"] for entry in site.log()] == ["refused"] and site.calls == []
 
 
+@pytest.mark.parametrize("type", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(site: Gate, type: bytes):
+    header = tarfile.TarInfo("x")
+    header.type, header.size = type, 1 << 40
+    data = header.tobuf(tarfile.GNU_FORMAT) + b"x" * (64 << 20)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, _, error = site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=data)
+    assert code == 77 and "bytes of headers" in error
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 << 10
+
+
+@pytest.mark.parametrize("pad", [" " * 2000, "''" * 1000], ids=["blanks", "quotes"])
+def test_the_log_holds_every_word_of_a_request_however_it_is_padded(site: Gate, pad: str):
+    words = " ".join(f"{site.workdir}/{number:040}" for number in range(40))
+    assert site.ask(f"crossfed-gate {pad}make {words}")[0] == 0
+    assert site.log()[-1] | {"what": "request", "request": f"crossfed-gate make {words}"} == site.log()[-1]
+
+
 def test_another_key_is_refused_whatever_it_asks(site: Gate):
     for verb in FORMS:
         code, _, error = site.ask(f"crossfed-gate {verb}", key="SHA256:" + "B" * 43)
