@@ -129,13 +129,24 @@ def initialise_parameters(model: nn.Module, device: torch.device) -> None:
 
 
 def read_pieces(
-    pieces: Pieces, checkpoint: Checkpoint, part: LocalShard, target: torch.Tensor, hashed: Hashed | None = None
+    pieces: Pieces,
+    checkpoint: Checkpoint,
+    part: LocalShard,
+    target: torch.Tensor,
+    hashed: Hashed | None = None,
+    *,
+    absent: bool = False,
 ) -> None:
-    """Fill `target` (the rows of a part) from the stored tensors that the parameter is made of."""
+    """Fill `target` (the rows of a part) from the stored tensors that the parameter is made of.
+
+    `absent`: leave the elements as they are whose tensor the checkpoint lacks.
+    """
     row = torch.Size(part.shape[1:]).numel()
     begin = part.first * row
     flat = target.detach().view(-1)
     for run in pieces.between(begin, begin + flat.numel()):
+        if absent and run.tensor not in checkpoint.tensors:
+            continue
         into = flat[run.at - begin : run.at - begin + run.count]
         read_elements(checkpoint.tensors[run.tensor], run.start, into, hashed)
 
@@ -186,7 +197,7 @@ def _place(part: Loadable, checkpoint: Checkpoint, pieces: Mapping[str, Pieces])
 def add_shards(
     parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None, share: float = 1.0
 ) -> None:
-    """Add the checkpoint's tensors of these names, times `share`, to the parts.
+    """Add the checkpoint's tensors of these names, times `share`, to the parts; of those it lacks, nothing.
 
     Raises `CheckpointError` for another shape.
     """
@@ -195,7 +206,7 @@ def add_shards(
         made_of = pieces.get(part.name)
         entry = checkpoint.tensors.get(part.name)
         if made_of is not None:
-            if any(name not in checkpoint.tensors for name in made_of.tensors):
+            if not any(name in checkpoint.tensors for name in made_of.tensors):
                 continue
         elif entry is None:
             continue
@@ -204,9 +215,9 @@ def add_shards(
                 f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
                 f"the model's is {list(part.shape)}: remove the directory"
             )
-        rows = torch.empty_like(part.tensor)
+        rows = torch.zeros_like(part.tensor)
         if made_of is not None:
-            read_pieces(made_of, checkpoint, part, rows)
+            read_pieces(made_of, checkpoint, part, rows, absent=True)
         elif entry is not None:
             read_rows(entry, part.first, rows)
         with torch.no_grad():

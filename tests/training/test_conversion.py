@@ -13,6 +13,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tenso
 from facility.exchange.checkpoints.conversion import check_names, conversion_of
 from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.report import read_report
+from facility.training.shards import LocalShard, add_shards
 from tests.training.families import save_tiny, tiny_config
 from tests.training.federation import largest_difference, weights, write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -66,6 +67,29 @@ def test_experts_are_read_as_runs_of_whole_stored_tensors(tmp_path: Path):
     ]
     (part,) = pieces.between(70, 75)
     assert (part.at, part.start, part.count) == (70, 70, 5)
+
+
+def test_what_was_left_of_some_experts_is_added_where_others_left_nothing(tmp_path: Path):
+    """An expert to which no token was routed did not move, so a residual holds nothing of it."""
+    from transformers import AutoModelForCausalLM
+
+    model = save_tiny(tmp_path / "model", "mixtral")
+    checkpoint = open_checkpoint(model)
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(tiny_config("mixtral"))
+    conversion = conversion_of(skeleton, checkpoint)
+    name = "model.layers.0.mlp.experts.down_proj"
+    pieces = conversion.pieces[name]
+    stored = {one: checkpoint.read(one).float() for one in pieces.tensors}
+    unmoved = pieces.tensors[1]
+    (tmp_path / "left").mkdir()
+    save_tensors(tmp_path / "left", ((one, value) for one, value in stored.items() if one != unmoved))
+    shape = (len(stored), *stored[unmoved].shape)
+    parameter = torch.nn.Parameter(torch.ones(shape), requires_grad=False)
+    whole = LocalShard(name=name, shape=shape, first=0, tensor=parameter, parameter=parameter)
+    add_shards([whole], open_checkpoint(tmp_path / "left"), conversion, 0.5)
+    expected = [torch.zeros(shape[1:]) if one == unmoved else value for one, value in stored.items()]
+    assert torch.equal(parameter, 1 + 0.5 * torch.stack(expected))
 
 
 def loss_of(model: Path, dataset: Path) -> float:
