@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation import read_size
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
@@ -51,6 +52,25 @@ def test_two_rounds_over_files_are_two_rounds_in_memory(rule: str, tmp_path: Pat
             assert torch.equal(got[name], tensors[name]), name
         assert record.step_norm and record.step_norm > 0
         base, state = out, after
+
+
+@pytest.mark.parametrize("rule", [rule for rule in COMBINED if "+" in rule or rule in RULES.names()])
+def test_a_model_does_not_depend_on_how_much_is_read_at_once(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Of many or wide sources half a piece is read at a time: as of sixteen updates in bfloat16 with momentum."""
+    tensors = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base = make.model(tmp_path / "m0", tensors)
+    paths = [
+        make.update(tmp_path / who, make.moved(tensors, i), base=base, facility=who) for i, who in enumerate(FACILITIES)
+    ]
+    found = []
+    for most in (read_size.MOST_BYTES, 0):
+        monkeypatch.setattr(read_size, "MOST_BYTES", most)
+        out = tmp_path / f"of-{most}"
+        aggregate(base=base, updates=paths, out=out, settings=settings_of(rule))
+        found.append(make.read_all(out))
+    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
 def test_heloco_turns_only_the_update_that_is_late(tmp_path: Path):

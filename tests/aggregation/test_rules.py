@@ -234,6 +234,8 @@ def test_dare_keeps_the_density_and_the_expectation():
     assert np.array_equal(mask, dare.kept(0, 1, "alpha", "w", 0, 60_000, 0.25))
     assert not np.array_equal(mask, dare.kept(0, 1, "beta", "w", 0, 60_000, 0.25))
     assert not np.array_equal(mask[:9], dare.kept(0, 1, "alpha", "w", 1 << 16, 9, 0.25))
+    pieces = [dare.kept(0, 1, "alpha", "w", at, min(32_768, 60_000 - at), 0.25) for at in (0, 32_768)]
+    assert np.array_equal(mask, np.concatenate(pieces))
     assert dare.kept(0, 0, "a", "w", 0, 100, 1.0).all()
     # (4 / 0.5) * 0.5 where kept by both;  kept by the first only: 0.5 * 4 / 0.5
     got = dare.combine(f32([4, 4], [2, 2]), [np.array([True, True]), np.array([True, False])], [0.5, 0.5], 0.5)

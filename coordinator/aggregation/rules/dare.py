@@ -32,16 +32,19 @@ DECLARATION = AggregationRule(
     ),
 )
 
-ALIGNED = 1 << 16
-"""Offsets at which a block of values may begin."""
+BLOCK = 1 << 16
+"""Values of one counter."""
+DRAWN = 8
+"""Values of one draw: offsets at which a piece of a block may begin."""
 
 
 def kept(seed: int, round: int, facility: str, tensor: str, offset: int, count: int, density: float) -> Array:
-    """Which of `count` values from element `offset` on (a multiple of ALIGNED) stay; at most ALIGNED of them."""
-    assert offset % ALIGNED == 0 and count <= ALIGNED, (offset, count)
+    """Which of `count` values from element `offset` on (a multiple of DRAWN) stay; all of them in one BLOCK."""
+    block, begin = divmod(offset, BLOCK)
+    assert begin % DRAWN == 0 and begin + count <= BLOCK, (offset, count)
     digest = hashlib.sha256(f"{seed}/{round}/{facility}/{tensor}".encode()).digest()
     key = np.frombuffer(digest[:16], "<u8")
-    raw = np.random.Philox(key=key, counter=[0, offset // ALIGNED, 0, 0]).random_raw((count + 1) // 2)
+    raw = np.random.Philox(key=key, counter=[begin // DRAWN, block, 0, 0]).random_raw((count + 1) // 2)
     return raw.astype("<u8").view("<u4")[:count] < np.uint64(round_up(density))
 
 
