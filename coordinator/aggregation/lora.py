@@ -47,11 +47,15 @@ def mean_of_products(
     """Factors (A, B) of the given rank, closest in Frobenius norm to the weighted mean of the products B_k A_k.
 
     The singular values are shared evenly between both; signs make each column of B have its largest entry positive.
+    Where the mean is zero, as while nobody has moved a layer, A is its own mean: with both factors zero neither would
+    ever have a gradient again.
     """
     left, right = stacked(a, b, weights)
     q1, r1 = np.linalg.qr(left)
     q2, r2 = np.linalg.qr(right.T)
     u, s, v = np.linalg.svd(r1 @ r2.T)
+    if s.max(initial=0.0) <= np.finfo(np.float64).eps * np.linalg.norm(left) * np.linalg.norm(right):
+        return np.tensordot(np.asarray(weights), np.stack(a).astype(np.float64), 1), np.zeros(b[0].shape)
     u, v = q1 @ u[:, : len(s)], v[: len(s)] @ q2.T
     if len(s) < rank:
         u = np.pad(u, ((0, 0), (0, rank - len(s))))

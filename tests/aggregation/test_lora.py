@@ -59,6 +59,17 @@ def test_one_update_is_itself_in_product():
     np.testing.assert_allclose(again[1] @ again[0], b @ a, atol=1e-12)
 
 
+def test_a_layer_that_nobody_moved_can_still_be_trained():
+    """B A has no gradient in either factor where both are zero; adapters begin with B alone at zero."""
+    draw = np.random.default_rng(0)
+    a = [draw.standard_normal((RANK, 8)) for _ in range(2)]
+    for b in ([np.zeros((12, RANK))] * 2, [np.ones((12, RANK)), -np.ones((12, RANK))]):
+        same = a if not b[0].any() else [a[0], a[0]]  # or steps that cancel
+        mean_a, mean_b = lora.mean_of_products(same, b, [0.5, 0.5], RANK)
+        np.testing.assert_allclose(mean_a, (same[0] + same[1]) / 2)
+        assert not mean_b.any()
+
+
 def test_halves_without_each_other():
     with pytest.raises(InputError, match="lora_A and lora_B"):
         lora.pairs([NAME.format("lora_A")])
