@@ -28,7 +28,7 @@ from facility.exchange.checkpoints.adapters import (
     is_factor,
     is_magnitude,
 )
-from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
 from facility.exchange.checkpoints.writer import Layout as FileLayout
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
@@ -97,20 +97,33 @@ def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str
 def write_products(
     opened: Sequence[Update],
     weights: Sequence[float],
+    clipping: Sequence[float],
+    base: Mapping[str, TensorEntry],
     model: TensorWriter,
     master: TensorWriter | None,
     errors: FactorErrors,
 ) -> None:
-    """Write the refactorised mean of the products to the model, and in float32 to the master."""
+    """Write the refactorised mean of the products to the model, and in float32 to the master.
+
+    `clipping`: what the step of each update from the adapters `base` is multiplied by.
+    """
+
+    def values_of(name: str) -> list[Array]:
+        found = [value_of(update.entries[name]) for update in opened]
+        if all(factor == 1 for factor in clipping):
+            return found
+        before = value_of(base[name])
+        return [before + factor * (one - before) for one, factor in zip(found, clipping, strict=True)]
+
     for a, b in lora.pairs(opened[0].entries):
-        first, second = _values(opened, a), _values(opened, b)
+        first, second = values_of(a), values_of(b)
         result = lora.mean_of_products(first, second, weights, first[0].shape[0])
         errors.add(a, b, first, second, result)
         for name, values in zip((a, b), result, strict=True):
             _write_both(name, values, model, master)
     for name in opened[0].entries:
         if not is_factor(name):  # a module that is saved whole
-            values = np.tensordot(np.asarray(weights), np.stack(_values(opened, name)), 1)
+            values = np.tensordot(np.asarray(weights), np.stack(values_of(name)), 1)
             _write_both(name, values, model, master)
 
 
@@ -126,7 +139,3 @@ def _write(writer: TensorWriter, name: str, values: Array) -> None:
     block = np.empty(values.size, STORAGE[dtype])
     narrow(np.ascontiguousarray(values).reshape(-1), dtype, block, np.empty(values.size, np.uint32))
     writer.write(name, 0, block.data.cast("B"))
-
-
-def _values(opened: Sequence[Update], name: str) -> list[Array]:
-    return [value_of(update.entries[name]) for update in opened]

@@ -75,7 +75,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         work = dataclasses.replace(work, walk=walk, values=errors)
         if aggregation.with_adapters and settings.lora == "product":
             assert aggregation.measured is not None and errors is not None
-            write_products(aggregation.opened, aggregation.weights, model, work.new_master, errors)
+            _write_products(aggregation, model, work.new_master, errors)
             aggregation.passed = aggregation.measured
         else:
             aggregation.passed = run_pass(aggregation, work)
@@ -174,6 +174,16 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         new_master=writers[0] if writers else None,
         new_slots=writers[1:],
     )
+
+
+def _write_products(
+    aggregation: Aggregation, model: TensorWriter, master: TensorWriter | None, errors: FactorErrors
+) -> None:
+    """The mean of the products, of updates that are clipped as the plan says."""
+    coefficients, weights = aggregation.plan.coefficients, aggregation.weights
+    assert coefficients is not None
+    clipping = [one / weight for one, weight in zip(coefficients, weights, strict=True)]
+    write_products(aggregation.opened, weights, clipping, aggregation.floats, model, master, errors)
 
 
 def _factor_errors(aggregation: Aggregation) -> FactorErrors | None:

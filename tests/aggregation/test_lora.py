@@ -117,6 +117,28 @@ def test_two_rounds_of_adapters_beside_a_model(tmp_path: Path, mode: str):
         base, state = out, after
 
 
+@pytest.mark.parametrize("mode", ["factors", "product"])
+def test_a_long_step_of_adapters_counts_as_one_of_the_median_norm(tmp_path: Path, mode: str):
+    """Of three facilities: whatever is averaged, one that goes four times as far in its direction gains nothing."""
+    start = adapters(0)
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)} | start)
+    steps = [adapters(seed) for seed in (1, 2, 3)]
+    lengths = [sum(float(t.square().sum()) for t in step.values()) ** 0.5 for step in steps]
+    found = []
+    for length in (1.0, 4.0):
+        updates = []
+        for i, (step, own) in enumerate(zip(steps, lengths, strict=True)):
+            scale = (length if i == 2 else 1.0) / own
+            moved = {name: start[name] + scale * t for name, t in step.items()}
+            updates.append(adapter_update(tmp_path / f"u{length}-{i}", moved, base, f"f{i}"))
+        out = tmp_path / f"m{length}"
+        record = aggregate(base=base, updates=updates, out=out, settings=AggregationSettings(rule="mean", lora=mode))
+        got = make.read_all(out)
+        found.append(got[NAME.format("lora_B")] @ got[NAME.format("lora_A")])
+    assert record.details["clip_factors"]["f2"] == pytest.approx(0.25, rel=1e-4)
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
+
+
 def test_momentum_over_adapters_begins_in_the_second_round(tmp_path: Path):
     base, state = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)}), None
     settings = AggregationSettings(rule="nesterov", server_learning_rate=0.7, momentum=0.5, weights="equal")
