@@ -166,9 +166,10 @@ class ChatTemplate:
             ArithmeticError,
             RecursionError,
         ) as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
             raise DatasetError(
                 f"the chat template of {self.origin} refuses a conversation with the roles "
-                f"{', '.join(message['role'] for message in messages)}: {str(error).splitlines()[0]:.200}"
+                f"{', '.join(message['role'] for message in messages)}: {said:.200}"
             ) from None
         texts, found = rendered
         return texts[0], [(begin, end) for begin, end in found[0]] if spans else []

@@ -252,6 +252,8 @@ def _calls(calls: Any, where: str) -> list[Any]:
     """Tool calls with their arguments as objects: OpenAI writes them as JSON text, templates read them as objects."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         raise DatasetError(f"{where}: tool_calls are {calls!r:.60}, expected a list of objects")
+    if odd := [call for call in calls if not isinstance(call.get("function") or {}, dict)]:
+        raise DatasetError(f"{where}: function is {odd[0]['function']!r:.60}, expected an object with name, arguments")
     result = []
     for call in calls:
         call = {key: value for key, value in call.items() if value is not None}

@@ -31,7 +31,7 @@ def class_names(splits: list[dict[str, None]], named: list[str] | None = None) -
             raise DatasetError(f"documents have the labels {surplus[:5]}, which --classes does not name: {named[:20]}")
         return named
     train, *others = splits
-    numeric = all(name.lstrip("-").isdecimal() for name in train)
+    numeric = all(name.removeprefix("-").isdecimal() for name in train)
     names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))
     if surplus := sorted({name for other in others for name in other} - set(train)):
         raise DatasetError(f"validation holds the labels {surplus[:5]}, which training does not; it has {names[:20]}")

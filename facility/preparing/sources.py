@@ -9,6 +9,7 @@ import dataclasses
 import gzip
 import json
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,7 @@ def read(source: Source, fields: Fields) -> Iterator[Document]:
         yield from reader(source.path, fields)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{source.path} is not UTF-8 text: {error}; convert it first") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DatasetError(f"{source.path} cannot be read: {error}") from None
 
 
@@ -154,7 +155,7 @@ def _file(path: Path, name: str) -> Source:
         raise DatasetError(
             f"{path} is of no known kind; expected a name ending in {', '.join(JSON_LINES + TEXT + PARQUET)}"
         )
-    return Source(kind=kind, name=name, path=path)
+    return Source(kind=kind, name=spelled(name), path=path)
 
 
 def _saved(path: Path, split: str) -> Source:
@@ -187,7 +188,8 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
 def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
     if fields.chat:
         conversation = preference_of(record, place) if fields.pairs else conversation_of(record, place)
-        return Document(text=conversation.to_json(), done=done)
+        text = unicode_text(conversation.to_json(), "the conversation, its tools and calls included,", place)
+        return Document(text=text, done=done)
     if not isinstance(record, dict):
         raise DatasetError(f"{place}: found {record!r:.60}, expected an object with a field {fields.text!r}")
     for name in fields.names:
@@ -196,18 +198,29 @@ def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
     for name in fields.names[: 2 if fields.pair else 1]:
         if not isinstance(record[name], str):
             raise DatasetError(f"{place}: field {name!r} is {record[name]!r:.60}, expected text")
-        if not record[name].isascii() and (found := SURROGATE.search(record[name])):
-            raise DatasetError(
-                f"{place}: field {name!r} holds half of a surrogate pair ({found[0]!a} at character {found.start()}), "
-                "which is no Unicode text; remove it, or write the whole pair"
-            )
+        unicode_text(record[name], f"field {name!r}", place)
     label = ""
     if fields.label is not None:
         value = record[fields.label]
         if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
             raise DatasetError(f"{place}: label {fields.label!r} is {value!r:.60}, expected text or a whole number")
-        label = str(value)
+        label = unicode_text(str(value), f"label {fields.label!r}", place)
     return Document(text=record[fields.text], pair=record[fields.pair] if fields.pair else "", label=label, done=done)
+
+
+def unicode_text(text: str, what: str, place: str) -> str:
+    """The text as it is. Raises `DatasetError` where it holds half of a surrogate pair."""
+    if not text.isascii() and (found := SURROGATE.search(text)):
+        raise DatasetError(
+            f"{place}: {what} holds half of a surrogate pair ({found[0]!a} at character {found.start()}), which is no "
+            "Unicode text; remove it, or write the whole pair"
+        )
+    return text
+
+
+def spelled(name: str) -> str:
+    """A file's name as Unicode text: bytes of it that are no UTF-8 become escapes."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, float]]:

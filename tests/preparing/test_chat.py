@@ -121,6 +121,18 @@ BAD: dict[str, tuple[Any, str]] = {
         "is not valid JSON",
     ),
     "surrogate": ({"prompt": "a\ud800", "completion": "b"}, "half of a surrogate pair"),
+    "surrogate in a call": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": '{"a": "\\ud83d"}'}}]}]},
+        r"train.jsonl:1: the conversation, its tools and calls included, holds half of a surrogate pair",
+    ),
+    "surrogate in a tool": (
+        {"prompt": "a", "completion": "b", "tools": [{"name": "\udc00"}]},
+        "half of a surrogate pair",
+    ),
+    "function": (
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": "get_weather"}]}]},
+        "message 0: function is 'get_weather', expected an object",
+    ),
     "empty": ({"messages": [{"role": "user"}]}, "neither content nor tool_calls"),
     "list": ([1], "expected an object"),
     "share": ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "weight is 0.5, expected 0 or 1"),
@@ -297,6 +309,7 @@ def test_conversations_with_tools_take_the_template_that_a_tokenizer_has_for_the
     [
         ("{{ messages.__class__.__mro__ }}", "refuses a conversation"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ raise_exception('') }}", "refuses a conversation"),
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{{ open('/etc/passwd') }}", "'open' is undefined"),
         ("{% if %}", "refuses a conversation"),

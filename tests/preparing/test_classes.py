@@ -52,6 +52,11 @@ def test_named_classes_keep_their_order_and_may_lack_documents(tmp_path: Path):
     assert prepared(tmp_path / "by name", ["south", "north"]).manifest.classes == ["north", "south"]
 
 
+def test_numbers_are_classes_in_the_order_of_their_values_and_what_only_looks_like_one_is_a_name(tmp_path: Path):
+    assert prepared(tmp_path / "a", ["10", "9", "-1"]).manifest.classes == ["-1", "9", "10"]
+    assert prepared(tmp_path / "b", ["10", "9", "--1"]).manifest.classes == ["--1", "10", "9"]
+
+
 def test_documents_of_other_classes_and_doubled_names_are_refused(tmp_path: Path):
     with pytest.raises(DatasetError, match=r"labels \['west'\], which --classes does not name"):
         prepared(tmp_path / "one", [*ALL, "west"], classes=ALL)

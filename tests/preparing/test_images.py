@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
@@ -208,6 +209,16 @@ def test_images_of_eight_bits_or_fewer_become_what_the_model_takes(tmp_path: Pat
     expected = np.asarray(Image.open(root / "red" / f"strange.{suffix}").convert("RGB")).transpose(2, 0, 1).tobytes()
     dataset = prepare_images(asked(root, processor, tmp_path / "out")).dataset
     assert any(row.tobytes() == expected for split in ("train", "validation") for row in dataset.split(split))
+
+
+def test_files_whose_names_are_no_text_are_read_and_folders_are_refused_by_name(tmp_path: Path, processor: Path):
+    root, odd = folders(tmp_path / "images"), os.fsdecode(b"caf\xe9")
+    (root / "red" / "0.png").rename(root / "red" / f"{odd}.png")
+    dataset = prepare_images(asked(root, processor, tmp_path / "out")).dataset
+    assert sum(split.documents for split in dataset.manifest.splits.values()) == 36
+    (root / "red").rename(root / odd)
+    with pytest.raises(DatasetError, match=r"caf\\xe9: the folder's name is a class, and is no UTF-8 text: rename it"):
+        prepare_images(asked(root, processor, tmp_path / "other"))
 
 
 def test_links_that_leave_the_folder_and_links_to_folders_are_refused(tmp_path: Path, processor: Path):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import os
+import zlib
 from pathlib import Path
 
 import numpy
 import pytest
 
-from facility.dataset import DatasetError
+from facility.dataset import DatasetError, open_dataset
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields, find_sources
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
@@ -199,3 +201,25 @@ def test_half_a_surrogate_pair_is_named_with_its_line_and_a_whole_one_is_text(ma
         make(file)
     file.write_text(f'{{"text": "whole {pair} {" and more" * 20}"}}\n' * 20)
     assert len(make(file, allow_overlap=True))
+    file.write_text(f'{{"text": "whole", "label": "half {half}"}}\n')
+    with pytest.raises(DatasetError, match=r"half\.jsonl:1: label 'label' holds half of a surrogate pair"):
+        make(file, out="labels", task="classification", fields=Fields(label="label"))
+
+
+def test_a_packed_file_that_is_damaged_is_an_error_that_names_it(make, tmp_path: Path):
+    packed = bytearray(gzip.compress(b"\n".join(b'{"text": "%d"}' % n for n in range(100)), mtime=0))
+    packed[10] = 0xFF  # no kind of block that deflate knows
+    with pytest.raises(zlib.error):
+        gzip.decompress(packed)
+    (tmp_path / "damaged.jsonl.gz").write_bytes(packed)
+    with pytest.raises(DatasetError, match=r"damaged\.jsonl\.gz cannot be read: .*invalid block type"):
+        make(tmp_path / "damaged.jsonl.gz")
+
+
+def test_files_whose_names_are_no_text_are_read_and_named_by_escapes(make, expected, tmp_path: Path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (folder / os.fsdecode(b"caf\xe9.jsonl")).write_text(lines)
+    assert (make(folder) == expected).all()
+    assert [source.name for source in open_dataset(tmp_path / "out").manifest.sources] == ["caf\\xe9.jsonl"]

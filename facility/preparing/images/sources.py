@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.messages.manifest import sha256_of
+from facility.preparing.sources import spelled, unicode_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 METADATA = ("metadata.csv", "metadata.jsonl")
@@ -87,20 +88,20 @@ def find_images(arguments: list[str], label_field: str) -> list[ImageSource]:
     for argument in arguments:
         path = Path(argument).expanduser()
         if path.is_file() and path.name.lower().endswith(PARQUET):
-            found.append(ImageSource(name=path.name, table=path))
+            found.append(ImageSource(name=spelled(path.name), table=path))
         elif not path.is_dir():
             raise DatasetError(f"{path}: expected a folder of images or a Parquet file")
         elif tables := sorted(p for p in path.glob(f"*{PARQUET}") if p.is_file()):
-            found += [ImageSource(name=f"{path.name}/{table.name}", table=table) for table in tables]
+            found += [ImageSource(name=spelled(f"{path.name}/{table.name}"), table=table) for table in tables]
         else:
             files = described(path, label_field) or by_folder(path)
-            found.append(ImageSource(name=path.name, files=sorted(files, key=mixed)))
+            found.append(ImageSource(name=spelled(path.name), files=sorted(files, key=mixed)))
     return found
 
 
 def mixed(picture: Picture) -> bytes:
     """What a folder's images are ordered by."""
-    return hashlib.blake2b(picture.name.encode(errors="surrogateescape"), digest_size=16).digest()
+    return hashlib.blake2b(picture.name.encode(), digest_size=16).digest()
 
 
 def by_folder(root: Path) -> list[Picture]:
@@ -122,7 +123,12 @@ def by_folder(root: Path) -> list[Picture]:
             if len(relative.parts) < 2:
                 strays.append(relative.as_posix())
             else:
-                found.append(Picture(name=relative.as_posix(), label=relative.parts[0], path=path))
+                label = relative.parts[0]
+                if label != spelled(label):
+                    raise DatasetError(
+                        f"{spelled(str(root / label))}: the folder's name is a class, and is no UTF-8 text: rename it"
+                    )
+                found.append(Picture(name=spelled(relative.as_posix()), label=label, path=path))
     if strays:
         raise DatasetError(
             f"{root} holds {strays[0]!r} beside its folders ({len(strays)} such image(s)): an image's class is the "
@@ -156,7 +162,7 @@ def described(root: Path, label_field: str) -> list[Picture]:
         name = record.get("file_name")
         if not isinstance(name, str) or not name:
             raise DatasetError(f"{place}: file_name is {name!r:.60}, expected the path of an image in {root}")
-        path = root / name
+        path = root / unicode_text(name, "file_name", place)
         inside(root, path)
         if not path.is_file():
             raise DatasetError(f"{place}: {name!r:.200} is not a file in {root}")
@@ -192,7 +198,7 @@ def label_of(value: Any, place: str, label_field: str) -> str:
     """A label as text. Raises `DatasetError`."""
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
         raise DatasetError(f"{place}: label {label_field!r} is {value!r:.60}, expected text or a whole number")
-    return str(value)
+    return unicode_text(str(value), f"label {label_field!r}", place)
 
 
 def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture]:

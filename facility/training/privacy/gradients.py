@@ -57,7 +57,8 @@ class RecordGradients:
                 raise
             except (RuntimeError, NotImplementedError) as error:
                 self.vectorise = False
-                log.info("gradients of records are computed one by one: %s", str(error).splitlines()[0][:200])
+                said = str(error).partition("\n")[0] or type(error).__name__
+                log.info("gradients of records are computed one by one: %s", said[:200])
             else:
                 return [by_record(of_rows, rows)]
         return self._one_by_one(rows)
