@@ -58,8 +58,16 @@ STRETCHED = (
 KEPT = f"{FROM_NOW}; the optimizers' state is kept"
 RULES = (
     Rule(pattern=r"training\.(steps|batch_sequences)", affects=True, follows=f"{STRETCHED}; {KEPT}"),
+    Rule(pattern=r"training\.optimizer", affects=True, follows="optimizers begin with new state"),
     Rule(
-        pattern=r"training\.(optimizer|optimizer_parameters.*)", affects=True, follows="optimizers begin with new state"
+        pattern=r"training\.optimizer_parameters.*",
+        affects=True,
+        follows=f"{KEPT}, or begins anew where it has another form",
+    ),
+    Rule(
+        pattern=r"training\.freeze",
+        affects=True,
+        follows=f"{KEPT}, or begins anew where more is trained than before",
     ),
     Rule(
         pattern=r"training\.(keep_optimizer|optimizer_state|optimizer_state_form|optimizer_state_every|first_moments)",

@@ -42,7 +42,7 @@ from facility.training.schedule import learning_rate, scheduled_step
 from facility.training.shards import add_shards
 from facility.training.state import state
 from facility.training.state.reference import prepare_reference
-from facility.training.state.resume import SavedState, restore, restore_vectors
+from facility.training.state.resume import SavedState, restore, restore_vectors, that_fits
 from facility.training.state.update import round_in_place
 from facility.training.stop import Stop
 
@@ -84,9 +84,9 @@ class Round:
 
     def restore(self, saved: SavedState) -> None:
         """Put optimizer state back; mid-round also weights and counts."""
-        self.saved = saved
+        self.saved = that_fits(self.request, saved, self.engine, self.ranks)
         self.progress = restore(
-            self.request, saved, self.engine, self.ranks, replica=self.replica, replicas=self.replicas
+            self.request, self.saved, self.engine, self.ranks, replica=self.replica, replicas=self.replicas
         )
         if self.request.training.drift_correction and not self.request.evaluates_only:
             self._begin_correction()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import read_report
 from facility.training.stop import Stop
 from tests.training.federation import largest_difference, started, write_dataset
-from tests.training.layouts import arguments, rounds_in
+from tests.training.layouts import TWO, arguments, rounds_in
 
 
 @pytest.fixture
@@ -77,6 +78,46 @@ def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dat
     expected, found = read_report(tmp_path / "quiet/out"), read_report(tmp_path / "stopped/out")
     assert found.training_loss == pytest.approx(expected.training_loss, abs=1e-6)
     assert found.loss_returned == pytest.approx(expected.loss_returned, abs=1e-6)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "layers that were frozen": ({"freeze": ["*layers.0*"]}, {}),
+    "matrices that AdamW takes": (
+        {"optimizer": "muon"},
+        {"optimizer": "muon", "optimizer_parameters": {"adamw": "*q_proj*"}},
+    ),
+    "adapters of another rank": ({"lora": {"rank": 2}}, {"lora": {"rank": 4}}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_other_settings_kept_is_of_no_use_and_ends_no_round(
+    tmp_path: Path, pico_llama: Path, dataset: Path, change: str
+):
+    """After a change to what is trained the optimizer begins anew, and an attempt that was interrupted before it too."""
+    before, after = CHANGES[change]
+    rounds_in([("before", arguments(tmp_path / "before", pico_llama, dataset, **before))])
+    (tmp_path / "before/out").rename(tmp_path / "before/first")
+    changed = arguments(tmp_path / "before", pico_llama, dataset, 1, **after)
+    new = arguments(tmp_path / "new", pico_llama, dataset, 1, **after)
+    said = rounds_in([("changed", changed), ("new", new)])["changed"][0]
+    assert "the optimizer begins with new state" in said
+    assert largest_difference(tmp_path / "before/out", tmp_path / "new/out") == 0.0
+    stopped = arguments(tmp_path / "stopped", pico_llama, dataset, 1, **before, limits={"stop_after": 2})
+    rounds_in([("stopped", stopped)], expect=Outcome.CHECKPOINTED)
+    said = rounds_in([("again", arguments(tmp_path / "stopped", pico_llama, dataset, 1, **after))])["again"][0]
+    assert "the round begins anew" in said
+    assert largest_difference(tmp_path / "stopped/out", tmp_path / "new/out") == 0.0
+
+
+def test_every_stage_of_a_pipeline_begins_anew_where_one_holds_what_was_frozen(
+    tmp_path: Path, pico_llama: Path, dataset: Path
+):
+    for name, number, frozen in (("one", 0, True), ("one", 1, False), ("new", 1, False)):
+        freeze = {"freeze": ["*layers.0*"]} if frozen else {}
+        rounds_in([(name, arguments(tmp_path / name, pico_llama, dataset, number, **freeze, **TWO["1f1b"]))], ranks=2)
+        (tmp_path / name / "out").rename(tmp_path / name / str(number))
+    assert largest_difference(tmp_path / "one/1", tmp_path / "new/1") == 0.0
 
 
 @pytest.mark.parametrize(

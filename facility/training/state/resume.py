@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -11,6 +12,8 @@ from facility.training.engine import Engine
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
 from facility.training.state import moments, second_moments, state
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -59,6 +62,29 @@ def read_saved_state(request: RoundRequest, base_sha256: str) -> SavedState:
     previous, reason = state.read_state(request.state, request.settings, request.round)
     checkpoint = state.read_checkpoint(request.state, request.settings, request.round, base_sha256)
     return SavedState(previous=previous, reason=reason, checkpoint=checkpoint)
+
+
+def that_fits(request: RoundRequest, saved: SavedState, engine: Engine, ranks: Ranks) -> SavedState:
+    """Of the saved state what is of the parameters and the form that the settings ask for now.
+
+    Where layers were frozen that are trained now, adapters had another rank, or the optimizer's parameters kept
+    something else, the optimizer begins anew, and so does an interrupted round.
+    """
+    previous, found, shapes = saved.previous, saved.checkpoint, engine.assembly.shapes
+    with together(ranks):
+        if found is not None:
+            kinds = [*found.sync, "weight"]
+            if odd := state.lacking(
+                request.state / state.PAUSED, engine.optimizer, shapes, vectors=kinds, prefix="replica-0."
+            ):
+                log.info("the round begins anew: its interrupted attempt kept no %s of this form", odd)
+                found = None
+        if previous is not None and previous.optimizer_steps and request.training.keep_optimizer:
+            directory = request.state / f"round-{previous.round}"
+            if odd := state.lacking(directory, engine.optimizer, shapes, vectors=previous.sync):
+                log.info("the optimizer begins with new state: %s holds no %s of this form", directory, odd)
+                previous = replace(previous, optimizer_steps=0, sync=[])
+    return replace(saved, previous=previous, checkpoint=found)
 
 
 def restore(

@@ -150,6 +150,19 @@ def kept_of(optimizer: Optimizer, vectors: Iterable[str]) -> Callable[[str, Shap
     return lambda name, shape: [*optimizer.kept(name, shape).items(), *((kind, shape) for kind in own)]
 
 
+def lacking(directory: Path, optimizer: Optimizer, shapes: Shapes, *, vectors: Iterable[str], prefix: str = "") -> str:
+    """The first tensor that goes with the parameters `shapes` and is not in a state directory in its shape; empty: all
+    are. The same on every rank.
+    """
+    stored, kept = open_checkpoint(directory).tensors, kept_of(optimizer, vectors)
+    for name, shape in shapes.items():
+        for kind, whole in kept(name, shape):
+            entry = stored.get(f"{prefix}{kind}.{name}")
+            if entry is None or entry.shape != whole:
+                return f"{kind}.{name}"
+    return ""
+
+
 def of_replica(replica: int, parts: Sequence[LocalShard]) -> list[LocalShard]:
     return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
 
