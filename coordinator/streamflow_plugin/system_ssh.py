@@ -33,6 +33,8 @@ OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes"
 KEPT_BYTES = 1 << 16
 """Of what a command writes to its standard error."""
 END_SECONDS = 10.0
+TRY_SECONDS = 120.0
+"""What a command that does nothing may take, the login included: on a login node whose file system hangs, none ends."""
 STREAMS = 3
 """Sessions at once of one transfer's lanes, each of which moves two pieces: a shared connection has ten in all."""
 REFUSALS = ("permission denied", "too many authentication failures", "no more authentication methods")
@@ -201,7 +203,16 @@ class SystemLogin:
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
-        _, said = await process.communicate()
+        try:
+            async with asyncio.timeout(TRY_SECONDS):
+                _, said = await process.communicate()
+        except TimeoutError:
+            raise ConnectionError(f"it ran no command within {TRY_SECONDS:g} s") from None
+        finally:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                await process.wait()
         if process.returncode != BROKE:
             return
         words = said.decode(errors="replace").strip()

@@ -128,6 +128,25 @@ def test_who_only_looks_does_not_wait_and_a_wrong_host_key_is_an_error(site, hos
         asyncio.run(look())
 
 
+def test_a_login_node_on_which_nothing_ends_is_one_that_is_away(tmp_path, monkeypatch):
+    """Its file system hangs: it takes the login, and no shell begins. Nobody waits for it without end."""
+    begun, program = tmp_path / "begun", tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\ncase \"$1\" in -G) exit ;; esac\necho $$ >> '{begun}'\nexec sleep 1000\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("coordinator.streamflow_plugin.system_ssh.TRY_SECONDS", 0.5)
+
+    async def look() -> None:
+        one, location = connector("centre")
+        await asyncio.wait_for(one.run(location, ["true"], capture_output=True), SECONDS)
+
+    with pytest.raises(WorkflowExecutionException, match="cannot be reached, tried 2 times"):
+        asyncio.run(look())
+    processes = begun.read_text().split() if begun.exists() else []
+    assert not any(Path("/proc", one).exists() for one in processes), "none is left behind"
+
+
 def test_the_setting_chooses_the_connector_and_refuses_what_it_cannot_do():
     described = {"type": "slurm", "host": "centre", "workdir": "/w", "template": "slurm", "ssh": "system"}
     entries, _ = streamflow_deployments(
