@@ -196,6 +196,16 @@ def test_the_length_of_a_radial_directional_step_is_the_mean_length_whatever_the
         np.testing.assert_allclose(np.linalg.norm(found), weights @ np.linalg.norm(steps, axis=1), rtol=1e-9)
 
 
+@pytest.mark.parametrize("weights", [[0.5, 0.5], [0.5, 0.3, 0.2], [0.25] * 4])
+def test_of_numbers_with_opposite_signs_a_radial_directional_step_is_no_longer_than_they_are(weights: list[float]):
+    """A parameter of one value, as a gate or a scale: directions cancel, and what rounding leaves is no step."""
+    draw, signs = np.random.default_rng(0), f32(1, -1, -1, 1)[: len(weights)]
+    for sizes in draw.random((500, len(weights))).astype("f4"):
+        steps = sizes * signs
+        found = radial_directional.coefficients(np.outer(steps, steps.astype("f8")), np.array(weights))
+        assert abs(mean.combine(steps[:, None], found.tolist())[0]) <= 1.01 * (np.array(weights) @ sizes)
+
+
 def test_krum_scores_by_hand():
     points = np.array([[0.0], [1.0], [2.0], [3.0], [100.0]])
     distances = krum.squared_distances(points @ points.T)

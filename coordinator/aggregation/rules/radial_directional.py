@@ -32,8 +32,9 @@ DECLARATION = AggregationRule(
     ),
     needs=("tensor_products",),
 )
-CANCELLED = 1e-12
-"""Mean directions shorter than this point nowhere."""
+CANCELLED = 1e-3
+"""Mean directions shorter than this point nowhere. The square of their length is a sum that cancels, and steps are
+summed in float32: shorter ones, as the paper's 1e-12, are rounding, and made steps hundreds of times too long."""
 
 
 def coefficients(gram: Array, weights: Array) -> Array:
