@@ -40,8 +40,8 @@ def check_rounds(training: Mapping[str, TrainingSettings], rounds: int) -> None:
 
 
 def are_sparse(training: Sequence[TrainingSettings]) -> bool:
-    """Whether all updates hold few values of a step, and the rest of it fades."""
-    return all(fading_of(one.encoding) for one in training)
+    """Whether all updates hold few values of a step, and the rest of it fades; adapters travel whole."""
+    return all(fading_of(one.encoding) and not one.lora.rank for one in training)
 
 
 def for_sparse_updates(choice: Choice, settings: AggregationSettings, sending: SendingSettings) -> Choice:

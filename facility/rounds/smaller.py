@@ -42,15 +42,15 @@ def make_smaller(
 ) -> Encoded | None:
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
-    The first adapters of a model without any differ from nothing that was received, and travel in full. `update` was
-    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest
-    of it is added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the
-    message decodes to. A trainer that was given `pending_residual` may have written the message already.
+    Adapters travel in full: the model that was received may hold none, or more than them. `update` was trained from
+    `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest of it is
+    added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the message
+    decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
         keep_pending(state, round)
         return None
-    if settings.encoding == FULL or ((update / ADAPTER).is_file() and not (model / ADAPTER).is_file()):
+    if settings.encoding == FULL or (update / ADAPTER).is_file():
         return None
     message = update.with_name(f".{update.name}.message")
     after = residual_path(state, round)

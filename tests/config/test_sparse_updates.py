@@ -53,6 +53,13 @@ def test_where_one_facility_sends_all_the_choice_is_that_of_other_federations(tm
     assert federation.sending == plain.sending and federation.aggregation == plain.aggregation
 
 
+def test_adapters_travel_whole_so_their_choice_is_that_of_other_federations(tmp_path: Path):
+    lora = {"export_dtype": "float32", "lora": {"rank": 4}}
+    federation, plain = read(tmp_path, training=SPARSE | lora), read(tmp_path, training=lora)
+    assert federation.sending == plain.sending and federation.aggregation == plain.aggregation
+    assert not check_sparse_updates(federation)
+
+
 @pytest.mark.parametrize("rounds", [1, 99])
 def test_fewer_rounds_than_it_needs_are_refused(tmp_path: Path, rounds: int):
     with pytest.raises(ConfigurationError, match=f"sparseloco' with {rounds} rounds, expected 100 or more"):

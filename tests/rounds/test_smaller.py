@@ -17,11 +17,14 @@ from facility.rounds.smaller import drop_pending, make_smaller, pending_residual
 SETTINGS = TrainingSettings(encoding="delta-int8", export_dtype="float32")
 
 
-def test_the_first_adapters_of_a_whole_model_travel_in_full(tmp_path: Path):
+@pytest.mark.parametrize("received", [(), (ADAPTER,)], ids=["first", "imported"])
+def test_adapters_travel_in_full(tmp_path: Path, received: tuple[str, ...]):
+    """Beside a model that holds none yet, or its own and the layers below them."""
     update, model = tmp_path / "update", tmp_path / "model"
     for folder in (update, model):
         folder.mkdir()
-    (model / "model.safetensors").write_bytes(b"the whole model")
+    for name in ("model.safetensors", *received):
+        (model / name).write_bytes(b"what was received")
     (update / ADAPTER).write_bytes(b"adapters")
     settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
     state, patterns = tmp_path / "state", Patterns()

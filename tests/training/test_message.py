@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -57,18 +57,10 @@ def tensor_files(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse"])
-@pytest.mark.parametrize("lora", [{}, {"rank": 4}], ids=["whole", "adapters"])
-def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, received, encoding: str, lora: dict):
+def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, received, encoding: str):
     model, dataset = received
     first, second = tmp_path / "first", tmp_path / "second"
-    training = {"encoding": encoding, "lora": lora} | CODED
-    if lora:  # from the second round on the received model holds adapters alone
-        base = {"rank": 4, "base": str(model)}
-        rounds_in([("adapters", arguments(tmp_path / "begin", model, dataset, lora=base, **CODED))])
-        model = tmp_path / "adapters"
-        (tmp_path / "begin" / "out").rename(model)
-        write_manifest(model, dataclasses.replace(read_manifest(model), kind="model", files={}))
-        training["lora"] = base
+    training = {"encoding": encoding} | CODED
     rounds_in(
         [
             ("disk", arguments(first, model, dataset, **training)),
@@ -87,6 +79,19 @@ def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, receiv
     assert {path.name for path in (first / "out").iterdir()} == {path.name for path in (second / "out").iterdir()}
     manifests = [read_manifest(root / "out") for root in (first, second)]
     assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})
+
+
+def test_adapters_are_written_whole_whatever_was_received(tmp_path: Path, received):
+    """A round from a model without adapters, and one from adapters alone."""
+    model, dataset = received
+    training = {"encoding": "delta-int8", "lora": {"rank": 4, "base": str(model)}} | CODED
+    for name in ("first", "second"):
+        root = tmp_path / name
+        rounds_in([(name, arguments(root, model, dataset, **training) + straight(root))])
+        smaller(root, model)
+        assert list(tensor_files(root / "out")) == [ADAPTER] and read_manifest(root / "out").encoding == "lora"
+        model = Path(shutil.copytree(root / "out", tmp_path / f"after-{name}"))
+        write_manifest(model, dataclasses.replace(read_manifest(model), kind="model", files={}))
 
 
 def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Path, received):

@@ -85,7 +85,7 @@ class TrainingSettings:
     """Validation blocks per evaluation at most; 0: all."""
     encoding: Encoding = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16); not
-    `changed`, which is for models (`sending.encoding`)."""
+    `changed`, which is for models (`sending.encoding`). Adapters travel whole."""
     signing_key: Line = ""
     """Private ssh key at the facility that signs its updates' manifests; empty: they are not signed."""
     sparse_density: Share = SPARSE_DENSITY

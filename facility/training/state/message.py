@@ -12,14 +12,7 @@ from pathlib import Path
 
 import torch
 
-from facility.exchange.checkpoints.checkpoint import (
-    ADAPTER,
-    FLOATS,
-    Checkpoint,
-    TensorEntry,
-    open_checkpoint,
-    torch_dtype,
-)
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint, torch_dtype
 from facility.exchange.checkpoints.delta import write_tensors
 from facility.exchange.checkpoints.delta_parts import HeldTensor
 from facility.exchange.files.durable import new_directory
@@ -35,9 +28,9 @@ def held_tensors(
 ) -> tuple[Checkpoint, dict[str, TensorEntry]] | None:
     """The received tensors and those of the update by the same names; None where the update must be written whole.
 
-    The first adapters of a model without any differ from nothing that was received.
+    Adapters are, always.
     """
-    if settings.training.lora.rank and not (model / ADAPTER).is_file():
+    if settings.training.lora.rank:
         return None
     received, held = open_checkpoint(model), held_whole(model, slots, parts)
     if held is None or held.keys() != received.tensors.keys():
