@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from facility.exchange.checkpoints import checkpoint
 from facility.exchange.checkpoints.checkpoint import INDEX, open_checkpoint, read_header, save_tensors
 from facility.exchange.errors import CheckpointError
 from tests.examples import examples
@@ -66,6 +67,7 @@ HOSTILE = {
     "a gap": (file_of({"v": entry(), "w": entry(offsets=(12, 20))}, bytes(20)), "leave a gap"),
     "bytes left over": (file_of({"w": entry()}, bytes(9)), "accounts for"),
     "a pickle": (b"\x80\x02}q\x00X\x01\x00\x00\x00aq\x01K\x01s.", "claims a header"),
+    "ten million empty mappings": (file_of(b'{"w":[' + b"{}," * 10_000_000 + b"{}]}"), "expected at most 3000000"),
     "metadata of numbers": (file_of({"__metadata__": {"a": 1}}), "__metadata__"),
     "metadata that is a list": (file_of({"__metadata__": []}), "__metadata__"),
 }
@@ -82,7 +84,7 @@ def test_hostile_header_is_refused_by_name(case: str, tmp_path: Path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert str(file) in str(error.value) and len(str(error.value)) < 1000
-    assert peak < 40 * len(content) + 200_000
+    assert peak < min(40 * len(content), 80 << 20) + 200_000
 
 
 def consistent(file: Path) -> bool:
@@ -201,6 +203,23 @@ def test_hostile_index(index: object, words: str, tmp_path: Path):
 def test_index_nested_without_end(tmp_path: Path):
     (tmp_path / INDEX).write_bytes(NESTED)
     with pytest.raises(CheckpointError, match="malformed"):
+        open_checkpoint(tmp_path)
+
+
+def test_more_tensors_than_any_model_has_are_refused_however_they_are_spread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("v", "w"):
+        save_tensors(tmp_path, [(f"{name}{number}", torch.ones(1)) for number in range(3)])
+        (tmp_path / "model.safetensors").rename(tmp_path / f"{name}.safetensors")
+    shards = {f"{name}{number}": f"{name}.safetensors" for name in ("v", "w") for number in range(3)}
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": shards}))
+    assert len(open_checkpoint(tmp_path).tensors) == 6
+    monkeypatch.setattr(checkpoint, "MOST_TENSORS", 5)
+    with pytest.raises(CheckpointError, match="more than 5 tensors"):
+        open_checkpoint(tmp_path)
+    monkeypatch.setattr(checkpoint, "MOST_VALUES", 5)
+    with pytest.raises(CheckpointError, match="index.json is malformed.*expected at most 5"):
         open_checkpoint(tmp_path)
 
 

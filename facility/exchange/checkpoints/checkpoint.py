@@ -29,6 +29,10 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 """What peft calls the file of an adapter."""
 MAX_HEADER_BYTES = 100_000_000
+MOST_TENSORS = 300_000
+"""Twice as many as any published model has."""
+MOST_VALUES = 10 * MOST_TENSORS
+"""Lists, mappings and commas in one header or index, counted before it is parsed: memory follows them, not bytes."""
 MAX_NAME = 500
 """Characters of a tensor's name."""
 ITEM_BYTES = {
@@ -174,7 +178,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     try:
-        header = json.loads(raw.decode(), object_pairs_hook=_no_duplicates)  # of bytes, json would take UTF-16 as well
+        header = _parsed(raw)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} has a header that is not valid JSON: {str(error):.200}") from None
     if not isinstance(header, dict):
@@ -195,6 +199,12 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     if position != size:
         raise CheckpointError(f"{file} has {size} bytes, its header accounts for {position}")
     return entries, metadata
+
+
+def _parsed(raw: bytes) -> Any:
+    if (values := raw.count(b"{") + raw.count(b"[") + raw.count(b",")) > MOST_VALUES:
+        raise ValueError(f"it holds some {values} values, expected at most {MOST_VALUES}")
+    return json.loads(raw.decode(), object_pairs_hook=_no_duplicates)  # of bytes, json would take UTF-16 as well
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -244,9 +254,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         try:
             if (directory / INDEX).stat().st_size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{directory / INDEX} is larger than {MAX_HEADER_BYTES} bytes")
-            weight_map = json.loads((directory / INDEX).read_bytes().decode(), object_pairs_hook=_no_duplicates)[
-                "weight_map"
-            ]
+            weight_map = _parsed((directory / INDEX).read_bytes())["weight_map"]
             names = sorted(set(weight_map.values()))
         except CheckpointError:
             raise
@@ -272,6 +280,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             raise CheckpointError(f"{directory / name} is missing: the checkpoint is incomplete")
         entries, extra = read_header(directory / name)
         metadata.update(extra)
+        if len(tensors) + len(entries) > MOST_TENSORS:
+            raise CheckpointError(f"{directory} holds more than {MOST_TENSORS} tensors")
         for key, entry in entries.items():
             if key in tensors:
                 raise CheckpointError(f"tensor {key!r} is in {tensors[key].file.name} and again in {name}")
