@@ -265,7 +265,7 @@ class Round:
 
     def _pausing(self, stop: Stop) -> bool:
         """True once this replica takes no further step for now."""
-        wanted = stop.wanted(self.progress.done)
+        wanted = stop.wanted(self.progress.done, resumed=self.saved.checkpoint is not None)
         if self.engine.agree_to_stop(wanted) if self.engine.together else wanted:
             self.sync.ask_to_pause()
         return self.sync.pausing

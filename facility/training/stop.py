@@ -20,18 +20,25 @@ class Stop:
         self._deadline = began + seconds if seconds else None
         self._longest = 0.0
         self._last = time.perf_counter()
+        self._asked = False
         for number in ENDING:
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"signal {signal.Signals(number).name}"
 
-    def wanted(self, done: int) -> bool:
-        """To be asked once before each step, `done` being behind: is there no time for another step and for saving?"""
+    def wanted(self, done: int, *, resumed: bool = False) -> bool:
+        """To be asked once before each step, `done` being behind: is there no time for another step and for saving?
+
+        The time until the first step counts as one. An attempt that goes on from a saved state (`resumed`) takes a
+        step all the same: it would be repeated for ever.
+        """
         if self._after and done >= self._after:
             self.reason = f"limits.stop_after is {self._after}"
         now = time.perf_counter()
         self._longest, self._last = max(self._longest, now - self._last), now
-        if self._deadline is not None and now + 2 * self._longest > self._deadline and not self.reason:
+        needed = 0.0 if resumed and not self._asked else 2 * self._longest
+        self._asked = True
+        if self._deadline is not None and now + needed > self._deadline and not self.reason:
             self.reason = "the time budget is used up"
         return bool(self.reason)

@@ -120,6 +120,24 @@ def test_every_stage_of_a_pipeline_begins_anew_where_one_holds_what_was_frozen(
     assert largest_difference(tmp_path / "one/1", tmp_path / "new/1") == 0.0
 
 
+def test_an_attempt_that_goes_on_takes_a_step_however_long_loading_took(monkeypatch: pytest.MonkeyPatch):
+    """One that stopped before its first step would be repeated for ever; the first has evaluated what it received."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        first, second, late = (Stop(LimitSettings(seconds=100.0), began=began) for began in (0.0, 0.0, -50.0))
+        now[0] = 60.0
+        assert first.wanted(0) and "time budget" in first.reason
+        assert not second.wanted(0, resumed=True), "40 seconds are left"
+        now[0] = 61.0
+        assert second.wanted(1, resumed=True), "saving may take as long as loading did"
+        assert late.wanted(0, resumed=True), "nothing is left"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
     "end, stall, ranks",
     [(signal.SIGKILL, 20.0, 2), (signal.SIGSTOP, 6.0, 2), (signal.SIGSTOP, 6.0, 4)],
