@@ -7,6 +7,8 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+from annotated_types import Ge, Lt
+
 from facility.exchange.delta_codecs import CODECS, FULL, Encoding, declared_codec
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.evaluation import FacilityEvaluation
@@ -26,6 +28,7 @@ FORMAT = 1
 MOST_BYTES = 8 << 20
 """Of a settings file."""
 T = TypeVar("T")
+Decay = Annotated[float, Ge(0), Lt(1)]
 SPARSE_DENSITY = 0.75
 """Share of the values that `sparse` sends by default."""
 
@@ -46,7 +49,7 @@ class TrainingSettings:
     """Parameters that the optimizer declares for itself; the keys of AdamW stand beside this one."""
     learning_rate: Positive[float] = 1e-4
     """Peak learning rate."""
-    minimum_learning_rate_ratio: float = 0.1
+    minimum_learning_rate_ratio: ShareOrNone = 0.1
     """Learning rate at the end of the federation as a share of the peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape over the whole federation (all rounds), after one warm-up."""
@@ -54,12 +57,12 @@ class TrainingSettings:
     """Steps of linear warm-up, once for the whole federation."""
     weight_decay: NonNegative[float] = 0.0
     """AdamW's decoupled weight decay; 0 is off."""
-    beta1: float = 0.9
+    beta1: Decay = 0.9
     """AdamW's decay of the first moment."""
-    beta2: float = 0.95
+    beta2: Decay = 0.95
     """AdamW's decay of the second moment. Where it is not written and `aggregation.rule` is `auto`, the value that was
     measured with the chosen server optimizer (`crossfed check` shows it)."""
-    epsilon: float = 1e-8
+    epsilon: NonNegative[float] = 1e-8
     """AdamW's epsilon."""
     chunked_loss: Literal["auto", "always", "never"] = "auto"
     """Compute output layer and loss in chunks of positions, so that the logits of all never exist; auto: where those of
