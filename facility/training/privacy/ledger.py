@@ -89,7 +89,9 @@ class Ledger:
     def record(self, entry: Entry) -> None:
         """Put one release on disk; the noise may be used afterwards."""
         assert self._file is not None, "the ledger is opened first"
-        os.write(self._file, json.dumps(asdict(entry)).encode() + b"\n")
+        line = json.dumps(asdict(entry)).encode() + b"\n"
+        while line:  # a disk that fills up takes the beginning of it, and refuses the rest
+            line = line[os.write(self._file, line) :]
         os.fsync(self._file)
         self._entries.append(entry)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import stat
 from pathlib import Path
 
@@ -48,6 +49,21 @@ def test_a_line_is_synchronised_before_its_noise_may_be_used(tmp_path: Path, mon
     for number in range(1, 4):
         ledger.record(entry())
         assert seen == list(range(1, number + 1))
+
+
+def test_a_line_that_the_disk_takes_in_part_is_an_error_before_its_noise_is_used(tmp_path: Path):
+    ledger = recorded(tmp_path, entry())
+    ledger.open()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (ledger.path.stat().st_size + 30, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            ledger.record(entry())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert ledger.count("training") == 1
+    ledger.close()
+    assert recorded(tmp_path, entry()).count("training") == 2
 
 
 def test_a_line_that_a_crash_cut_off_was_not_used(tmp_path: Path):
