@@ -81,7 +81,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "the update is not signed by a key that `aggregation.allowed_signers` names for this facility: compare both",
     ),
     (
-        r"not finite|was finite|\\bnan\\b|diverge",
+        r"not finite|was finite|\bnan\b|diverge",
         "the training diverged: lower `learning_rate`, look at the data of that facility, or use bfloat16 or float32",
     ),
     (

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
+from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
 from facility.exchange.seeds import derive
@@ -131,6 +132,11 @@ class Round:
             prepare_reference(self.request, self.inputs, self.engine, self.ranks)
         if self.saved.checkpoint is None:
             self.progress.loss_received = self.evaluate()
+            check_loss(
+                self.progress.loss_received,
+                "received",
+                "the model overflows in training.compute_dtype, or nothing in this data is to be predicted",
+            )
             self.progress.accuracy_received = self.engine.accuracy
             if self.request.unsent is not None:
                 with together(self.ranks):
@@ -344,9 +350,16 @@ class Round:
             sent = [*self.engine.parts, *self.engine.assembly.statistics]
             round_in_place(sent, self.request.training.export_dtype)
         self.loss_returned, self.accuracy_returned = self.evaluate(), self.engine.accuracy
+        check_loss(self.loss_returned, "returned", "training diverged; lower training.learning_rate")
         log.info("returned: %s", figures_of(self.words, self.loss_returned, self.accuracy_returned))
         self.times.evaluated_again = time.perf_counter()
         self.show("saving")
+
+
+def check_loss(loss: float, model: str, why: str) -> None:
+    """Raise `InputError` for a validation loss that is no number: no report can tell it."""
+    if not math.isfinite(loss):
+        raise InputError(f"the {model} model's loss on the validation data is {loss}, expected a number: {why}")
 
 
 def figures_of(words: TaskWords, loss: float, accuracy: float | None) -> str:

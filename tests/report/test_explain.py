@@ -92,6 +92,7 @@ DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite
         ("", KILLED, "needs more memory"),
         ("", DIVERGED, "lower `learning_rate`"),
         ("", "every step of the round was skipped: no loss was finite", "lower `learning_rate`"),
+        ("", "the received model's loss on the validation data is nan", "lower `learning_rate`"),
         ("", UNSIGNED, "`aggregation.allowed_signers` names"),
         ("", "it claims 9 tokens in round 3, its settings allow 5 (steps x batch)", "claims.sequence_tokens"),
         ("", "not done when the round closed: its job goes on, and its update is discarded", "did not wait for it"),

@@ -167,6 +167,30 @@ def test_a_rank_alone_refuses_an_altered_model_as_it_loads_it(tmp_path: Path, da
     assert not (tmp_path / "a").exists() or not any((tmp_path / "a").rglob("*.safetensors"))
 
 
+def test_a_loss_that_is_no_number_ends_the_round_before_more_is_computed(
+    tmp_path: Path, pico_llama: Path, dataset: Path
+):
+    from safetensors.torch import load_file, save_file
+
+    overflows = save_pico(tmp_path / "overflows")
+    tensors = load_file(overflows / "model.safetensors")
+    save_file(
+        {name: value * 1e30 if "norm" in name else value for name, value in tensors.items()},
+        overflows / "model.safetensors",
+    )
+    cases = {
+        "received": arguments(tmp_path / "received", overflows, dataset),
+        "returned": arguments(tmp_path / "returned", pico_llama, dataset, learning_rate=1e30),
+        "received for the last": arguments(tmp_path / "last", overflows, dataset, 3),
+    }
+    said = rounds_in(list(cases.items()), expect=2)
+    for name, (text,) in said.items():
+        which = name.split()[0]
+        assert f"error: the {which} model's loss on the validation data is nan, expected a number" in text
+        assert ("step 1/3" in text) == (which == "returned")
+    assert not list(tmp_path.glob("*/state/round-*"))
+
+
 def test_a_vocabulary_of_the_same_size_but_other_tokens_is_refused(tmp_path: Path):
     """A tokenizer written anew with the same tokens passes."""
     words = write_masked_words(tmp_path / "words")
