@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import signal
 import time
@@ -73,11 +74,13 @@ class Call:
         return bool(self.signals)
 
     def report_step(self, step: int, loss: float) -> None:
-        """Replace `progress.json` after step number `step`, from 1, and print the step."""
+        """Replace `progress.json` after step number `step`, from 1, and print the step; a loss may be no number."""
         self.stepped.append(time.monotonic())
         if self.first_rank:
+            loss = float(loss)
             print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
-            message = progress.JobProgress(step=step, steps=self.steps, loss=loss, time=round(time.time(), 3))
+            told = loss if math.isfinite(loss) else None
+            message = progress.JobProgress(step=step, steps=self.steps, loss=told, time=round(time.time(), 3))
             write_json(Path(progress.FILE), dataclasses.asdict(message))
 
     def deliver(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,12 @@ from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
 from coordinator.preflight.facility import probe
 from facility.conformance import main as conformance
+from facility.contract import read_call
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.outcome import ENDING
+from facility.exchange.messages.progress import FILE as PROGRESS
+from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import material
@@ -93,6 +99,22 @@ def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
     assert result.returncode == 0, result.stderr
     assert verify_manifest(tmp_path / "job/update").kind == "update"
     assert not (tmp_path / "state/round-0").exists()  # the stand-in keeps nothing; facility.train would
+
+
+def test_a_trainer_may_report_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    material(tmp_path, 1)
+    monkeypatch.chdir(tmp_path)
+    words = ["--model", "model", "--dataset", "data", "--settings", "settings.json", "--round", "0"]
+    handlers = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        call = read_call([*words, "--out", "update", "--state", "state"])
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for step, (loss, told) in enumerate([(2.5, 2.5), (math.nan, None), (math.inf, None)], 1):
+        call.report_step(step, loss)
+        found = read_progress((tmp_path / PROGRESS).read_text())
+        assert (found.step, found.loss) == (step, told)
 
 
 @pytest.mark.parametrize("module", ["../train.py", "a b", "train;ls", "-m", "", "é.train"])
