@@ -294,3 +294,32 @@ def test_a_tracker_and_a_trace_are_written_or_said_to_be_off(tmp_path: Path, pic
     written = list((tmp_path / "state").rglob("events.out.tfevents*"))
     installed = find_spec("tensorboard") or find_spec("tensorboardX")
     assert bool(written) == bool(installed) and ("is off" in said) == (not installed)
+
+
+@pytest.mark.parametrize("fails", ["start", "log", "finish"])
+def test_a_tracker_that_fails_ends_no_round(
+    tmp_path: Path, pico_llama: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+):
+    """As one does on a compute node without a network or an account."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+    class Failing:
+        requires_logging_directory = False
+
+        def __init__(self, run: str) -> None:
+            self.called("start")
+
+        def called(self, what: str) -> None:
+            if what == fails:
+                raise RuntimeError("no API key")
+
+        def log(self, values: dict[str, float], step: int) -> None:
+            self.called("log")
+
+        def finish(self) -> None:
+            self.called("finish")
+
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    said = rounds_in([("one", arguments(tmp_path, pico_llama, dataset, tracker="failing"))])["one"][0]
+    assert "off" in said and said.count("no API key") == 1
+    assert read_report(tmp_path / "out").steps == 3

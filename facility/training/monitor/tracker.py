@@ -1,15 +1,18 @@
-"""Steps logged to a tracker of accelerate's (TensorBoard, ...), without a trace where it is not installed."""
+"""Steps logged to a tracker of accelerate's (TensorBoard, ...); one that is not installed, or fails, ends no round."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from facility.training.processes.ranks import Ranks
 
+log = logging.getLogger(__name__)
+
 
 class Tracker:
-    """One run; does nothing where no tracker is named, on other ranks than the first, or without the package."""
+    """One run; does nothing where no tracker is named, on other ranks than the first, or once the tracker failed."""
 
     def __init__(self, name: str, directory: Path, run: str, ranks: Ranks) -> None:
         self._tracker: Any = None
@@ -30,13 +33,21 @@ class Tracker:
             if hasattr(tracker, "start"):
                 tracker.start()
             self._tracker = tracker
-        except (ImportError, ModuleNotFoundError, NameError) as error:
+        except Exception as error:  # no package, no network, no account: each raises what it likes
             self.reason = f"tracker {name!r} is off: {error}"
 
     def log(self, step: int, **values: float) -> None:
-        if self._tracker is not None:
-            self._tracker.log(values, step=step)
+        self._tried("log", values, step=step)
 
     def close(self) -> None:
-        if self._tracker is not None:
-            self._tracker.finish()
+        self._tried("finish")
+
+    def _tried(self, what: str, *arguments: Any, **named: Any) -> None:
+        """Call a method of the tracker, if there is one; after an error there is none any more."""
+        if self._tracker is None:
+            return
+        try:
+            getattr(self._tracker, what)(*arguments, **named)
+        except Exception as error:
+            log.warning("the tracker is off from here on: %s: %s", type(error).__name__, error)
+            self._tracker = None
