@@ -10,6 +10,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
+from ruamel.yaml.composer import Composer
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
@@ -45,6 +46,17 @@ class _Resolver(VersionedResolver):
         bare = str(tag) == FLOAT and ("." not in value or UNSIGNED.search(value))
         other = str(tag) in (INTEGER, FLOAT) and OTHER_BASE.fullmatch(value)
         return type(tag)(suffix=TEXT) if letter or bare or other else tag
+
+
+class _Composer(Composer):
+    """Keys that YAML 1.1 takes for true or false, as in `notify: {on: [done]}`, are text."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        for key, _ in node.value:
+            if str(key.tag) == BOOLEAN:
+                key.ctag = type(key.ctag)(suffix=TEXT)
+        return node
 
 
 class Lined:
@@ -90,6 +102,7 @@ class Lined:
     def _load(self, text: str) -> Any:
         yaml = YAML(typ="rt", pure=True)
         yaml.Resolver = _Resolver
+        yaml.Composer = _Composer
         yaml.version = (1, 1)  # type: ignore[assignment]
         try:
             self._refuse_recursion(text)

@@ -50,6 +50,16 @@ def test_a_number_to_another_base_is_text(tmp_path: Path, word: str):
     assert read(tmp_path, f"a: {word}").data == {"a": word}
 
 
+@pytest.mark.parametrize("word", ["on", "off", "yes", "no", "true", "No"])
+def test_a_key_that_yaml_takes_for_true_or_false_is_text(tmp_path: Path, word: str):
+    """`notify: {on: [done]}` needs no quotes, nor does a facility called `no` among weights."""
+    lined = read(tmp_path, f"a: 1\nb:\n  {word}: {{{word}: {word}}}\n")
+    assert lined.data["b"] == {word: {word: word.lower() in ("on", "yes", "true")}}
+    assert lined.lines[f"b.{word}"] == 3
+    with pytest.raises(ConfigurationError, match="given twice"):
+        read(tmp_path, f"{word}: 1\n'{word}': 2\n")
+
+
 def test_every_key_has_its_line(tmp_path: Path):
     lines = read(tmp_path, "a:\n  b: 1\n  c:\n    - d: 2\n    - 3\n").lines
     assert {key: lines[key] for key in ("a", "a.b", "a.c", "a.c[0]", "a.c[0].d", "a.c[1]")} == {
