@@ -11,6 +11,7 @@ import yaml
 
 from coordinator.archive.averaged import FOLDER
 from coordinator.config.federation import Federation
+from coordinator.config.yaml_lines import Lined
 from coordinator.publishing.card import model_digest, named_digests
 from facility import __version__
 
@@ -38,8 +39,12 @@ Datasets, deployments, evaluations, trackers and messages are not among them."""
 
 def local_federation(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
     """The federation with every facility on one machine: model in `model/`, datasets in `datasets/NAME/`."""
-    raw = yaml.safe_load(federation.file.read_text())
+    raw = Lined(federation.file).data
+    folders = {name: shown.replace(" ", "-") for name, shown in names.items()}
     kept = {key: _without(raw[key], left_out) for key, left_out in KEPT.items() if key in raw}
+    if isinstance(aggregation := kept.get("aggregation"), dict) and isinstance(aggregation.get("weights"), dict):
+        weights = {folders.get(name, name): weight for name, weight in aggregation["weights"].items()}
+        kept["aggregation"] = aggregation | {"weights": weights}
     ranks = {
         row["facility"]: row["ranks"]
         for entry in data["rounds"]
@@ -51,7 +56,7 @@ def local_federation(federation: Federation, names: Mapping[str, str], data: Map
         training = _portable(one.get("training") or {})
         if one["name"] in ranks:
             training["ranks"] = ranks[one["name"]]
-        name = names[one["name"]].replace(" ", "-")
+        name = folders[one["name"]]
         facilities.append(
             {"name": name, "dataset": f"../datasets/{name}"}
             | ({"training": training} if training else {})

@@ -14,6 +14,7 @@ from huggingface_hub import ModelCard
 
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.comparison.account import Account, write_account
+from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
 from coordinator.publishing.names import renamed
 from coordinator.publishing.publish import publish
@@ -134,6 +135,22 @@ def test_nothing_of_a_facilitys_machines_is_in_a_crate(federation: Path, tmp_pat
     assert not {"evaluation", "trackers", "notify"} & set(again) and again["sending"] == {"encoding": "full"}
     assert again["training"]["lora"] == {"rank": 4, "base": "smollm"}
     assert "as `smollm` in the folder that `$CROSSFED_HOME` names" in (crate / "reproduce.md").read_text()
+
+
+def test_weights_by_facility_are_published_under_the_names_that_stand_in_the_crate(federation: Path, tmp_path: Path):
+    weights = "{facility-00: 1, facility-01: 2, facility-02: 3}"
+    federation.write_text(f"{federation.read_text()}aggregation: {{rule: mean, weights: {weights}}}\n")
+    again = publish(federation, tmp_path / "out") / "crate" / "workflow" / "federation.yml"
+    assert read_federation(again).aggregation.weights == {"facility-00": 1, "facility-2": 2, "facility-3": 3}
+    assert "facility-01" not in again.read_text()
+
+
+def test_a_name_of_digits_is_published_as_it_is_written(federation: Path, tmp_path: Path):
+    """YAML 1.1 takes 0123 for 83; federation.yml does not."""
+    text = federation.read_text().replace("{name: facility-01,", "{name: 0123, public: {named: true},")
+    federation.write_text(text)
+    again = publish(federation, tmp_path / "out") / "crate" / "workflow" / "federation.yml"
+    assert [one.name for one in read_federation(again).facilities] == ["facility-00", "0123", "facility-3"]
 
 
 def test_a_run_that_cannot_be_repeated_says_why_and_promises_no_digest(federation: Path, tmp_path: Path):
