@@ -153,12 +153,15 @@ def write_federation(
 
 
 def run(testbed: Testbed, *, rounds: int, quiet: bool = True) -> int:
-    """Run or resume a federation over the testbed, two ranks under srun at its first site; returns the exit code."""
+    """Run or resume a federation over the testbed, two ranks under srun at its first site; returns the exit code.
+
+    Another number of rounds than last time needs no further word: who gives it wants it.
+    """
     model, datasets = prepare_sites(testbed)
     folder = testbed.root / "coordinator" / "federation"
     tasks = {testbed.sites[0].name: 2}
     file = write_federation(testbed, folder, model, datasets, name="rehearsal", rounds=rounds, tasks=tasks)
     environment = os.environ | {"HOME": str(testbed.coordinator_home)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(CHECKOUT), environment.get("PYTHONPATH")]))
-    command = [str(testbed.python), "-m", "coordinator.cli", "run", "--federation", str(file)]
+    command = [str(testbed.python), "-m", "coordinator.cli", "run", "--federation", str(file), "--accept"]
     return subprocess.run([*command, *(["--quiet"] if quiet else [])], env=environment).returncode

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from coordinator.testbed import configuration, link, namespaces
+from coordinator.config.federation import read_federation
+from coordinator.testbed import configuration, link, namespaces, rehearsal
 from coordinator.testbed.__main__ import main, parser
 from coordinator.testbed.layout import plan
 from facility.exchange.errors import InputError
@@ -111,3 +113,19 @@ def test_every_verb_has_help(capsys: pytest.CaptureFixture):
 def test_a_root_without_testbed_says_what_to_do(tmp_path: Path):
     with pytest.raises(InputError, match="no testbed under"):
         main(["status", "--root", str(tmp_path)])
+
+
+def test_a_rehearsal_with_another_number_of_rounds_goes_on_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The tutorial's `crossfed testbed run --rounds 4` after `--rounds 2`: nobody could say `--accept` there."""
+    testbed = plan(tmp_path, ["north", "south"], network=80, python=PYTHON)
+    monkeypatch.setattr(rehearsal, "prepare_sites", lambda _: (tmp_path / "model", {"north": "/d", "south": "/d"}))
+    given: list[list[str]] = []
+
+    def started(command: list[str], **_: object) -> subprocess.CompletedProcess:
+        given.append(command)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", started)
+    assert rehearsal.run(testbed, rounds=2) == rehearsal.run(testbed, rounds=4) == 0
+    assert all("--accept" in command for command in given)
+    assert read_federation(Path(given[1][given[1].index("--federation") + 1])).rounds == 4
