@@ -34,7 +34,7 @@ def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: R
     Raises `InputError` without lm-eval, `TryAgain` where the tasks cannot be loaded, with or without the network.
     """
     if run is None and importlib.util.find_spec("lm_eval") is None:
-        raise InputError("--eval needs lm-eval on this machine: pip install 'crossfed[eval]'")
+        raise InputError("--eval needs lm-eval on this machine: pip install lm-eval")
     place = (out / FOLDER).resolve()
     place.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "coordinator.evaluation_cache", *tasks]

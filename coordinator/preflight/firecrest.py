@@ -20,7 +20,7 @@ def check_firecrest(facility: Facility, template: str, *, submit: bool = False) 
     dry run."""
     name = facility.name
     if find_spec("firecrest") is None:
-        return [fail(name, "connection", "pyfirecrest is not installed here", "pip install 'crossfed[firecrest]'")]
+        return [fail(name, "connection", "pyfirecrest is not installed here", "pip install pyfirecrest")]
     systems, refusal = _ask(facility, lambda client: client.systems())
     if refusal:
         return [fail(name, "connection", *refusal), skipped(name, "everything else", "the facility cannot be reached")]
