@@ -31,18 +31,21 @@ COMMANDS = (
     "conformance",
     "testbed",
 )
+SCRIPTS = ("facility/setup.sh", "coordinator/setup.sh")
 MODULES = (
     "coordinator.aggregate",
     "coordinator.plan",
     "coordinator.simulate",
     "coordinator.model",
     "facility.prepare",
+    "facility.base_model",
     "facility.train",
     "facility.launch",
     "facility.round",
     "facility.measure",
     "facility.probe",
     "facility.selfcheck",
+    "facility.evaluate",
     "facility.conformance",
     "facility.keys",
     "facility.unmask",
@@ -62,13 +65,12 @@ def generate(out: Path) -> None:
 
 def commands() -> str:
     """`--help` of every command, in the order in which a new user meets them."""
+    shown = [(f"crossfed {name}", [sys.executable, "-m", "coordinator.cli", name]) for name in COMMANDS]
+    shown += [(f"bash {script}", ["bash", script]) for script in SCRIPTS]
+    shown += [(f"python -m {module}", [sys.executable, "-m", module]) for module in MODULES]
     lines = []
-    for name in COMMANDS:
-        if (text := _help("coordinator.cli", name)) is not None:
-            lines += [f"## crossfed {name}", "", "```text", text, "```", ""]
-    for module in MODULES:
-        if (text := _help(module)) is not None:
-            lines += [f"## python -m {module}", "", "```text", text, "```", ""]
+    for title, command in shown:
+        lines += [f"## {title}", "", "```text", _help(command), "```", ""]
     return "\n".join(lines)
 
 
@@ -115,16 +117,18 @@ def faults() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _help(module: str, *arguments: str) -> str | None:
-    """What `python -m module ... --help` prints; None where there is no such command."""
+def _help(command: list[str]) -> str:
+    """What `command --help` prints; a command that cannot be shown ends the build."""
     done = subprocess.run(
-        [sys.executable, "-m", module, *arguments, "--help"],
+        [*command, "--help"],
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"},
         cwd=Path(__file__).resolve().parent.parent,
     )
-    return done.stdout.strip() if done.returncode == 0 else None
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} --help ends with {done.returncode}: {done.stderr}")
+    return done.stdout.strip()
 
 
 def _cell(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from coordinator.aggregation.rule_parameters import declared
 from coordinator.aggregation.rules.contract import MOMENTUM
@@ -21,7 +23,9 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError, InputError
 from tests.aggregation import make
+from tests.conftest import ROOT
 
+PAGE = ROOT / "docs" / "how-to" / "write-a-rule.md"
 RULE = '''
 """Midrange: half way between the smallest and the largest value."""
 from coordinator.aggregation.rules.contract import AggregationRule, Plan
@@ -101,6 +105,29 @@ def command(tmp_path: Path) -> list[str]:
     ]
     words = [sys.executable, "-m", "coordinator.aggregate", "--base", str(base)]
     return words + [word for update in updates for word in ("--update", str(update))]
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The modules of docs/how-to/write-a-rule.md on Python's path, each in the file that its first line names."""
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S):
+        file = tmp_path / "page" / re.match(r'"""(\S+\.py):', block)[1]
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(block)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'page'}{os.pathsep}{os.environ['PYTHONPATH']}")
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, 3.5), (1, 0.001)], ids=["rule", "server optimizer"])
+def test_the_rules_of_the_documentation_aggregate(
+    page: None, command: list[str], tmp_path: Path, number: int, expected: float
+):
+    settings = yaml.safe_load(re.findall(r"```yaml\naggregation:\n(.*?)```", PAGE.read_text(), re.S)[number])
+    words = ["--rule", settings.pop("rule")]
+    (tmp_path / "settings.yml").write_text(yaml.safe_dump(settings | {"clip_ratio": 0}))
+    words += ["--settings", str(tmp_path / "settings.yml"), "--out", str(tmp_path / "out")]
+    done = subprocess.run([*command, *words, "--state-out", str(tmp_path / "state")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert torch.allclose(make.read_all(tmp_path / "out")["w"], torch.full((4,), expected), rtol=1e-3)
 
 
 @pytest.mark.parametrize(

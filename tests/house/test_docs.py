@@ -2,22 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from coordinator.cli import app
+from coordinator.config.federation import read_federation
 from tests.conftest import ROOT
 from tests.house.conftest import Demo, shell
 
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in DOCS.rglob("*.md") if "generated" not in path.parts)
 EXECUTED = re.compile(r"<!-- executed -->\n```bash\n(.*?)```", re.S)
+BASE = {"name": "demo", "model": "../model", "rounds": 30}
+FACILITY: dict[str, Any] = {
+    "dataset": "/data",
+    "deployment": {
+        "type": "slurm",
+        "host": "h",
+        "user": "u",
+        "workdir": "/w",
+        "template": "slurm",
+        "fill": {"account": "a", "partition": "p"},
+    },
+}
 BLOCK = re.compile(r"^( *)```(\w*)\n", re.M)
 
 
@@ -66,6 +83,47 @@ def test_commands_and_options_named_in_the_pages_exist():
             for option in re.findall(r"(?<=\s)--[a-z-]+", line.split("&&")[0].split(" -- ")[0]):
                 if command[0] != "facility.launch":
                     assert option in shown, f"{page}: {line}: no option {option}"
+
+
+FRAGMENT = re.compile(r"^( *)```yaml\n(.*?)^ *```", re.S | re.M)
+OTHER_FILES = {"epsilon", "encodings", "task"}
+"""First keys of the fragments of a gate's policy and of a task of lm-eval."""
+OTHER_PAGES = {"write-a-rule.md", "streamflow-output-path-traversal.md"}
+"""Whose fragments name code of the reader's own (`tests/aggregation/test_own_rules.py` runs it), or are CWL."""
+
+
+def fragments() -> list[tuple[str, str]]:
+    """Page and line, and text, of each fragment of federation.yml; a facility's `deployment:` alone is put into one."""
+    found = []
+    for page in (one for one in PAGES if one.name not in OTHER_PAGES):
+        text = page.read_text()
+        for match in FRAGMENT.finditer(text):
+            body = textwrap.dedent(match[2])
+            if body.split(":")[0] not in OTHER_FILES:
+                found.append((f"{page.relative_to(DOCS)}:{text[: match.start()].count(chr(10)) + 1}", body))
+    return found
+
+
+@pytest.mark.parametrize("fragment", [pytest.param(body, id=place) for place, body in fragments()])
+def test_every_fragment_of_a_federation_loads(fragment: str, tmp_path: Path):
+    """As it is written, with what it leaves out: `facilities:` behind a queue, a model, rounds."""
+    if fragment.startswith("deployment:"):
+        fragment = "facilities:\n- name: leonardo\n" + textwrap.indent(fragment, "  ")
+    given = yaml.safe_load(fragment)
+    missing = [f"{key}: {value}" for key, value in BASE.items() if key not in given]
+    if "facilities" not in given:
+        names = ("leonardo", "site-b", "site-c")
+        missing.append(f"facilities: {json.dumps([{'name': name, **FACILITY} for name in names])}")
+    else:
+        for one in given["facilities"]:
+            one.setdefault("dataset", FACILITY["dataset"])
+            if "type" not in one.get("deployment", {}):
+                one["deployment"] = FACILITY["deployment"] | one.get("deployment", {})
+        fragment = yaml.safe_dump(given)
+    file = tmp_path / "workflow" / "federation.yml"
+    file.parent.mkdir()
+    file.write_text("\n".join([fragment, *missing]))
+    assert read_federation(file).facilities
 
 
 def test_links_between_pages_lead_somewhere():
