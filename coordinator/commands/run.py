@@ -78,7 +78,8 @@ def render(
     The CWL is beside `workflow/`, elsewhere beside federation.yml.
     """
     from coordinator.config.federation import check_paths, read_federation
-    from coordinator.engine.render import stale, write
+    from coordinator.engine.render import stale
+    from coordinator.engine.run import render_alone
 
     described = read_federation(federation)
     if described.deprecated:
@@ -90,7 +91,7 @@ def render(
         raise typer.Exit(ExitCode.FOUND if differing else ExitCode.OK)
     if paths:
         check_paths(described)
-    changed = write(described)
+    changed = render_alone(described)
     print(f"{len(changed)} files written" if changed else "everything is up to date")
     for path in changed:
         print(f"  {path}")

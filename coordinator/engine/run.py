@@ -136,7 +136,7 @@ def only_one(federation: Federation) -> Iterator[int]:
 
     Raises `TryAgain` while another run of the federation is alive on this machine.
     """
-    path = federation.archive_path.parent / f"{federation.archive_path.name}.lock"
+    path = lock_of(federation)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as handle:
         try:
@@ -146,6 +146,16 @@ def only_one(federation: Federation) -> Iterator[int]:
                 f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
             ) from None
         yield handle.fileno()
+
+
+def lock_of(federation: Federation) -> Path:
+    return federation.archive_path.parent / f"{federation.archive_path.name}.lock"
+
+
+def render_alone(federation: Federation) -> list[Path]:
+    """Render; returns the files that changed. Raises `TryAgain` while a run is alive: it reads them in every round."""
+    with only_one(federation) if lock_of(federation).exists() else nullcontext():
+        return write(federation)
 
 
 @contextmanager

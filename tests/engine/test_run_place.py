@@ -13,7 +13,7 @@ from coordinator.config.described import described
 from coordinator.config.federation import read_federation
 from coordinator.engine.place import run_place
 from coordinator.engine.render import write
-from coordinator.engine.run import only_one, run_federation
+from coordinator.engine.run import only_one, render_alone, run_federation
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
@@ -56,11 +56,14 @@ def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Pa
     write(federation)
     before = files_below(tmp_path)
     file.write_text(file.read_text().replace("rounds: 2", "rounds: 9"))
-    with only_one(federation), pytest.raises(TryAgain, match="another `crossfed run`"):
-        run_federation(file, live=False, accepted=True)
+    with only_one(federation):
+        for command in (lambda: run_federation(file, live=False, accepted=True), lambda: render_alone(federation)):
+            with pytest.raises(TryAgain, match="another `crossfed run`"):
+                command()
     after = files_below(tmp_path)
     assert {path: after[path] for path in before if path != file} == {p: before[p] for p in before if p != file}
     assert not archive.read_note("accepted")
+    assert render_alone(read_federation(file))
 
 
 def files_below(folder: Path) -> dict[Path, bytes]:
