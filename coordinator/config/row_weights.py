@@ -40,6 +40,8 @@ def obstacle(training: Mapping[str, TrainingSettings], *, masked: bool) -> str |
             return f"training.optimizer_state of {name!r} is {one.optimizer_state!r}, so that its stay there"
         if one.optimizer_state_form != "factors":
             return f"training.optimizer_state_form of {name!r} is {one.optimizer_state_form!r}, which has no row means"
+        if (every := one.optimizer_state_every) > 1:
+            return f"training.optimizer_state_every of {name!r} is {every}, so that they travel in one round of {every}"
         if one.drift_correction:
             return f"training.drift_correction of {name!r} is true: corrections cancel in one mean for all rows alone"
     return None

@@ -29,6 +29,7 @@ OBSTACLES = {
     "personal": (", optimizer_state: personal", "optimizer_state of 'a' is 'personal'"),
     "adapters": (", lora: {rank: 4}", "optimizer_state of 'a' is 'personal'"),
     "another form": (", optimizer_state_form: int8", "'int8', which has no row means"),
+    "rarely": (", optimizer_state_every: 3", "optimizer_state_every of 'a' is 3, so that they travel in one"),
     "drift": (", drift_correction: true", "drift_correction of 'a' is true"),
 }
 
