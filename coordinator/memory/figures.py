@@ -12,6 +12,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, A, B, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
@@ -143,7 +144,7 @@ def model_figures(directory: Path) -> ModelFigures:
         parameters=checkpoint.parameters,
         bytes=checkpoint.bytes,
         vocabulary=first("vocab_size"),
-        positions=first("max_position_embeddings", "n_positions"),
+        positions=most_positions(config),
         hidden=first("hidden_size", "n_embd"),
         layers=first("num_hidden_layers", "n_layer"),
         heads=first("num_attention_heads", "n_head"),

@@ -149,9 +149,9 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    from facility.training.model import read_config
+    from facility.training.model import positions_in, read_config
 
-    most = getattr(read_config(options.model), "max_position_embeddings", None)
+    most = positions_in(read_config(options.model))
     if options.tokens < 0 or (most and options.tokens > most):
         raise ConfigurationError(f"--tokens is {options.tokens}, expected 1 to {most} for this model")
     return options.tokens or min(1024, most or 1024)

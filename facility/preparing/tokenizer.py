@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError
+from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 
 FILES = (
@@ -75,9 +76,8 @@ def length_limit(tokenizer: Any, *directories: Path) -> tuple[int, str] | None:
     if 0 < tokenizer.model_max_length < UNLIMITED:
         limits.append((int(tokenizer.model_max_length), "the tokenizer's model_max_length"))
     for directory in directories:
-        value = _configuration(directory).get("max_position_embeddings")
-        if isinstance(value, int) and value > 0:
-            limits.append((value, f"max_position_embeddings in {directory / 'config.json'}"))
+        if value := most_positions(_configuration(directory)):
+            limits.append((value, f"the positions that {directory / 'config.json'} has"))
     return min(limits) if limits else None
 
 

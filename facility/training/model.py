@@ -14,6 +14,7 @@ from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX, is_added, 
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
+from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
 from facility.training.dora import Adapted
@@ -69,6 +70,12 @@ def read_config(directory: Path) -> Any:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be used: {error}") from None
+
+
+def positions_in(config: Any) -> int:
+    """Tokens of the longest sequence that a model of this configuration takes; 0: it does not say."""
+    names = ("model_type", "pad_token_id", "position_embedding_type", "max_position_embeddings")
+    return most_positions({name: getattr(config, name, None) for name in names})
 
 
 def build(config: Any, factory: Any, attention: Attention) -> nn.Module:

@@ -325,6 +325,10 @@ def test_blocks_longer_than_the_tokenizer_or_model_allows_are_refused(request_: 
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 16, "vocab_size": 512}))
     with pytest.raises(DatasetError, match="limit of 16"):
         prepare(change(request_, model=model))
+    roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 33, "vocab_size": 512}
+    (model / "config.json").write_text(json.dumps(roberta))
+    with pytest.raises(DatasetError, match="limit of 31"):
+        prepare(change(request_, model=model))
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 100}))
     with pytest.raises(DatasetError, match="do not belong together"):
         prepare(change(request_, model=model))

@@ -15,8 +15,10 @@ from safetensors.torch import save_file
 
 from facility.dataset import DatasetManifest, SplitEntry
 from facility.exchange.checkpoints.base_model import base_digest
+from facility.exchange.checkpoints.families import FROM_PADDING, most_positions
 from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.report import read_report
+from facility.training.model import positions_in
 from tests.pico import pico_config, save_pico
 from tests.training.families import save_tiny
 from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
@@ -319,3 +321,26 @@ def test_a_family_that_no_stage_can_hold_is_refused_in_one_sentence_and_mamba_ge
     rounds_in([("one", arguments(tmp_path / "one", whole, words))])
     rounds_in([("two", arguments(tmp_path / "two", whole, words, **PIPELINE))], ranks=2)
     assert largest_difference(tmp_path / "one/out", tmp_path / "two/out") < 1e-5
+
+
+@pytest.mark.parametrize("family", [*FROM_PADDING, "bert", "gpt2", "esm with rotary positions"])
+def test_the_longest_sequence_is_the_longest_that_the_model_takes(family: str):
+    """Some families count positions from their padding token on, so that fewer tokens fit."""
+    from transformers import AutoConfig, AutoModel
+
+    name, _, rotary = family.partition(" ")
+    size = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    size |= {"intermediate_size": 16, "max_position_embeddings": 20, "pad_token_id": 1}
+    size |= {"longformer": {"attention_window": 8}, "gpt2": {"n_positions": 20}}.get(name, {})
+    config = AutoConfig.for_model(name, **size | ({"position_embedding_type": "rotary"} if rotary else {}))
+    if name == "xmod":
+        config.default_language = "en_XX"
+    most, model = positions_in(config), AutoModel.from_config(config).eval()
+    assert most == (18 if name in FROM_PADDING and not rotary else 20)
+    assert most == most_positions(json.loads(config.to_json_string(use_diff=False)))
+    if rotary:
+        return
+    with torch.no_grad():
+        model(input_ids=torch.full((1, most), 5))
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=torch.full((1, most + 1), 5))

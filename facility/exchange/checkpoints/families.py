@@ -1,10 +1,11 @@
-"""Families of models that are refused whatever their settings, by their configuration alone, and why.
+"""What follows from a model's configuration alone: whether its family is refused, and how long its sequences may be.
 
 The coordinator asks before a federation starts, the trainer before it loads anything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,33 @@ from facility.exchange.task_words import Task
 
 RUNNING_RANGES = ("ibert",)
 """Families that keep running ranges of their activations in buffers, in training as in evaluation."""
+
+
+FROM_PADDING = (
+    "camembert",
+    "data2vec-text",
+    "esm",
+    "longformer",
+    "luke",
+    "mpnet",
+    "roberta",
+    "roberta-prelayernorm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Families whose first token has the position after `pad_token_id`: so many fewer tokens fit their positions."""
+
+
+def most_positions(config: Mapping[str, Any]) -> int:
+    """Tokens of the longest sequence that a model of this `config.json` takes; 0: it does not say."""
+    found = config.get("max_position_embeddings") or config.get("n_positions")
+    most = found if isinstance(found, int) and found > 0 else 0
+    absolute = (config.get("position_embedding_type") or "absolute") == "absolute"
+    if most and absolute and config.get("model_type") in FROM_PADDING:
+        padding = config.get("pad_token_id", 1)
+        most = max(1, most - 1 - padding) if isinstance(padding, int) else most
+    return most
 
 
 def refusal(config: Any, *, causal: bool) -> str:

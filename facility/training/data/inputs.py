@@ -22,7 +22,7 @@ from facility.training.data.documents import check_positions
 from facility.training.data.images import check_processor, image_task, positions_of
 from facility.training.data.preference import Preference
 from facility.training.data.tasks import Task, task_for
-from facility.training.model import Attention, choose_attention, count_blocks, read_config
+from facility.training.model import Attention, choose_attention, count_blocks, positions_in, read_config
 from facility.training.processes.ranks import Ranks
 from facility.training.request import RoundRequest
 
@@ -152,8 +152,8 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
             f"{dataset.directory} was tokenised with a vocabulary of {dataset.manifest.vocabulary_size}, the model has "
             f"{vocabulary} entries: prepare the dataset with the model's own tokenizer"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < dataset.manifest.block_tokens:
+    longest = positions_in(config)
+    if 0 < longest < dataset.manifest.block_tokens:
         raise InputError(
             f"{dataset.directory} has blocks of {dataset.manifest.block_tokens} tokens, the model takes at most "
             f"{longest} positions: prepare shorter blocks"
