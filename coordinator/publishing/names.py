@@ -5,19 +5,22 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from urllib.parse import quote
 
 from coordinator.config.federation import Federation
 
 
-def public_names(federation: Federation) -> dict[str, str]:
-    """Published name by name, in the order of federation.yml. No number makes the name of another facility."""
-    taken = {one.name.lower() for one in federation.facilities}
+def public_names(federation: Federation, seen: Iterable[str] = ()) -> dict[str, str]:
+    """Published name by name, in the order of federation.yml, then of those that were `seen` and have left it: these
+    are not named. No number makes the name of another facility."""
+    named = {one.name: one.public.named for one in federation.facilities}
+    named |= {name: False for name in seen if name not in named}
+    taken = {name.lower() for name in named}
     numbers = (number for number in itertools.count(1) if slug(f"facility {number}") not in taken)
     return {
-        one.name: one.name if one.public.named else f"facility {number}"
-        for one, number in zip(federation.facilities, numbers, strict=False)
+        name: name if agrees else f"facility {number}"
+        for (name, agrees), number in zip(named.items(), numbers, strict=False)
     }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,15 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 
-PRIVATE = ("versions", "devices", "reason")
+PRIVATE = ("versions", "devices", "reason", "note", "unasked")
 """Keys of a facility's row that an unnamed facility keeps to itself."""
+TOLD = {"drift": "reason", "scores": "problem"}
+"""Sections of a row, and what in them an unnamed facility says in its own words."""
+CHANGE_OF_A_SITE = re.compile(
+    r"((?:from round \d+ on: )?(?:facilities\[[^\]]*\]\.)?"
+    r"(?:deployment|dataset|evaluation|model|notify|submit_ahead|trackers|workdir)\b[^:]*): .*"
+)
+"""A change of what is not published of anybody: its key, then its values."""
 
 
 def publish(file: Path, out: Path) -> Path:
@@ -38,7 +45,7 @@ def publish(file: Path, out: Path) -> Path:
     if model is None or not data["rounds"] or not model.is_dir():
         raise InputError(f"there is no model to publish in {federation.archive_path}: no round is complete")
     verify_manifest(model)
-    names = public_names(federation)
+    names = public_names(federation, data["facilities"])
     shown = anonymous(data, names)
     with new_directory(out) as folder:
         shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("manifest.json", *FOLDERS))
@@ -65,40 +72,50 @@ def digests(model: Path) -> dict[str, str]:
 
 
 def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The report's data with published names, and without the reasons, devices and versions of unnamed facilities."""
-    unnamed = {name for name, shown in names.items() if name != shown}
+    """The report's data with published names, and without the words, devices and versions of unnamed facilities."""
     copied = json.loads(json.dumps(data))
     copied.pop("model")
-    for entry in [*copied["rounds"], {"facilities": copied["final_evaluation"]}]:
-        for row in entry["facilities"]:
-            if row["facility"] in unnamed:
-                row.update({key: type(row[key])() for key in PRIVATE if key in row})
+    _leave_out_private(copied, {name for name, shown in names.items() if name != shown})
     for entry in copied["rounds"]:
-        entry["changes"] = [_without_paths(line) for line in entry.get("changes", [])]
-    copied["remarks"] = [_without_paths(line) for line in copied["remarks"]]
-    for one in copied["failures"]:
-        one["reason"] = "" if one["facility"] in unnamed or not one["facility"] else one["reason"]
-    copied["versions"] = {who: packages for who, packages in copied["versions"].items() if who not in unnamed}
+        entry["changes"] = [_publishable(line) for line in entry.get("changes", [])]
+    copied["remarks"] = [_publishable(line) for line in copied["remarks"]]
     named = {name: name == shown for name, shown in names.items()}
     result = _renamed(copied | {"settings": published(copied["settings"], named)}, names)
     return result | {"model": None, "stopped": data["stopped"] and "see the federation"}
 
 
-def _without_paths(line: str) -> str:
-    """A sentence with the last part only of each path in it."""
+def _leave_out_private(data: dict[str, Any], unnamed: Collection[str]) -> None:
+    """Remove what unnamed facilities keep to themselves from the report's data."""
+    for entry in [*data["rounds"], {"facilities": data["final_evaluation"]}]:
+        for row in entry["facilities"]:
+            if row["facility"] in unnamed:
+                row.update({key: type(row[key])() for key in PRIVATE if key in row})
+                for section, key in TOLD.items():
+                    (row.get(section) or {}).pop(key, None)
+    for one in data["failures"]:
+        one["reason"] = "" if one["facility"] in unnamed or not one["facility"] else one["reason"]
+    for name, one in data["drift"].items():
+        one["uncorrected"] = "" if name in unnamed else one["uncorrected"]
+    for name, one in data["matrix"].get("alone", {}).items():
+        one["reason"] = "" if name in unnamed else one["reason"]
+    gaps = data["matrix"].get("gaps", {})
+    gaps.update({name: "not all models were evaluated there" for name in gaps if name in unnamed})
+    data["versions"] = {who: packages for who, packages in data["versions"].items() if who not in unnamed}
+
+
+def _publishable(line: str) -> str:
+    """A sentence without the values of a change of a site's own settings, and with the last part only of each path."""
+    line = CHANGE_OF_A_SITE.sub(r"\1 was changed", line)
     return re.sub(r"(?<![\w.])[~.]{0,2}(/[^\s/,;:'\")]+)+", lambda path: f"…/{path[0].rsplit('/', 1)[1]}", line)
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
-        return {names.get(key, key): _renamed(one, names) for key, one in value.items()}
+        by_facility = value.keys() <= names.keys() | {"coordinator"}  # else a key may be called as a facility is
+        return {names.get(key, key) if by_facility else key: _renamed(one, names) for key, one in value.items()}
     if isinstance(value, list):
         return [_renamed(one, names) for one in value]
-    return (
-        renamed(value, {name: shown for name, shown in names.items() if name != shown})
-        if isinstance(value, str)
-        else value
-    )
+    return renamed(value, names) if isinstance(value, str) else value
 
 
 def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from coordinator.archive.averaged import FOLDER
 from coordinator.config.federation import Federation
 from coordinator.config.yaml_lines import Lined
 from coordinator.publishing.card import model_digest, named_digests
+from coordinator.publishing.names import slug
 from facility import __version__
 
 KEPT = {
@@ -40,10 +41,9 @@ Datasets, deployments, evaluations, trackers and messages are not among them."""
 def local_federation(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
     """The federation with every facility on one machine: model in `model/`, datasets in `datasets/NAME/`."""
     raw = Lined(federation.file).data
-    folders = {name: shown.replace(" ", "-") for name, shown in names.items()}
     kept = {key: _without(raw[key], left_out) for key, left_out in KEPT.items() if key in raw}
     if isinstance(aggregation := kept.get("aggregation"), dict) and isinstance(aggregation.get("weights"), dict):
-        weights = {folders.get(name, name): weight for name, weight in aggregation["weights"].items()}
+        weights = {slug(names[name]): one for name, one in aggregation["weights"].items() if name in names}
         kept["aggregation"] = aggregation | {"weights": weights}
     ranks = {
         row["facility"]: row["ranks"]
@@ -56,7 +56,7 @@ def local_federation(federation: Federation, names: Mapping[str, str], data: Map
         training = _portable(one.get("training") or {})
         if one["name"] in ranks:
             training["ranks"] = ranks[one["name"]]
-        name = folders[one["name"]]
+        name = slug(names[one["name"]])
         facilities.append(
             {"name": name, "dataset": f"../datasets/{name}"}
             | ({"training": training} if training else {})
@@ -102,7 +102,7 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
         f"coordinator.publishing.digest model` prints `{initial}`"
         + (f" ({federation.base_model})" if federation.base_model else ""),
         *(
-            f"- in `datasets/{names[one.name].replace(' ', '-')}/`: the prepared dataset of {names[one.name]}"
+            f"- in `datasets/{slug(names[one.name])}/`: the prepared dataset of {names[one.name]}"
             + _digests(data, one.name)
             for one in federation.facilities
         ),

@@ -6,14 +6,16 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
 
 from coordinator.archive.rounds import Archive, FacilityRow
-from coordinator.comparison.account import Account, write_account
+from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
 from coordinator.publishing.names import renamed
@@ -137,20 +139,91 @@ def test_nothing_of_a_facilitys_machines_is_in_a_crate(federation: Path, tmp_pat
     assert "as `smollm` in the folder that `$CROSSFED_HOME` names" in (crate / "reproduce.md").read_text()
 
 
-def test_weights_by_facility_are_published_under_the_names_that_stand_in_the_crate(federation: Path, tmp_path: Path):
-    weights = "{facility-00: 1, facility-01: 2, facility-02: 3}"
-    federation.write_text(f"{federation.read_text()}aggregation: {{rule: mean, weights: {weights}}}\n")
-    again = publish(federation, tmp_path / "out") / "crate" / "workflow" / "federation.yml"
-    assert read_federation(again).aggregation.weights == {"facility-00": 1, "facility-2": 2, "facility-3": 3}
-    assert "facility-01" not in again.read_text()
-
-
 def test_a_name_of_digits_is_published_as_it_is_written(federation: Path, tmp_path: Path):
     """YAML 1.1 takes 0123 for 83; federation.yml does not."""
     text = federation.read_text().replace("{name: facility-01,", "{name: 0123, public: {named: true},")
     federation.write_text(text)
     again = publish(federation, tmp_path / "out") / "crate" / "workflow" / "federation.yml"
     assert [one.name for one in read_federation(again).facilities] == ["facility-00", "0123", "facility-3"]
+
+
+def told_by(out: Path) -> str:
+    """All text of a publication."""
+    files = [path for path in out.rglob("*") if path.is_file() and path.suffix != ".safetensors"]
+    return "\n".join(f"{path}\n{path.read_text(errors='replace')}" for path in files)
+
+
+def changed_rows(root: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change what the archive has of each round."""
+    archive = Archive(root / "archive")
+    for number in archive.rounds():
+        path = archive.round_directory(number) / "round.json"
+        record = json.loads(path.read_text())
+        change(record)
+        path.write_text(json.dumps(record))
+
+
+def test_an_unnamed_facility_keeps_its_own_words_to_itself(federation: Path, tmp_path: Path):
+    words = "nid001234: /scratch/veiled is gone"
+
+    def change(record: dict[str, Any]) -> None:
+        for row in record["facilities"][1:]:
+            row |= {"note": words, "unasked": words, "scores": {"results": [], "problem": words}}
+            row["drift"] = {"rates": 1.0, "corrected": False, "share": 0.0, "reason": words}
+
+    changed_rows(tmp_path, change)
+    archive = add_comparison(Archive(tmp_path / "archive"), ["facility-00", "facility-01", "facility-02"])
+    account = read_account(archive)
+    assert account is not None
+    alone = account.alone | {"facility-02": OwnTraining(rounds=1, of=3, reason=words)}
+    write_account(archive, dataclasses.replace(account, alone=alone, gaps={"facility-01": f"not evaluated: {words}"}))
+    told = told_by(publish(federation, tmp_path / "out"))
+    assert "nid001234" not in told and "veiled" not in told
+
+
+def test_a_facility_that_left_the_federation_is_not_named(federation: Path, tmp_path: Path):
+    federation.write_text(federation.read_text().replace("  - {name: facility-02, dataset: /data}\n", ""))
+    told = told_by(publish(federation, tmp_path / "out"))
+    assert "facility-02" not in told and "facility 3" in told
+
+
+def test_changes_tell_nothing_of_what_is_published_of_nobody(federation: Path, tmp_path: Path):
+    lines = [
+        "facilities[facility-00].deployment.options.account: EUHPC_D01 -> EUHPC_D02; its jobs start",
+        "facilities[facility-00].dataset: veiled/a -> veiled/b; it trains on other data from the next round on",
+        "evaluation.directory: veiled -> veiled2; results do not change",
+        "training.steps: 10 -> 20; holds from the next round on",
+    ]
+    changed_rows(tmp_path, lambda record: record.update(changes=lines if record["round"] == 1 else []))
+    told = told_by(publish(federation, tmp_path / "out"))
+    assert "EUHPC" not in told and "veiled" not in told
+    assert "facilities[facility-00].deployment.options.account was changed" in told
+    assert "training.steps: 10 -> 20; holds" in told
+
+
+@pytest.mark.parametrize("name", ["facility", "rounds", "facility-0", "facility-000"])
+def test_a_name_may_be_a_key_of_the_report_or_a_part_of_another_name(name: str, federation: Path, tmp_path: Path):
+    for path in [federation, *(tmp_path / "archive").rglob("*.json*")]:
+        path.write_text(path.read_text().replace("facility-01", name))
+    out = publish(federation, tmp_path / "out")
+    history = json.loads((out / "crate" / "history.json").read_text())
+    assert {row["facility"] for entry in history for row in entry["facilities"]} == {
+        "facility-00",
+        "facility 2",
+        "facility 3",
+    }
+    page = (out / "crate" / "report.html").read_text()
+    assert "facility-00: as received" in page and "facility 2: as received" in page
+
+
+def test_weights_by_facility_are_published_under_published_names(federation: Path, tmp_path: Path):
+    weights = "{facility-00: 1.0, facility-01: 2.0, facility-02: 3.0}"
+    federation.write_text(federation.read_text() + f"aggregation: {{weights: {weights}}}\n")
+    out = publish(federation, tmp_path / "out")
+    assert "facility-01" not in told_by(out)
+    again = yaml.safe_load((out / "crate" / "workflow" / "federation.yml").read_text())
+    assert again["aggregation"]["weights"] == {"facility-00": 1.0, "facility-2": 2.0, "facility-3": 3.0}
+    assert set(again["aggregation"]["weights"]) == {one["name"] for one in again["facilities"]}
 
 
 def test_a_run_that_cannot_be_repeated_says_why_and_promises_no_digest(federation: Path, tmp_path: Path):
