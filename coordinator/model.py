@@ -26,11 +26,11 @@ from coordinator.adapter_import import import_adapter
 from coordinator.image_model import is_image_model, save_image_classifier
 from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.logs import add_log_options
 
-STAMP = "source.json"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -44,7 +44,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     made_from |= {"classes": list(classes)} if classes else {}
     if out.exists():
         try:
-            same = json.loads((out / STAMP).read_text()) == made_from
+            same = json.loads((out / SOURCE).read_text()) == made_from
         except (OSError, ValueError):
             same = False
         if not same:
@@ -69,7 +69,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
             summary = save_image_classifier(source_name, temporary, **how)
         else:
             summary = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
-        (temporary / STAMP).write_text(json.dumps(made_from))
+        (temporary / SOURCE).write_text(json.dumps(made_from))
     return f"{out}: {summary}"
 
 

@@ -19,6 +19,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
 from coordinator.preflight.remote import run, ssh_command
 from coordinator.remote_setup import shell_word
+from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_text
@@ -55,7 +56,9 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
     if tokenizer_digest(model) is None:
         raise InputError(f"{model} has no tokenizer; `crossfed model` keeps the one that comes with a model")
     files = [
-        path for path in sorted(model.iterdir()) if path.is_file() and (weights or not path.name.endswith(WEIGHTS))
+        path
+        for path in sorted(model.iterdir())
+        if path.is_file() and path.name != SOURCE and (weights or not path.name.endswith(WEIGHTS))
     ]
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in files if path.name != SUMS)
     digest = hashlib.sha256(sums.encode()).hexdigest()

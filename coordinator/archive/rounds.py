@@ -38,6 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.companions import OWN
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
@@ -271,7 +272,7 @@ class Archive:
         given = _manifest_of(model)
         if not initial.exists():
             with new_directory(initial) as temporary:
-                shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns("manifest.json"))
+                shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns(*OWN))
                 _describe(temporary / "model", federation)
                 with_run(temporary / "model", secrets.token_hex(16))
         try:

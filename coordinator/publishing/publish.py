@@ -19,7 +19,7 @@ from coordinator.publishing.sbom import bill_of_materials
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
-from facility.exchange.checkpoints.companions import FOLDERS
+from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
@@ -48,7 +48,7 @@ def publish(file: Path, out: Path) -> Path:
     names = public_names(federation, data["facilities"])
     shown = anonymous(data, names)
     with new_directory(out) as folder:
-        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns("manifest.json", *FOLDERS))
+        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns(*OWN, *FOLDERS))
         model_card(federation, data, digests(model)).save(folder / "model" / "README.md")
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})

@@ -111,8 +111,10 @@ def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Pa
     model = tmp_path / "archive" / "round-0002" / "model"
     (model / "second_moments").mkdir()
     shutil.copy(model / "model.safetensors", model / "second_moments")
+    (model / "source.json").write_text('{"source": "/home/somebody/models/pico"}')
     write_manifest(model, Manifest(kind="model", federation="made", round=3))
     out = publish(federation, tmp_path / "out") / "model"
+    assert not (out / "source.json").exists(), "a path of the coordinator's machine"
     weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
     assert f"SHA-256 of `model.safetensors`: `{weights}`" in (out / "README.md").read_text()
     assert not (out / "second_moments").exists(), "what only the federation's optimizers need"

@@ -8,8 +8,10 @@ import pytest
 import torch
 import transformers
 
+from coordinator.archive.rounds import Archive
 from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
 from tests.pico import pico_config, save_pico
 
@@ -54,6 +56,20 @@ def test_a_language_model_becomes_a_classifier_by_its_classes(tmp_path: Path, fa
     same = made(tmp_path / "out", tmp_path / "same", classes=CLASSES)
     assert "new head" not in same  # a head for as many is kept
     assert "a new head of 2 classes" in made(tmp_path / "out", tmp_path / "two", classes=CLASSES[:2])
+
+
+def test_where_a_model_was_made_from_stays_with_the_coordinator(tmp_path: Path):
+    """A path of its machine is in no model that is sent, averaged or kept in an archive."""
+    source = save_pico(tmp_path / "of_somebody")
+    made(source, tmp_path / "out")
+    archive = Archive(tmp_path / "archive")
+    archive.begin(tmp_path / "out", "made")
+    (tmp_path / "next").mkdir()
+    copy_companions(tmp_path / "out", tmp_path / "next")
+    kept = [path for folder in (archive.path, tmp_path / "next") for path in folder.rglob("*") if path.is_file()]
+    assert {"config.json", "manifest.json"} <= {path.name for path in kept}
+    assert not any(b"of_somebody" in path.read_bytes() for path in kept)
+    assert "is there already" in made(source, tmp_path / "out")
 
 
 def state(directory: Path) -> dict[str, torch.Tensor]:

@@ -23,7 +23,9 @@ EXECUTABLE = (
 )
 """Suffixes of files whose usual readers execute or unpickle what they hold."""
 TENSORS = (".safetensors",)
-OWN = ("manifest.json", "manifest.json.sig")
+SOURCE = "source.json"
+"""What `coordinator.model` made an initial model from, which may be a path of the coordinator's machine."""
+OWN = ("manifest.json", "manifest.json.sig", SOURCE)
 """Files that describe one directory only and are never copied."""
 MOMENTS = ("second_moments", "moments")
 FOLDERS = (*MOMENTS, "mean_walk")
