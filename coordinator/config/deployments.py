@@ -316,7 +316,8 @@ def _home(path: str) -> str:
 
 def _check_option(name: str, value: Any) -> None:
     """Reject values that a shell would not read as one plain word: StreamFlow writes options into a command line."""
-    for one in value if isinstance(value, list) else [value]:
+    values = [*value, *value.values()] if isinstance(value, dict) else value
+    for one in values if isinstance(values, list) else [values]:
         if not isinstance(one, str | int | float):
             raise ConfigurationError(f"options.{name} is {one!r}, expected text or a number", key=f"options.{name}")
         if found := SHELL.search(str(one)):
@@ -333,11 +334,14 @@ def _check_options(kind: str, options: dict[str, Any]) -> None:
         return  # checked where StreamFlow is installed
     folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
     schema = folder / f"{kind}.json"
-    known = json.loads(schema.read_text())["$defs"]["service"]["properties"] if schema.is_file() else ()
+    known = json.loads(schema.read_text())["$defs"]["service"]["properties"] if schema.is_file() else {}
     for name, value in options.items():
         _check_option(name, value)
         if name in ("file", "jobName"):
             raise ConfigurationError(f"options.{name} is set by CrossFed itself; remove it", key=f"options.{name}")
+        if isinstance(value, dict) != (known.get(name, {}).get("type") == "object"):
+            expected = "text or a number" if isinstance(value, dict) else 'a mapping such as {walltime: "02:00:00"}'
+            raise ConfigurationError(f"options.{name} is {value!r}, expected {expected}", key=f"options.{name}")
         if name not in known:
             close = difflib.get_close_matches(str(name), known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

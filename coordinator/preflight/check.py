@@ -170,7 +170,7 @@ def check_facility(
     rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template, submit=submit)
-        rows.append(check_hours(facility, deployment, federation.rounds, template))
+        rows.append(check_hours(federation, facility, deployment, template))
     if (compared := check_comparison(federation, facility, deployment, model, template)) is not None:
         rows.append(compared)
     if model is not None:

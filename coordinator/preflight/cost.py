@@ -7,7 +7,7 @@ import re
 import time
 
 from coordinator.config.deployments import Deployment
-from coordinator.config.federation import Facility
+from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
@@ -114,8 +114,8 @@ def check_link(
     )
 
 
-def check_hours(facility: Facility, deployment: Deployment, rounds: int, template: str) -> Row:
-    """The most node-hours that can be charged: every job runs to its limit."""
+def check_hours(federation: Federation, facility: Facility, deployment: Deployment, template: str) -> Row:
+    """The most node-hours that can be charged where no job comes back: every job runs to its limit."""
     nodes, gpus = wanted_nodes(deployment, template)
     hours = wanted_hours(deployment, template)
     if not hours:
@@ -125,9 +125,26 @@ def check_hours(facility: Facility, deployment: Deployment, rounds: int, templat
             "neither the template nor `options:` sets a time limit",
             "set one: a hung job would run until the queue's own limit",
         )
-    limit = re.sub(r"\.0+$", "", f"{rounds * nodes * hours:.1f}")
+    limit = re.sub(r"\.0+$", "", f"{jobs_of(federation) * nodes * hours:.1f}")
+    each = f"{nodes} nodes{f' with {gpus} GPUs' if gpus else ''}, {hours:g} h each"
     return ok(
-        facility.name,
-        "node-hours",
-        f"at most {limit} ({rounds} rounds of {nodes} nodes{f' with {gpus} GPUs' if gpus else ''}, {hours:g} h each)",
+        facility.name, "node-hours", f"at most {limit} ({told_jobs(federation)} of {each}){told_more(federation)}"
     )
+
+
+def jobs_of(federation: Federation) -> int:
+    """Jobs of one facility that runs each round once, without those of the comparison of models."""
+    return federation.rounds + federation.final_evaluation
+
+
+def told_jobs(federation: Federation) -> str:
+    """The same in words."""
+    final = " and the final evaluation" if federation.final_evaluation else ""
+    return f"{federation.rounds} rounds{final}"
+
+
+def told_more(federation: Federation) -> str:
+    """What makes more jobs of these."""
+    repeated = ["run out of time and come back"] if federation.come_backs else []
+    repeated += ["fail and are repeated"] if federation.retries else []
+    return f"; more where jobs {' or '.join(repeated)}" if repeated else ""

@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.ahead import check_ahead
-from coordinator.preflight.cost import PROBE_BYTES
+from coordinator.preflight.cost import PROBE_BYTES, jobs_of, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
 from coordinator.preflight.remote import Answer, answer_of, ssh_command
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
@@ -44,8 +44,9 @@ def check_gate(federation: Federation, facility: Facility, link: bool) -> list[R
     rows += _agreed(federation, facility, summary)
     if deployment.type != "ssh":
         rows.append(_queue(name, deployment))
-        hours = federation.rounds * float(summary["nodes"]) * float(summary["hours"])
-        rows.append(ok(name, "node-hours", f"at most {hours:g} ({federation.rounds} rounds, by the site's policy)"))
+        hours = jobs_of(federation) * float(summary["nodes"]) * float(summary["hours"])
+        found = f"at most {hours:g} ({told_jobs(federation)}, by the site's policy){told_more(federation)}"
+        rows.append(ok(name, "node-hours", found))
         rows += _ahead(federation, facility, summary)
     return [*rows, _link(name, deployment)] if link else rows
 

@@ -9,7 +9,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.directives import directive, hours_asked, nodes_asked
+from coordinator.schedulers.directives import directive, hours_asked, nodes_asked, select_asked
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -88,8 +88,9 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
 
 def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     """`sbatch --test-only` checks everything and submits nothing (https://slurm.schedmd.com/sbatch.html)."""
-    options = [f"--{_dashed(key)}={value}" for key, value in deployment.options.items() if value not in (True, False)]
-    options += [f"--{_dashed(key)}" for key, value in deployment.options.items() if value is True]
+    given = deployment.options.items()
+    options = [f"--{_dashed(key)}={value}" for key, value in given if not isinstance(value, bool)]  # 1 is no flag
+    options += [f"--{_dashed(key)}" for key, value in given if value is True]
     script = f"{_batch(deployment).trial} {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
     answer = run(deployment, script, seconds=60)
     said = _last(answer, "sbatch")
@@ -236,14 +237,21 @@ def flux_refusal(text: str, queue: str, nodes: int) -> tuple[str, str]:
 def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:
     """Nodes and GPUs a node that the job asks for, as options or directives say; 1 and 0 where they do not."""
     options = deployment.options
-    gpus = str(
-        options.get("gpusPerNode")
-        or directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
-        or directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
-        or directive(template, r"ngpus=(\d+)")
-        or 0
-    )
-    return nodes_asked(options, template) or 1, int(gpus.split(":")[-1])
+    if chunks := select_asked(options, ""):
+        gpus = _first(r"ngpus=(\d+)", chunks)
+    else:
+        gpus = str(
+            options.get("gpusPerNode")
+            or _first(r"gpu:(?:\w+:)*(\d+)", str(options.get("gres", "")))
+            or directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
+            or directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
+            or directive(template, r"ngpus=(\d+)")
+        )
+    return nodes_asked(options, template) or 1, int(gpus.split(":")[-1] or 0)
+
+
+def _first(pattern: str, text: str) -> str:
+    return found[1] if (found := re.search(pattern, text)) else ""
 
 
 def wanted_hours(deployment: Deployment, template: str) -> float:
@@ -253,7 +261,7 @@ def wanted_hours(deployment: Deployment, template: str) -> float:
 
 def _dashed(name: str) -> str:
     """StreamFlow's `gpusPerNode` as sbatch's `gpus-per-node`."""
-    return re.sub(r"([A-Z])", lambda letter: "-" + letter.group(1).lower(), name)
+    return re.sub(r"[A-Z]+", lambda letters: "-" + letters[0].lower(), name)
 
 
 def _last(answer: Answer, program: str) -> str:

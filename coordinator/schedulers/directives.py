@@ -20,10 +20,15 @@ def nodes_asked(options: Mapping[str, Any], template: str) -> int:
         options.get("nodes")
         or directive(template, r"--nodes[= ](\d+(?:-\d+)?)")
         or directive(template, r"(?:^|\s)-N ?(\d+(?:-\d+)?)(?=\s|$)")
-        or _chunks(directive(template, r"select=(\S+)"))
+        or _chunks(select_asked(options, template))
     )
     last = nodes.split("-")[-1]
     return int(last) if last.isdecimal() else 0
+
+
+def select_asked(options: Mapping[str, Any], template: str) -> str:
+    """PBS's chunks of nodes, `2:ncpus=8:ngpus=4`, of its options or its directives; '' where neither has any."""
+    return str((options.get("resources") or {}).get("select") or directive(template, r"select=(\S+)"))
 
 
 def hours_asked(options: Mapping[str, Any], template: str) -> float:

@@ -94,6 +94,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
             )
             for value, words in (
                 ('"$(id)"', "'$' means something to the shell"),
+                ('{"$(id)": b}', "'$' means something to the shell"),
                 ("'`id`'", "'`' means something to the shell"),
                 ('"a\\nb"', "'\\n' means something to the shell"),
                 ("a;b", "';' means something to the shell"),
@@ -184,3 +185,23 @@ def test_rounds_may_say_how_they_close(tmp_path: Path):
     ):
         with pytest.raises(ConfigurationError, match=re.escape(sentence)):
             described(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ('{resources: {walltime: "02:00:00", select: "2:ncpus=8"}, priority: 3}', ""),
+        ('{resources: "walltime=02:00:00"}', "expected a mapping such as"),
+        ("{resources: {walltime: {a: b}}}", "expected text or a number"),
+        ("{destination: {a: b}}", "expected text or a number"),
+    ],
+)
+def test_options_have_the_form_that_streamflow_takes(tmp_path: Path, options: str, words: str):
+    deployment = f"deployment: {{type: pbs, host: h, workdir: /w, template: pbs, options: {options}}}"
+    file = tmp_path / "federation.yml"
+    file.write_text(f"name: a\nmodel: m\nrounds: 1\nfacilities:\n  - {{name: a, dataset: /d, {deployment}}}\n")
+    if words:
+        with pytest.raises(ConfigurationError, match=words):
+            read_federation(file)
+    else:
+        assert read_federation(file).facilities[0].deployment.options["resources"]["walltime"] == "02:00:00"

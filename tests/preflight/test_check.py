@@ -57,6 +57,7 @@ cd "$SITE/home"
 exec env HOME="$SITE/home" bash -c "$*"
 """
 SBATCH = """#!/bin/bash
+echo "$*" > "$SITE/sbatch-arguments"
 [[ "$*" == *--test-only* ]] || { echo submitted >> "$SITE/submitted"; exit 1; }
 cat > "$SITE/job"
 if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
@@ -150,12 +151,14 @@ def test_a_sound_federation_passes_and_submits_nothing(site: Site):
     told = {row.check: row.found for row in rows if row.subject == "far"}
     assert (
         "in partition main" in told["job accepted"]
-        and "at most 4 (2 rounds of 1 nodes with 4 GPUs, 2 h each)" in told["node-hours"]
+        and "at most 6 (2 rounds and the final evaluation of 1 nodes with 4 GPUs, 2 h each)" in told["node-hours"]
+        and "more where jobs run out of time and come back" in told["node-hours"]
     )
     assert "a round: about" in told["link"] and "40 training and 10 validation blocks of 16 tokens" in told["dataset"]
     assert not (site.root / "site" / "submitted").exists()
     job = (site.root / "site" / "job").read_text()
     assert job.startswith("#!/bin/bash\n") and "#SBATCH --account=proj42\n" in job and "streamflow" not in job
+    assert (site.root / "site" / "sbatch-arguments").read_text() == "--test-only\n"
     spoken = (site.root / "site" / "ssh-arguments").read_text()
     assert "BatchMode=yes" in spoken and "StrictHostKeyChecking=yes" in spoken
 
@@ -535,11 +538,28 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
     assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]
 
 
+def test_options_are_tried_as_they_will_be_submitted(site: Site):
+    options = '{ntasksPerNode: 1, nodes: "1", requeue: true, exclusive: false, memPerGpu: 8G, ignorePBS: true}'
+    site.edit("      fill:", f"      options: {options}\n      fill:")
+    assert failing(check(site.file)) == []
+    told = (site.root / "site" / "sbatch-arguments").read_text().split()
+    assert told == ["--test-only", "--ntasks-per-node=1", "--nodes=1", "--mem-per-gpu=8G", "--requeue", "--ignore-pbs"]
+
+
+def test_without_a_final_evaluation_and_with_repeats_the_node_hours_are_of_the_rounds(site: Site):
+    site.edit("rounds: 2\n", "rounds: 2\nfinal_evaluation: false\ncome_backs: 0\nretries: 1\n")
+    told = next(row.found for row in check(site.file, link=False) if row.check == "node-hours")
+    assert told == "at most 4 (2 rounds of 1 nodes with 4 GPUs, 2 h each); more where jobs fail and are repeated"
+
+
 @pytest.mark.parametrize(
     ("options", "template", "nodes", "hours"),
     [
         ({}, "#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\n#SBATCH --time=1-12:30:00\n", (4, 8), 36.5),
         ({"nodes": "2-6", "time": "90", "gpusPerNode": "a100:4"}, "#SBATCH --nodes=4\n", (6, 4), 1.5),
+        ({"gres": "gpu:a100:2"}, "#SBATCH --nodes=4\n#SBATCH --gres=gpu:a100:8\n", (4, 2), 0.0),
+        ({"resources": {"select": "3:ngpus=2", "walltime": "02:00:00"}}, "#PBS -l select=1:ngpus=4\n", (3, 2), 2.0),
+        ({"resources": {"walltime": "02:00:00"}}, "#PBS -l select=2:ngpus=4\n#PBS -l walltime=60\n", (2, 4), 2.0),
         ({}, "#PBS -l select=3:ncpus=32:ngpus=2\n#PBS -l walltime=02:15:00\n", (3, 2), 2.25),
         ({}, "#PBS -l select=2:ncpus=8:ngpus=1+4:ncpus=2+ncpus=1\n", (7, 1), 0.0),
         ({}, "#SBATCH -N 2-3 --exclusive\n", (3, 0), 0.0),
@@ -553,7 +573,8 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
     ],
 )
 def test_what_a_job_asks_for(options: dict, template: str, nodes: tuple[int, int], hours: float):
-    deployment = Deployment(type="local") if not options else Deployment(type="slurm", template="t", options=options)
+    kind = "pbs" if "resources" in options else "slurm" if options else "local"
+    deployment = Deployment(type=kind, template="t", options=options) if options else Deployment(type=kind)
     assert wanted_nodes(deployment, template) == nodes
     assert wanted_hours(deployment, template) == pytest.approx(hours)
 
