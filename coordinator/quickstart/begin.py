@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.config.deployments import HOST, USER, Deployment
-from coordinator.config.federation import Federation, read_federation
+from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.schema import NAME, write_schema
 from coordinator.demo import make
 from coordinator.memory.figures import model_figures
@@ -72,6 +72,8 @@ def begin(request: Request, dialog: Dialog) -> Path:
         log.info("%s exists: going on with it", file)
         federation = read_federation(file)
         for facility in federation.facilities:
+            if _is_dataset(federation, facility, texts.get(facility.name, "")):
+                texts[facility.name] = ""
             if facility.deployment.host and _connect(dialog, facility.name, facility.deployment) is None:
                 surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
     else:
@@ -91,6 +93,13 @@ def begin(request: Request, dialog: Dialog) -> Path:
     if request.set_up and dialog.agrees("set-up", "send the tokenizer, set each facility up, prepare its data there"):
         _set_up(federation, request, texts, surveys)
     return file
+
+
+def _is_dataset(federation: Federation, facility: Facility, data: str) -> bool:
+    """Whether the command line names the facility's dataset itself, which was prepared before: no text to prepare."""
+    if facility.deployment.host:
+        return data == facility.dataset
+    return bool(data) and Path(data).expanduser().resolve() == federation.path(facility.dataset)
 
 
 def _ask_facilities(dialog: Dialog) -> dict[str, str]:

@@ -32,8 +32,9 @@ def trust(dialog: Dialog, name: str, login: Deployment) -> bool:
         raise InputError(f"{question} is {answer!r}, but {login.host} shows {', '.join(shown)}: ask the site")
     file = Path(login.known_hosts or "~/.ssh/known_hosts").expanduser()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    whole = not file.exists() or file.read_bytes()[-1:] in (b"", b"\n")
     with open(file, "a", encoding="ascii") as known:
-        known.write(shown[answer] + "\n")
+        known.write(("" if whole else "\n") + shown[answer] + "\n")
     return True
 
 
