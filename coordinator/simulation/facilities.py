@@ -225,6 +225,22 @@ class _Account:
         self.queueing += float(turns.queueing.sum())
         self.transferring += float(turns.transferring.sum())
 
+    def cut(self, now: float, latest: Array) -> None:
+        """Take back what turns under way would take after `now`, the federation's end.
+
+        `latest`: of each facility's latest turn, its beginning, `_Turns.parts` and seconds in queues.
+        """
+        begin, there, started, trained, end, queueing = latest
+
+        def after(first: Array, last: Array) -> Array:
+            return np.maximum(last - np.maximum(first, now), 0.0)
+
+        tried, left = started - there, after(there, started)  # in queues, and in attempts that failed
+        queued = left * np.divide(queueing, tried, out=np.zeros_like(tried), where=tried > 0)
+        self.transferring -= float((after(begin, there) + after(trained, end)).sum())
+        self.queueing -= float(queued.sum())
+        self.training -= float((left - queued + after(started, trained)).sum())
+
     def draw(self, sites: _Sites, who: NDArray[np.intp], turns: _Turns, now: Array, number: int) -> None:
         """Add this turn to the timeline."""
         for place, facility in enumerate(who):
@@ -249,10 +265,11 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
     now = 0.0
     end, gave_up, work = np.zeros(count), np.zeros(count, dtype=bool), np.ones(count)
     idle, begins = np.arange(count), np.zeros(count)
-    waited = 0.0
+    waited, latest = 0.0, np.zeros((6, count))
     while len(closes) < federation.rounds:
         turns = sites.turn(idle, begins, now)
         account.add(turns)
+        latest[:, idle] = begins, *turns.parts, turns.queueing
         if len(closes) < timeline_rounds:
             account.draw(sites, idle, turns, begins, len(closes))
         end[idle], gave_up[idle], work[idle] = turns.end, turns.gave_up, turns.work
@@ -267,6 +284,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         waited += float((following - end[arrived]).sum())
         now = following
         idle, begins = arrived, np.full(len(arrived), following)
+    account.cut(now, latest)
     return _result(federation, sites, closes, took_part, account, waited)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,30 @@ def test_where_late_updates_are_dropped_rounds_close_as_the_coordinators_do(seed
     assert np.diff([-3.0, *course.closed]) == pytest.approx(result.rounds_seconds)
     for name in names:
         assert sum(name in by for by in course.delivered) == pytest.approx(12 * result.participation[name])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("policy", ["synchronous", "quorum", "deadline"])
+def test_the_shares_of_a_facilitys_time_are_all_of_it(policy: str, seed: int):
+    """Whatever is under way when the federation ends counts until then."""
+    draw = random.Random(seed)
+    sites = [
+        Site(
+            train_seconds=draw.choice([10, 30, 1000]),
+            queue=Queue(kind="exponential", seconds=20),
+            download_megabytes_per_second=1.0,
+            upload_megabytes_per_second=2.0,
+            failure_probability=0.2,
+            attempts=2,
+        )
+        for _ in range(4)
+    ]
+    limits = {"quorum": {"quorum": draw.randint(1, 3)}, "deadline": {"deadline_seconds": 60.0}}.get(policy, {})
+    result = simulate_federation(
+        federation(facilities=sites, rounds=draw.randint(1, 5), model_megabytes=20, policy=policy, seed=seed, **limits)
+    )
+    shares = (result.training_share, result.queue_share, result.transfer_share, result.waiting_share)
+    assert min(shares) >= -1e-9 and sum(shares) == pytest.approx(1)
 
 
 def test_without_waiting_the_rate_is_that_of_a_facility_alone():
