@@ -30,6 +30,10 @@ CONTEXT = {
 """As the specification has it, in the appendix "JSON-LD context"."""
 
 
+HEADER_BYTES = 128
+"""Of a file of token blocks, before its rows; how large an image is, no count tells."""
+
+
 def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[str, Any]:
     """`dataset`: what `facility.exchange.messages.dataset_card` says of it."""
     counts = {
@@ -56,12 +60,12 @@ def card(name: str, dataset: Mapping[str, Any], public: PublicSettings) -> dict[
                 "@type": "cr:FileObject",
                 "@id": f"{split}.npy",
                 "name": f"{split}.npy",
-                "description": f"token blocks of the {split} split; not distributed",
+                "description": f"{'images' if images else 'token blocks'} of the {split} split; not distributed",
                 "contentUrl": f"{split}.npy",
                 "encodingFormat": "application/octet-stream",
-                "contentSize": f"{one['blocks'] * dataset['block_tokens'] * 4} B",
                 "sha256": one["sha256"],
             }
+            | ({} if images else {"contentSize": f"{HEADER_BYTES + one['blocks'] * dataset['block_tokens'] * 4} B"})
             for split, one in dataset["splits"].items()
         ],
         "variableMeasured": [

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import venv
@@ -14,7 +15,9 @@ import pytest
 
 from coordinator.config.publishing import PublicSettings
 from coordinator.publishing.croissant import card
+from facility.rounds.dataset_counts import counts_of
 from tests.publishing.made import ODD
+from tests.training.federation import write_dataset
 
 PACKAGE = "mlcroissant==1.1.1"
 COUNTS = {"blocks": 10, "documents": 20, "tokens": 160, "sha256": "a" * 64}
@@ -23,6 +26,20 @@ CARDS = [
     ("facility 2", "", [], "image-classification"),
     ("a.b", ODD[11], [ODD[2]], "preference"),
 ]
+
+
+def test_a_file_has_the_size_that_its_card_tells(tmp_path: Path):
+    place = tmp_path / "data"
+    write_dataset(place, train=1234, block_tokens=16)
+    files = card("a", dataclasses.asdict(counts_of(place)), PublicSettings())["distribution"]
+    assert {one["@id"]: one["contentSize"] for one in files} == {
+        f"{split}.npy": f"{(place / f'{split}.npy').stat().st_size} B" for split in ("train", "validation")
+    }
+
+
+def test_the_card_of_images_tells_no_size_and_no_tokens():
+    told = card("a", {"task": "image-classification", "block_tokens": 1, "splits": {"train": COUNTS}}, PublicSettings())
+    assert "contentSize" not in json.dumps(told) and "token" not in told["distribution"][0]["description"]
 
 
 @pytest.mark.slow
