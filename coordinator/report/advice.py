@@ -77,7 +77,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "nothing to do: its state is saved and the same round goes on from there, `come_backs` times at most",
     ),
     (
-        r"signature|signed|allowed_signers",
+        r"signature|\bsigned\b|allowed_signers",
         "the update is not signed by a key that `aggregation.allowed_signers` names for this facility: compare both",
     ),
     (
@@ -98,7 +98,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "its report counts more tokens than its settings allow: correct `claims.sequence_tokens`, or ask the facility",
     ),
     (
-        r"CUDA|NCCL|driver|no kernel image|HIP",
+        r"CUDA|NCCL|driver|no kernel image|\bHIP",
         "the GPU's software refused: compare the driver with torch's CUDA at the facility (`crossfed check`), and try "
         "another node",
     ),
