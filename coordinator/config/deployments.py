@@ -166,6 +166,7 @@ class Deployment(Connection):
                     raise ConfigurationError(
                         f"{name} is set, but a local facility needs none; is `type` missing?", key=name
                     )
+            object.__setattr__(self, "workdir", _home(self.workdir))
             return
         if self.type == "ssh" and not self.host:
             raise ConfigurationError("host is missing, expected the facility's login node", key="type")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 from collections.abc import MutableSequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,8 @@ class TellingLocalConnector(LocalConnector):
                 return answer
         if at_facility:  # event file and log are the coordinator's alone
             command = ["unset", VARIABLE, LOG, "&&", *command]
+        if rest.get("workdir"):  # StreamFlow writes it bare into the shell's line
+            rest["workdir"] = shlex.quote(rest["workdir"])
         return await super().run(location, command, *args, **rest)
 
     async def settle(self, location: ExecutionLocation, directory: str) -> None:

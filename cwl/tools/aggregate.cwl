@@ -7,6 +7,6 @@ inputs:
   archive: {type: string, inputBinding: {prefix: --archive}}
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
-  updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  updates: {type: "Directory[]", inputBinding: {prefix: --updates, shellQuote: true}}
   scores: {type: "File?", inputBinding: {prefix: --scores}}
 outputs: {model: Directory, round: int, proceed: boolean}

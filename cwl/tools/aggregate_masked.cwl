@@ -7,8 +7,8 @@ inputs:
   archive: {type: string, inputBinding: {prefix: --archive}}
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
-  updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  updates: {type: "Directory[]", inputBinding: {prefix: --updates, shellQuote: true}}
   scores: {type: "File?", inputBinding: {prefix: --scores}}
   request: {type: Directory, inputBinding: {prefix: --request}}
-  answers: {type: "Directory[]", inputBinding: {prefix: --answers}}
+  answers: {type: "Directory[]", inputBinding: {prefix: --answers, shellQuote: true}}
 outputs: {model: Directory, round: int, proceed: boolean}

@@ -7,6 +7,6 @@ inputs:
   archive: {type: string, inputBinding: {prefix: --archive}}
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
-  keys: {type: "Directory[]", inputBinding: {prefix: --keys}}
+  keys: {type: "Directory[]", inputBinding: {prefix: --keys, shellQuote: true}}
 outputs:
   roster: {type: Directory, outputBinding: {glob: roster}}

@@ -8,6 +8,6 @@ inputs:
   model: {type: Directory, inputBinding: {prefix: --model}}
   round: {type: int, inputBinding: {prefix: --round}}
   roster: {type: Directory, inputBinding: {prefix: --roster}}
-  updates: {type: "Directory[]", inputBinding: {prefix: --updates}}
+  updates: {type: "Directory[]", inputBinding: {prefix: --updates, shellQuote: true}}
 outputs:
   request: {type: Directory, outputBinding: {glob: request}}

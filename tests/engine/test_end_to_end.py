@@ -29,8 +29,12 @@ shared = pytest.mark.xdist_group("undisturbed")
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A federation of two facilities, one of two processes, that ran under StreamFlow; its federation.yml."""
-    root = tmp_path_factory.mktemp("undisturbed")
+    """A federation of two facilities, one of two processes, that ran under StreamFlow; its federation.yml.
+
+    The blank and the accent in its folder's name reach every path of a step.
+    """
+    root = tmp_path_factory.mktemp("undisturbed") / "of Zoé"
+    root.mkdir()
     path = make(root)
     for name in ("site-a.1", "b_2"):  # something to look for where it must not be
         (root / "sites" / name / "dataset" / f"private-of-{name}.txt").write_text(

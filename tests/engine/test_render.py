@@ -103,6 +103,26 @@ def test_every_dataset_travels_as_text(tmp_path: Path):
     assert train["inputs"]["dataset"]["type"] == "string"
 
 
+def test_paths_of_several_directories_are_quoted_in_a_step_s_command():
+    """StreamFlow leaves those of a list bare unless the tool asks for quotes; a folder's name may hold a blank."""
+    bindings = [
+        binding["inputBinding"]
+        for tool in (ROOT / "cwl" / "tools").glob("*.cwl")
+        for binding in yaml.safe_load(tool.read_text())["inputs"].values()
+        if str(binding["type"]).endswith("[]")
+    ]
+    assert bindings and all(binding.get("shellQuote") is True for binding in bindings)
+
+
+def test_the_home_folder_in_a_local_facility_s_work_directory_is_written_out(tmp_path: Path, monkeypatch):
+    """StreamFlow would make a folder named `~`."""
+    monkeypatch.setenv("HOME", "/home/zoe")
+    path = write_federation(tmp_path, ["a"])
+    path.write_text(path.read_text().replace("- name: a\n", "- name: a\n  deployment: {workdir: ~/work}\n"))
+    written = yaml.safe_load(render(read_federation(path))["workflow/streamflow.yml"])
+    assert "/home/zoe/work" in [one["workdir"] for one in written["deployments"].values()]
+
+
 def test_checkpoint_manager_is_never_enabled(tmp_path: Path):
     text = render(read_federation(write_federation(tmp_path, ["a"])))["workflow/streamflow.yml"]
     assert "checkpointManager" not in text

@@ -27,3 +27,14 @@ def test_only_the_coordinators_steps_have_the_event_file(name: str, seen: str, t
         )
 
     assert asyncio.run(act()) == (seen, 0)
+
+
+@pytest.mark.parametrize("folder", ["a folder", "Zoé's", "$HOME; false"])
+def test_a_step_runs_in_its_directory_whatever_that_is_called(folder: str, tmp_path: Path):
+    (place := tmp_path / folder).mkdir()
+    connector = TellingLocalConnector("coordinator", str(tmp_path))
+    location = ExecutionLocation(name="local", deployment="coordinator", local=True)
+    act = connector.run(
+        location=location, command=["pwd"], capture_output=True, workdir=str(place), job_name="/rounds/aggregate/0"
+    )
+    assert asyncio.run(act) == (str(place), 0)
