@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.logs import configure_logging
 
 
@@ -64,16 +64,23 @@ class TryAgain(CrossFedError):
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
-    `level`: what is logged unless the user asks otherwise; jobs and steps, whose output is a log file, log `info`.
+    `level`: what is logged unless the user asks otherwise; jobs and steps, whose output is a log file, log `info`. Of
+    other commands, which a person types, that is also done with a path that does not fit, and with Ctrl-C.
     """
     configure_logging(default=level)
+    typed = level == "warning"
     try:
         return main() or ExitCode.OK
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT
     except OSError as error:
-        if not is_storage(error):
+        if not (is_storage(error) or (typed and is_path(error))):
             raise
         print(f"error: {sentence(error)}", file=sys.stderr)
         return ExitCode.INPUT
+    except KeyboardInterrupt:
+        if not typed:
+            raise
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from facility.exchange.errors import exit_on_error
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import new_directory, write_bytes
 from facility.exchange.files.storage import lasting, sentence
 
@@ -61,3 +63,36 @@ def test_an_error_that_names_a_file_or_is_none_of_the_file_system_s_stays(tmp_pa
 )
 def test_temporary_names_are_told_as_what_they_become(path: str, expected: str):
     assert lasting(path) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("absent/a.json", "absent/a.json is not there, or its folder is not"),
+        ("file/a.json", "file/a.json is no folder, or lies in what is none"),
+        ("folder", "folder is a folder, expected a file"),
+        ("n" * 300, "has too long a name"),
+    ],
+)
+def test_a_path_that_does_not_fit_is_one_line_of_a_command_and_a_job_s_traceback(tmp_path, capsys, path, words):
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+
+    def write() -> None:
+        write_bytes(tmp_path / path, b"x")
+
+    assert exit_on_error(write) == ExitCode.INPUT
+    said = capsys.readouterr().err
+    assert words in said and said.startswith("error: ") and said.count("\n") == 1
+    with pytest.raises(OSError):
+        exit_on_error(write, level="info")
+
+
+def test_an_interrupted_command_says_so_in_a_word(capsys):
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    assert exit_on_error(main) == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(KeyboardInterrupt):
+        exit_on_error(main, level="info")

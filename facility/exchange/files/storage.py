@@ -24,6 +24,17 @@ WORDS = {
     errno.EACCES: "cannot be written to or read: correct its permissions, or choose another directory",
     errno.EPERM: "cannot be written to: correct its permissions, or choose another directory",
 }
+PATHS = {
+    errno.ENOENT: "is not there, or its folder is not: correct the path",
+    errno.ENOTDIR: "is no folder, or lies in what is none: correct the path",
+    errno.EISDIR: "is a folder, expected a file: correct the path",
+    errno.EBUSY: "is in use, or a folder where a file was expected: correct the path",
+    errno.EEXIST: "exists already: remove it, or choose another name",
+    errno.ENOTEMPTY: "exists already: remove it, or choose another name",
+    errno.ENAMETOOLONG: "has too long a name: choose a shorter one",
+    errno.ELOOP: "is a link that leads back to itself: correct the path",
+}
+"""Of a path that does not fit what a command does with it."""
 
 
 def is_storage(error: BaseException) -> TypeGuard[OSError]:
@@ -31,11 +42,17 @@ def is_storage(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in WORDS
 
 
+def is_path(error: BaseException) -> TypeGuard[OSError]:
+    """True for a named file or folder that is missing, in the way or of the wrong kind."""
+    return isinstance(error, OSError) and error.errno in PATHS and isinstance(error.filename, str | bytes | os.PathLike)
+
+
 def sentence(error: OSError, place: str | Path = "") -> str:
     """`PATH is full: free some room, then give the same command again`. `place`: where the error names no file."""
     named = error.filename2 or error.filename or place
-    where = lasting(os.path.abspath(os.fsdecode(named))) if named and not isinstance(named, int) else "a file system"
-    return f"{where} {WORDS.get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
+    whole = os.path.abspath if error.errno not in PATHS else str  # as it was given: it may name a program
+    where = lasting(whole(os.fsdecode(named))) if named and not isinstance(named, int) else "a file system"
+    return f"{where} {(WORDS | PATHS).get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
 
 
 def lasting(path: str) -> str:
