@@ -60,6 +60,8 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("  steps: 7", "  beta2: 1", 5, "beta2 is 1, expected 0 or more and less than 1"),
         ("  steps: 7", "  epsilon: -1.0e-8", 5, "epsilon is -1e-08, expected 0 or more"),
         ("  steps: 7", "  minimum_learning_rate_ratio: -5", 5, "learning_rate_ratio is -5, expected 0 or more"),
+        ("  steps: 7", "  lora: {rank: 4, alpha: 0}", 5, "training.lora.alpha is 0, expected more than 0"),
+        ("  steps: 7", "  sync: {relay: -1}", 5, "training.sync.relay is -1, expected 0 or more"),
         ("{ranks: 2}", "{rank: 2}", 10, "unknown key 'facilities[0].training.rank'; did you mean 'ranks'?"),
         ("name: b.2", "name: site-A", 11, "facility 'site-A' is listed twice"),
         ("name: b.2", "name: ../b", 11, "expected 1-63 letters, digits"),

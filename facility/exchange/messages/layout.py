@@ -12,7 +12,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.one_of import either
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.text import Line
-from facility.exchange.validation import AtLeastOne, NonNegative, validated
+from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
 
 QUANTIZED_BLOCK = 64
 """Weights of a quantised base that share a scale; QLoRA's and bitsandbytes' own number."""
@@ -68,7 +68,7 @@ class LoraSettings:
     trained_rank: NonNegative[int] = 0
     """Leading components of each adapter that this facility trains, the others stay as received; 0: all. Facilities
     may differ in it while `rank` is the same for all."""
-    alpha: float = 16.0
+    alpha: Positive[float] = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Probability that an adapter's input is dropped in training."""

@@ -71,7 +71,7 @@ class SyncSettings(GroupLimits):
     and parameters alone are averaged (as SDPipe; half the traffic). With a common step and averaged moments, moments
     travel when the same members meet for the second time in a row, and from the third time on gradients only, as
     under all-reduce."""
-    relay: float = 0.1
+    relay: NonNegative[float] = 0.1
     """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before
     takes that group's gradient along, as one member's more, and who would go on alone averages parameters with one of
     its members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs
