@@ -35,7 +35,7 @@ from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.groups import without_groups
 from coordinator.config.masked_moments import obstacle
 from coordinator.config.notifying import NotifySettings
-from coordinator.config.privacy import check_privacy
+from coordinator.config.privacy import check_privacy, check_switched
 from coordinator.config.publishing import Creator, PublicSettings
 from coordinator.config.resolution import (
     choice_of,
@@ -254,6 +254,7 @@ def _build(lined: Lined) -> Federation:
     check_adapters(federation.aggregation, described)
     check_drift(federation.aggregation, described, masked=bool(federation.masks))
     check_moments(described)
+    check_switched(data.get("privacy"))
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,

@@ -54,6 +54,19 @@ class PrivacySettings:
         return self.minimum_sum
 
 
+def check_switched(given: object) -> None:
+    """Raise `ConfigurationError` where the section, as written, has settings of masks and does not say to mask."""
+    if not isinstance(given, dict) or "secure_aggregation" in given:
+        return
+    for key in given:
+        if key != "differential":
+            raise _error(
+                f"privacy.{key}",
+                f"privacy.{key} is of secure aggregation, which is off: the coordinator would see every update; set "
+                f"privacy.secure_aggregation to true, or to false to keep {key} for later",
+            )
+
+
 def check_privacy(
     privacy: PrivacySettings,
     aggregation: AggregationSettings,

@@ -47,6 +47,7 @@ def read(tmp_path: Path, content: dict[str, Any]):
         ({"facilities": [{"name": n, "dataset": "d"} for n in "ab"]}, "each can subtract its own"),
         ({"privacy": {"secure_aggregation": True, "peer_signers": "p", "threshold": 4}}, "expected 2 to 3"),
         ({"privacy": {"secure_aggregation": True}}, "put its own keys in between"),
+        ({"privacy": {"peer_signers": "p", "threshold": 3}}, "peer_signers is of secure aggregation, which is off"),
         ({"privacy": {"secure_aggregation": True, "peer_signers": "p", "minimum_sum": 4}}, "at most the 3 facilities"),
         ({"aggregation": {"rule": "median", "allowed_signers": "s"}}, "compares single updates"),
         ({"aggregation": {"rule": "krum", "allowed_signers": "s"}}, "compares single updates"),
@@ -135,7 +136,7 @@ def test_the_workflow_has_its_steps_only_where_the_setting_is_on(tmp_path: Path)
     assert {"roster", "survivors", "aggregate"} < set(on)
     off = described()
     bare = render(read(tmp_path, {key: value for key, value in off.items() if key != "privacy"}))
-    switched_off = render(read(tmp_path, off | {"privacy": {"secure_aggregation": False}}))
+    switched_off = render(read(tmp_path, off | {"privacy": {"secure_aggregation": False, "threshold": 3}}))
     assert set(bare) == set(switched_off)
     assert all(bare[name] == switched_off[name] for name in bare if name != "workflow/coordinator.json")
     for name, text in bare.items():  # coordinator.json also records federation.yml with all its defaults
