@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -83,12 +84,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read, solve, write; the first SIGINT ends the search and writes the best so far."""
     given = parser().parse_args(arguments)
-    if not given.seconds > 0:
-        raise ConfigurationError(f"--seconds is {given.seconds}, expected more than 0")
+    check_search(given.out, seconds=given.seconds, seed=given.seed)
     if given.iterations is not None and given.iterations < 0:
         raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")
-    if not given.out.parent.is_dir():
-        raise ConfigurationError(f"--out {given.out}: there is not a directory {given.out.parent}; make it first")
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if work is not None:
@@ -127,6 +125,18 @@ def main(arguments: list[str] | None = None) -> int:
         for reason in plan.reasons:
             print(f"- {reason}")
     return 0
+
+
+def check_search(out: Path, *, seconds: float, seed: int) -> None:
+    """Raise `ConfigurationError` for what would end a search at once, or lose its plan at the end."""
+    if not seconds > 0:
+        raise ConfigurationError(f"--seconds is {seconds}, expected more than 0")
+    if seed < 0:
+        raise ConfigurationError(f"--seed is {seed}, expected 0 or more")
+    if not out.parent.is_dir():
+        raise ConfigurationError(f"--out {out}: there is not a directory {out.parent}; make it first")
+    if out.is_dir():
+        raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
 
 
 def solve_for(
@@ -224,6 +234,8 @@ def _queues(texts: list[str]) -> dict[str, float]:
             found[name] = float(seconds)
         except ValueError:
             raise ConfigurationError(f"--queue is {text!r}, expected NAME=SECONDS") from None
+        if not 0 <= found[name] < math.inf:
+            raise ConfigurationError(f"--queue is {text!r}, expected NAME=SECONDS with 0 seconds or more")
     return found
 
 

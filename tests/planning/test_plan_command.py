@@ -96,6 +96,7 @@ def test_published_chain(method, tmp_path):
     [
         ({"batch_samples": None}, [], "batch_samples is None"),
         ({}, ["--seconds", "0"], "--seconds is 0"),
+        ({}, ["--seed", "-1"], "--seed is -1, expected 0 or more"),
         ({}, ["--devices", "config-64"], "no named sets of devices"),
         ({}, ["--method", "exact", "--previous", "absent.json"], "cannot be read"),
         ({"units": []}, [], "no units"),
@@ -196,6 +197,16 @@ def test_crossfed_plan_writes_and_shows(problem_file, tmp_path):
     assert ran.exit_code == 0, ran.output
     assert "replica 0" in ran.output and "what would help" in ran.output
     read_plan(out).validate(world_size=4, layers=6)
+
+
+def test_crossfed_plan_searches_nothing_that_it_could_not_write(problem_file, tmp_path, monkeypatch):
+    from coordinator import plan
+    from coordinator.commands.plan import plan as command
+
+    monkeypatch.setattr(plan, "solve_for", None)
+    for out, message in ((tmp_path / "absent" / "plan.json", "make it first"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigurationError, match=message):
+            command(problem_file, out)
 
 
 def test_planning_needs_no_torch():
