@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -26,8 +27,8 @@ def init(
     from coordinator.config.scaffold import init as write_scaffold
 
     print(
-        f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: cd {folder}; crossfed "
-        "check"
+        f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: "
+        f"cd {shlex.quote(str(folder))}; crossfed check"
     )
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import yaml
+
 from coordinator.config.schema import FIRST_LINE, NAME, write_schema
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
+from facility.exchange.text import NAME as FACILITY_NAME
 
 HEAD = """\
 # Fill in what is in <angle brackets>. Then, in {folder}: crossfed check, crossfed run
@@ -42,12 +45,18 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
     if file.exists():
         raise InputError(f"{file} exists already; edit it, or choose another folder")
     known = shipped_templates()
-    text = HEAD.format(name=name, folder=folder)
+    _check_name("--name", name)
+    sites: set[str] = set()
+    text = HEAD.format(name=_scalar(name), folder=folder)
     for word in facilities:
         site, _, template = word.partition("=")
         template = template or site
+        _check_name("--facility", site)
+        if site.lower() in sites:
+            raise InputError(f"--facility names {site!r} twice; names must differ (case does not count)")
+        sites.add(site.lower())
         if template == "local":
-            text += LOCAL.format(site=site)
+            text += LOCAL.format(site=_scalar(site))
         elif template in known:
             text += _remote(site, template, known[template])
         else:
@@ -58,10 +67,24 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
     return file
 
 
+def _check_name(option: str, name: str) -> None:
+    """Raise `InputError` for what federation.yml would not take as a name."""
+    if not FACILITY_NAME.fullmatch(name):
+        raise InputError(
+            f"{option} has the name {name!r}, expected 1-63 letters, digits, dots, hyphens or underscores, the first "
+            "a letter or digit"
+        )
+
+
+def _scalar(name: str) -> str:
+    """The name as YAML, which takes `2026` and `on` for other things than text unless they stand between quotes."""
+    return name if yaml.safe_load(name) == name else f'"{name}"'
+
+
 def _remote(site: str, template: str, path: Path) -> str:
     guide = re.search(r"https://\S+", path.read_text())
     lines = [
-        f"  - name: {site}",
+        f"  - name: {_scalar(site)}",
         "    dataset: <prepared dataset, absolute path at the facility>",
         f"    deployment: # {guide.group() if guide else template}",
         f"      type: {template if template in QUEUES else 'slurm'}",

@@ -77,6 +77,8 @@ def begin(request: Request, dialog: Dialog) -> Path:
             if facility.deployment.host and _connect(dialog, facility.name, facility.deployment) is None:
                 surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
     else:
+        if not FACILITY_NAME.fullmatch(request.name):
+            raise InputError(f"--name {request.name!r}: expected 1-63 letters, digits, dots, hyphens or underscores")
         choices = []
         for name, login in (request.facilities or _ask_facilities(dialog)).items():
             choice, survey = _facility(request, dialog, name, login)

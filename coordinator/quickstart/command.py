@@ -65,14 +65,22 @@ def quickstart(
         known_hosts=known_hosts,
         plan=Round(rounds=rounds, steps=steps, batch_sequences=batch_sequences),
         block_tokens=block_tokens,
-        prepare=tuple(shlex.split(prepare)),
+        prepare=_words(prepare),
         set_up=set_up,
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
     console = Console(width=None if sys.stdout.isatty() else 160)
     code = show(look(file, link=False), as_json=False, console=console)
-    print(f"next: cd {folder} && crossfed run" if code == 0 else "fix what fails, then run the same command again")
+    further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
+    print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)
+
+
+def _words(prepare: str) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(prepare))
+    except ValueError as error:
+        raise InputError(f"--prepare is {prepare!r}, expected arguments as in a shell: {error}") from None
 
 
 def pairs(option: str, words: Sequence[str], *, least: int = 1) -> dict[str, str]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.config.deployments import WORKDIR, Deployment
 from coordinator.quickstart.choice import choose, template_for
+from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import Round, federation_text, scalar
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import account, install, partition, site_template, workdir
@@ -191,6 +192,14 @@ def test_with_yes_a_question_without_a_proposal_names_the_option_that_answers_it
     assert dialog.ask("a.account", account(["proj42"])) == "proj42" and dialog.ask("a.account", account([])) == "proj7"
     with pytest.raises(InputError, match="answers no question"):
         Dialog(given={"b.acount": "x"}, yes=True, asked=["a.account"]).check_given()
+
+
+def test_odd_answers_on_the_command_line_are_errors_before_anything_is_asked(tmp_path: Path):
+    with pytest.raises(InputError, match='--prepare is "\'x", expected arguments as in a shell: No closing quotation'):
+        quickstart(tmp_path, prepare="'x", facility=["a=local"], yes=True)
+    with pytest.raises(InputError, match="--name 'my federation': expected 1-63 letters"):
+        quickstart(tmp_path, name="my federation", facility=["a=local"], yes=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_script_changes_nothing_and_quotes_the_path(tmp_path: Path):

@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coordinator.bundle import bundle, download
 from coordinator.config.federation import read_federation
@@ -498,3 +499,24 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     with pytest.raises(InputError, match="there is no template 'lmi'; there are local, deucalion"):
         init(tmp_path / "other", "two", ["lmi"])
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "facilities", "words"),
+    [
+        ("two: ü", ["a=local"], "--name has the name 'two: ü', expected 1-63 letters"),
+        ("two", ["a b=local"], "--facility has the name 'a b', expected 1-63 letters"),
+        ("two", ["=local"], "--facility has the name ''"),
+        ("two", ["a=local", "A=slurm"], "--facility names 'A' twice"),
+    ],
+)
+def test_a_first_federation_has_names_that_are_read_back(tmp_path: Path, name: str, facilities: list[str], words: str):
+    with pytest.raises(InputError) as caught:
+        init(tmp_path, name, facilities)
+    assert words in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_yaml_takes_for_numbers_are_written_as_text(tmp_path: Path):
+    written = yaml.safe_load(init(tmp_path, "2026", ["on=local", "1e3.0=slurm"]).read_text())
+    assert [written["name"], *(one["name"] for one in written["facilities"])] == ["2026", "on", "1e3.0"]
