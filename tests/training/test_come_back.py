@@ -94,7 +94,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_other_settings_kept_is_of_no_use_and_ends_no_round(
     tmp_path: Path, pico_llama: Path, dataset: Path, change: str
 ):
-    """After a change to what is trained the optimizer begins anew, and an attempt that was interrupted before it too."""
+    """After a change to what is trained the optimizer begins anew, and so does an attempt that was interrupted."""
     before, after = CHANGES[change]
     rounds_in([("before", arguments(tmp_path / "before", pico_llama, dataset, **before))])
     (tmp_path / "before/out").rename(tmp_path / "before/first")
