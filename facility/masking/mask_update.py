@@ -35,12 +35,18 @@ from facility.exchange.masking.streams import DTYPES, SEED_BYTES, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
 from facility.masking.mask_moments import mask_moments
-from facility.masking.masked_piece import RESTS, Masker, Stored
+from facility.masking.masked_piece import RESTS, Masker, Stored, beyond
 from facility.masking.private_keys import Member
 from facility.masking.sharing import share_seeds
 
 CACHE_BYTES = 4 << 20
 """Of the streams of one piece."""
+MOST_BEYOND = 1 / 16
+"""Share of a step's values that the clips may cut off. What is left of such a value is its sign times its facility's
+weight, and a sum of those tells which facilities' are positive: clips that cut off most would give all signs away. What
+follows from earlier steps cuts off next to none."""
+LOOKED_AT = 8
+"""Of each piece of a step the first of so many parts is looked at for it, which takes next to no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +113,7 @@ def mask_tensors(
     factor = clip_factor(sources.values(), settings.clip_norm)
     own = draw_seed()
     masks, weight = signed_seeds(member, own), weights[member.facility]
+    cut_off = values = 0
     layout, rest_layout = (layout_like(update, dict.fromkeys(sources, kinds[bits])) for kinds in (DTYPES, RESTS))
     with ExitStack() as open_files:
         writer = open_files.enter_context(TensorWriter(directory, layout, hashed=True))
@@ -117,9 +124,13 @@ def mask_tensors(
             for start, update_part, base_part in pieces_of(source, piece):
                 sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
                 check_finite(source, squared)
+                looked_at = rest[: -(-len(rest) // LOOKED_AT)]
+                cut_off += beyond(looked_at, source.point.scale / weight)
+                values += len(looked_at)
                 writer.write(name, start * sent.itemsize, as_bytes(sent))
                 rests.write(name, start * rest.itemsize, as_bytes(rest))
         digests, left = writer.digests(), rests.digests()
+    check_clips(cut_off, values, roster)
     write_shares(directory, share_seeds(member, own))
     units = {name: source.point.scale / weight for name, source in sources.items()}
     return MaskedTensors(masks=masks, units=units, sent=digests, left=left)
@@ -228,6 +239,16 @@ def check_finite(source: Source, squared: float) -> None:
     """Raise `CheckpointError` for NaN and infinity."""
     if not math.isfinite(squared):
         raise CheckpointError(f"tensor {source.update.name!r} holds NaN, infinity or absurdly large values")
+
+
+def check_clips(cut_off: int, values: int, roster: Roster) -> None:
+    """Raise `InputError` where the clips of the roster cut off more than `MOST_BEYOND` of the values of a step."""
+    if cut_off > MOST_BEYOND * values:
+        raise InputError(
+            f"{cut_off / values:.0%} of this step's values are beyond the clips of round {roster.agreement.round}, "
+            f"expected {MOST_BEYOND:.0%} at most: nothing is masked, for a sum of values that are cut off gives away "
+            "the sign of each facility's; smaller steps, or other clips of the coordinator's, are needed"
+        )
 
 
 def clip_factor(sources: Iterable[Source], clip_norm: float) -> float:

@@ -42,7 +42,7 @@ from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
 
 ME, KEY = "beta", "of the model, the settings and the data"
-STEPS, SEQUENCES = 3, 4
+STEPS, SEQUENCES, RATE = 3, 4, 1e-2
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -50,6 +50,7 @@ class Pico(Masking):
     """A federation whose model the real trainer trains, at one facility; a folder for each attempt."""
 
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    largest_step: float = 2 * STEPS * RATE
     attempts: int = 0
 
     def __post_init__(self) -> None:
@@ -61,7 +62,7 @@ class Pico(Masking):
         """The trainer's arguments, its settings written; each attempt leaves its update where `facility.round` does."""
         self.attempts += 1
         case = arguments(
-            self.root / "job", self.model(), self.dataset, learning_rate=1e-2, steps=STEPS, **self.training
+            self.root / "job", self.model(), self.dataset, learning_rate=RATE, steps=STEPS, **self.training
         )
         path = self.root / "job" / "settings.json"
         raw = json.loads(path.read_text()) | {"federation": "test", "facility": ME, "rounds": 9}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
+from coordinator.masking import rosters
 from coordinator.masking.rosters import make_roster
 from facility.exchange.checkpoints.second_moments import Factors
 from facility.exchange.errors import ConfigurationError, InputError
@@ -28,6 +30,7 @@ from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.steps import KEY as STEPS
 from facility.masking import answering, mask_moments
+from facility.masking import mask_update as mask_update_module
 from facility.masking.ledger import Entry, Ledger
 from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
@@ -111,6 +114,40 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
     with pytest.raises(InputError, match="another weighted sum over alpha, beta, gamma"):
         federation.answer("alpha", request)
     federation.answer("beta", request)  # it answered for no sum yet
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+@pytest.mark.parametrize("named", [True, False])
+def test_clips_that_leave_of_values_their_signs_alone_mask_nothing(
+    tmp_path: Path,
+    signers: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    bits: int,
+    named: bool,
+):
+    """Weights 100, 120 and 150: the sum of such values says of each which facilities' are positive."""
+    tokens = {"alpha": 100, "beta": 120, "gamma": 150}
+    federation, told = Masking(root=tmp_path, signers=signers, bits=bits, tokens=tokens), steps(tokens)
+    if named:
+        monkeypatch.setattr(rosters, "_clips", lambda archive, number: {"b.weight": 1e-5})
+    else:
+        federation.largest_step = 1e-5
+    roster = federation.roster([federation.keys(name) for name in tokens])
+    for name in tokens:
+        with pytest.raises(InputError, match="9[0-9]% of this step's values are beyond the clips of round 0"):
+            federation.masked(name, roster, federation.plain(name, told[name]))
+
+    monkeypatch.setattr(mask_update_module, "MOST_BEYOND", 1.0)
+    federation.round(told)
+    sums = {
+        signs: sum(sign * count for sign, count in zip(signs, tokens.values(), strict=True)) / 370 * 1e-5
+        for signs in itertools.product((-1, 1), repeat=3)
+    }
+    found = moved(federation, 0)["b.weight"].flatten()
+    nearest = np.abs(np.subtract.outer(found.numpy(), list(sums.values()))).argmin(1)
+    read_off = np.array(list(sums))[nearest]
+    truly = np.stack([np.sign(told[name]["b.weight"].flatten().numpy()) for name in tokens], 1)
+    assert (read_off == truly).mean() > 0.99, "what the check is for"
 
 
 def test_the_same_round_is_answered_again_under_new_keys_where_nothing_else_changed(begun):
