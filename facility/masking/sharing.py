@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from facility.exchange.errors import InputError
 from facility.exchange.masking.shamir import split
-from facility.exchange.masking.shares import OWN, Shares, commitment
+from facility.exchange.masking.shares import OWN, Shares, commitment, texts
 from facility.exchange.masking.streams import SEED_BYTES
+from facility.exchange.messages.strict_json import Fields, parse_json
 from facility.masking.private_keys import Member
 
 
@@ -32,14 +33,16 @@ def share_seeds(member: Member, own: bytes) -> Shares:
 
 
 def open_share(member: Member, shares: Shares) -> Mapping[str, bytes]:
-    """This facility's share of each seed of another. Raises `InputError`."""
+    """This facility's share of each seed of another. Raises `InputError` with the other's name."""
     if shares.roster != member.roster.digest:
         raise InputError(f"the shares of {shares.facility!r} are of another roster: they were used before")
-    content = json.loads(member.open(bytes.fromhex(shares.sealed.get(member.facility, "")), shares.facility))
-    others = [name for name in member.roster.members if name != shares.facility]
-    if not isinstance(content, dict) or set(content) != {OWN, *others}:
+    content = member.open(bytes.fromhex(shares.sealed.get(member.facility, "")), shares.facility)
+    where = f"the shares of {shares.facility!r}"
+    read = parse_json(content.decode(errors="replace"), where=where)
+    found = texts(Fields(raw={"seeds": read}, where=where), "seeds", 2 * SEED_BYTES, blank=True)
+    if set(found) != {OWN, *(name for name in member.roster.members if name != shares.facility)}:
         raise InputError(f"the shares of {shares.facility!r} are not for the members of the roster")
-    opened = {name: bytes.fromhex(value) for name, value in content.items()}
+    opened = {name: bytes.fromhex(value) for name, value in found.items()}
     if any(len(value) != SEED_BYTES for value in opened.values()):
         raise InputError(f"the shares of {shares.facility!r} have the wrong length")
     return opened

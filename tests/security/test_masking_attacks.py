@@ -194,6 +194,33 @@ def test_what_is_answered_is_on_disk_before_the_answer_exists(begun, monkeypatch
     ]
 
 
+ODD_SHARES = {
+    "nested": b"[" * 30_000,
+    "numbers": json.dumps({"": 5, "alpha": 5, "beta": 5}).encode(),
+    "no text": b"\xff\xfe",
+    "not hexadecimal": json.dumps(dict.fromkeys(["", "alpha", "beta"], "x" * 64)).encode(),
+    "a list": b"[1]",
+}
+
+
+@pytest.mark.parametrize("content", ODD_SHARES)
+def test_odd_content_that_one_facility_sealed_keeps_nobody_from_answering_for_the_others(
+    begun, content: str, caplog: pytest.LogCaptureFixture
+):
+    """Seal and size are right; what is inside only its receiver sees."""
+    federation, roster, received, _ = begun
+    request = federation.settle(roster, received)
+    liar = PrivateKeys(state=federation.state("gamma")).of(federation.read(roster), "gamma")
+    path = shares_path(request, "gamma")
+    shares = json.loads(path.read_text())
+    shares["sealed"]["alpha"] = liar.seal(ODD_SHARES[content], "alpha").hex()
+    path.unlink()
+    path.write_text(json.dumps(shares))
+    answer = json.loads((federation.answer("alpha", request) / "answer.json").read_text())
+    assert set(answer["own"]) == set(answer["pairs"]) == {"alpha", "beta"}
+    assert "the shares of 'gamma'" in caplog.text
+
+
 def test_a_damaged_ledger_means_no_answer(begun):
     federation, roster, received, _ = begun
     request = federation.settle(roster, received)
