@@ -461,6 +461,16 @@ def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(
             federation.answer(name, request)
 
 
+@pytest.mark.parametrize("key", ["step_norms", "training.drift_correction"])
+def test_settings_that_tell_figures_of_a_single_update_are_refused_beside_masks(federation: Masking, key: str):
+    """step_norms.json would lie beside the masked tensors, and the length of a walk stand in the report."""
+    common = {"federation": "test", "facility": "alpha", "rounds": 9, "seed": 0}
+    asked = {"step_norms": True} if key == "step_norms" else {"training": TrainingSettings(drift_correction=True)}
+    assert FacilitySettings(**common | asked).masking is None
+    with pytest.raises(ConfigurationError, match=f"{key} is true beside masking, expected false"):
+        FacilitySettings(**common | asked, masking=federation.masking)
+
+
 @pytest.mark.parametrize(("asked", "batch"), [(10, 10), (40, 10), (3, 10), (11, 10), (10, 11), (10, 1)])
 def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_signed(
     federation: Masking, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int, batch: int

@@ -270,6 +270,19 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
         )
 
 
+def check_masked(training: TrainingSettings, *, step_norms: bool) -> None:
+    """Raise `ConfigurationError`, with the key, for what tells figures of a single update beside masks."""
+    told = [
+        (step_norms, "step_norms", "the norm of each tensor's step is stated beside the update"),
+        (training.drift_correction, "training.drift_correction", "the length of each walk is in the report"),
+    ]
+    for on, key, what in told:
+        if on:
+            raise ConfigurationError(
+                f"{key} is true beside masking, expected false: {what}, which masks hide from the coordinator", key=key
+            )
+
+
 @validated(frozen=True, kw_only=True)
 class FacilitySettings:
     """The file `workflow/facilities/<name>.json` that travels to one facility."""
@@ -311,6 +324,8 @@ class FacilitySettings:
         return self.step_norms and self.training.encoding == "full"
 
     def __post_init__(self) -> None:
+        if self.masking is not None:
+            check_masked(self.training, step_norms=self.step_norms)
         if self.differential is not None:
             check_differential(self.training, dataset_card=self.dataset_card)
             if self.most_steps:
