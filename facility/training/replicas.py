@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from datetime import timedelta
 from pathlib import Path
 
@@ -10,12 +9,11 @@ from facility.exchange.seeds import derive
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.sampling import ReplicaOrder
-from facility.sync.runtime.wire import address_of_this_node
 from facility.sync.single import SingleReplica
 from facility.training.engine import Engine
 from facility.training.parallel.arrange import Layout
 from facility.training.processes.ranks import Ranks
-from facility.training.processes.rendezvous import further_store
+from facility.training.processes.rendezvous import address_of_replicas, further_store
 
 
 def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> ReplicaOrder | None:
@@ -46,7 +44,6 @@ def synchroniser(
     if engine.together:
         return SingleReplica(steps, done)
     replica, row, column = grid.place(ranks.rank)
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     return connect(
         layout.sync,
         place=ReplicaRank(
@@ -63,7 +60,7 @@ def synchroniser(
         store=further_store(f"sync-{round}", ranks, timedelta(seconds=layout.sync.timeout_seconds)),
         backwards_per_step=layout.shape.micro_batches[grid.data_rank(ranks.rank)],
         device=ranks.device,
-        address=address_of_this_node(address),
+        address=address_of_replicas(ranks),
         log=log if ranks.first else None,
         namespace=f"round-{round}",
         outlives=True,

@@ -192,6 +192,27 @@ def test_a_store_listens_on_the_address_of_the_job_alone():
     assert rendezvous.interface_of("127.0.0.1") == "lo" and rendezvous.interface_of("203.0.113.9") == ""
 
 
+def test_a_node_whose_own_name_means_loopback_is_reached_on_its_way_out(monkeypatch: pytest.MonkeyPatch):
+    """As Debian's /etc/hosts has it; where the first node's address is loopback itself, all nodes are one machine."""
+    ways = {"node1": "127.0.0.1", "127.0.0.1": "127.0.0.1", rendezvous.OUTSIDE: "198.51.100.7"}
+    monkeypatch.setattr(rendezvous, "source_address", lambda host: ways.get(host, ""))
+    interfaces = {"127.0.0.1": "lo", "198.51.100.7": "eth3"}
+    monkeypatch.setattr(rendezvous, "interface_of", lambda address: interfaces.get(address, ""))
+    several = ranks_of(0, one_node=False)
+    for name, address, interface in (("node1", "198.51.100.7", "eth3"), ("127.0.0.1", "127.0.0.1", "lo")):
+        monkeypatch.setenv("MASTER_ADDR", name)
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            monkeypatch.setenv(variable, "")
+            monkeypatch.delenv(variable)
+        rendezvous.listen_locally(one_node=False)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == interface
+        assert rendezvous.own_address() == rendezvous.address_of_replicas(several) == address
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    assert rendezvous.address_of_replicas(ranks_of(0)) == "127.0.0.1", "on one node nothing listens to others"
+    del ways[rendezvous.OUTSIDE]
+    assert rendezvous.own_address() == "node1", "without a way out its name is all that is known"
+
+
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(DIRECTORY, str(tmp_path / "open"))
     with pytest.raises(ConfigurationError, match="cannot be read"):

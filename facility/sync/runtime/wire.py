@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 LINE_BYTES = 1 << 20
@@ -20,12 +19,3 @@ def decode(line: bytes) -> dict[str, Any]:
     if not isinstance(message, dict):
         raise ValueError("expected an object")
     return message
-
-
-def address_of_this_node(store_host: str | None) -> str:
-    """The address by which the host of the store reaches this node (loopback when everything is on one)."""
-    if store_host in (None, "", "localhost", "127.0.0.1", "::1"):
-        return "127.0.0.1"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((store_host, 9))  # no packet is sent: only the route is looked up
-        return str(probe.getsockname()[0])

@@ -34,7 +34,7 @@ from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.devices import check_own_gpus, gpu_of
 from facility.training.processes.exchange import all_gather_json, broadcast_json
-from facility.training.processes.ranks import Ranks
+from facility.training.processes.ranks import LOOPBACK, Ranks
 from facility.training.processes.torchrun import (
     agents_directory,
     announce,
@@ -45,6 +45,8 @@ from facility.training.processes.torchrun import (
 
 SIOCGIFADDR = 0x8915
 CHALLENGE_BYTES = 16
+OUTSIDE = "192.0.2.1"
+"""Of TEST-NET-1 (RFC 5737), which is nobody's: the way to it is the way out."""
 
 
 def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
@@ -229,13 +231,31 @@ def own_address() -> str:
 
 
 def address_towards(host: str) -> str:
-    """The address of this node by which `host` is reached; empty where it is unknown."""
+    """The address of this node by which `host` is reached; empty where it is unknown.
+
+    Where `host` is a name that means loopback here, as Debian's /etc/hosts has it for a node's own: the address on the
+    way out.
+    """
+    found = source_address(host)
+    if host not in LOOPBACK and found and ip_address(found).is_loopback:
+        return source_address(OUTSIDE) or found
+    return found
+
+
+def source_address(host: str) -> str:
+    """The address from which a packet to `host` is sent; empty where no way is known."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # no packet is sent: only the route is looked up
             return str(probe.getsockname()[0])
     except OSError:
         return ""
+
+
+def address_of_replicas(ranks: Ranks) -> str:
+    """On which this rank listens for those of other replicas, as numbers."""
+    here = "127.0.0.1"
+    return here if ranks.one_node else address_towards(os.environ.get("MASTER_ADDR", here)) or here
 
 
 def interface_of(address: str) -> str:
