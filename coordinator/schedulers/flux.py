@@ -12,7 +12,7 @@ from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, 
 
 FIELDS = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
 """What is asked of a job; without a return code as yet, its field is empty."""
-ROW = re.compile(r"([fƒ][A-Za-z0-9]{1,99}) +(-?[0-9]{1,10})? *([A-Z]+)(?: +[A-Z]+)?(?: +(.*))?")
+ROW = re.compile(r"([fƒ][A-Za-z0-9]{1,99}) +(?:(-?[0-9]{1,10}) +)?([A-Z]+)(?: +[A-Z]+)?(?: +(.*))?")
 """An answer's line: id, return code, status, result and what was said."""
 STOPPED = re.compile(r"^(?:(\S+): )?(Scheduling is stopped.*)$", re.MULTILINE)
 

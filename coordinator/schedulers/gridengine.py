@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
-GONE = re.compile(r"do not exist:\s*\n\s*([0-9]{1,20})\b")
+GONE = re.compile(r"do not exist:[^\S\n]*\n\s*([0-9]{1,20})\b")
 ROW = re.compile(r"^ *([0-9]{1,20}) +[\d.]+ +\S+ +\S+ +([A-Za-z]{1,6}) ", re.MULTILINE)
 ON_ONE_HOST = "$pe_slots"
 """`allocation_rule` of sge_pe(5) that keeps all slots of a job on one host."""
@@ -104,7 +104,8 @@ class GridEngine(BatchScheduler):
     def read_ending(self, text: str, code: int, id: str) -> Ending | None:
         if code != 0 or id not in GONE.findall(text):
             return None
-        fields = dict(re.findall(r"^(jobnumber|failed|exit_status) +(\S.*?) *$", text, re.MULTILINE))
+        named = re.findall(r"^(jobnumber|failed|exit_status) +(\S.*)$", text, re.MULTILINE)
+        fields = {name: value.rstrip() for name, value in named}
         if fields.get("jobnumber") != id or "exit_status" not in fields:
             return Ending(state=FORGOTTEN, code=None, detail="grid engine has no account of it: it never began")
         returned, failed = number(fields["exit_status"]), fields.get("failed", "0")
@@ -114,7 +115,7 @@ class GridEngine(BatchScheduler):
 
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues with their slots; a parallel environment is what a job with several slots names."""
-        environments = re.findall(r"^pe_name +(\S+)\n(?:.*\n)*?allocation_rule +\$pe_slots", text, re.MULTILINE)
+        environments = [name for name, rule in _rules(text).items() if rule == ON_ONE_HOST]
         cores = [number(count) for count in re.findall(r"^\S+ +(?:lx|ul)\S* +(\d+) ", text, re.MULTILINE)]
         found = []
         for part in re.split(r"^qname +", text, flags=re.MULTILINE)[1:]:
@@ -138,7 +139,7 @@ class GridEngine(BatchScheduler):
 
     def refusal(self, text: str, job: str) -> str:
         """A job of several hosts: one whose parallel environment does not keep its slots on one."""
-        rules = dict(re.findall(r"^pe_name +(\S+)\n(?:(?!pe_name).*\n)*?allocation_rule +(\S+)", text, re.MULTILINE))
+        rules = _rules(text)
         asked = re.search(r"^#\$\s+-pe\s+(\S+)\s+(\d+)", job, re.MULTILINE)
         if asked is None or rules.get(asked[1]) in (ON_ONE_HOST, asked[2]):
             return ""
@@ -158,6 +159,11 @@ class GridEngine(BatchScheduler):
             + (f"\n#$ -l gpu={wish.gpus}" if wish.gpus else ""),
             "limit": f"#$ -l h_rt={wish.clock}",
         }
+
+
+def _rules(text: str) -> dict[str, str]:
+    """How each parallel environment spreads a job's slots over hosts."""
+    return dict(re.findall(r"^pe_name +(\S+)\n(?:(?!pe_name).*\n)*?allocation_rule +(\S+)", text, re.MULTILINE))
 
 
 def _reason(state: str) -> str:

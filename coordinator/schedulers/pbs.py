@@ -81,9 +81,9 @@ class PBS(BatchScheduler):
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues of `qstat -Q`; PBS does not say which nodes serve which, so every queue shows the largest."""
         counts = {word: [number(count) for count in _available(text, word)] for word in ("ncpus", "ngpus")}
-        default = re.search(r"^\s*default_queue = (\S+)", text, re.MULTILINE)
+        default = re.search(r"^[ \t]*default_queue = (\S+)", text, re.MULTILINE)
         limits = dict(
-            re.findall(r"^Queue: (\S+)\n(?:[ \t]+.*\n)*?\s+resources_max\.walltime = (\S+)", text, re.MULTILINE)
+            re.findall(r"^Queue: (\S+)\n(?:[ \t].*\n)*?[ \t]+resources_max\.walltime = (\S+)", text, re.MULTILINE)
         )
         rows = re.findall(r"^(\S+) +\d+ +\d+ +(yes|no) +(yes|no) .*\bExe", text, re.MULTILINE)
         return [
@@ -159,7 +159,7 @@ class PBS(BatchScheduler):
 
 def _available(text: str, resource: str) -> list[str]:
     """The resource of every node in `pbsnodes -a`."""
-    return re.findall(rf"^\s+resources_available\.{resource} = (\d+)", text, re.MULTILINE)
+    return re.findall(rf"^[ \t]+resources_available\.{resource} = (\d+)", text, re.MULTILINE)
 
 
 def _hours(clock: str) -> float:

@@ -118,7 +118,7 @@ class Slurm(BatchScheduler):
         fields = dict(word.split("=", 1) for word in text.split() if "=" in word)
         if fields.get("JobId") == id and "JobState" in fields:
             return self._ending(fields["JobState"], fields.get("ExitCode", "0:0"), fields.get("StdOut", ""))
-        accounted = re.findall(r"^([A-Z_]+)[^|\n]*\|([0-9]{1,10}:[0-9]{1,10})$", text, re.MULTILINE)
+        accounted = re.findall(r"^([A-Z_]+)(?:[^A-Z_|\n][^|\n]*)?\|([0-9]{1,10}:[0-9]{1,10})$", text, re.MULTILINE)
         if accounted:
             state, code_and_signal = accounted[-1]
             return self._ending(state, code_and_signal, "")

@@ -125,6 +125,13 @@ PES = recorded("gridengine-qconf-sp").out
 SPREAD = PES.replace("smp", "mpi").replace("$pe_slots", "$round_robin")
 
 
+def test_an_environment_is_not_taken_by_the_rule_of_the_one_after_it():
+    queue = recorded("gridengine-qconf-sq").out
+    offered = "".join("pe_list  mpi smp\n" if line.startswith("pe_list") else line for line in queue.splitlines(True))
+    (one,) = SCHEDULER.read_partitions(SPREAD + PES + offered)
+    assert one.environment == "smp"
+
+
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [

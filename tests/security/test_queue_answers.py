@@ -22,6 +22,7 @@ FINISHED = (
     '{"Jobs": {"1.h": {"job_state": %s, "Exit_status": %s, "Output_Path": "h:/a\\u001b", "comment": "\\u202ex"}}}'
 )
 DEEP = 20_000
+LONG = 40_000
 ANSWERS = [
     "",
     '{"Jobs": 5}',
@@ -40,6 +41,13 @@ ANSWERS = [
     "1 PENDING " + "[/]" * 100_000,
     "ƒabc " + "9" * 5000 + " FAILED\nƒab\u0301 COMPLETED\nf--x RUN\nf1 COMPLETED \x1b[2J",
     "do not exist:\n1\njobnumber 1\nexit_status " + "9" * 5000 + "\nfailed 0\n",
+    # What a pattern could be matched with in as many ways as there are pairs of letters.
+    "do not exist:" + "\n" * LONG + "x",
+    "do not exist:\n1\nfailed x" + " " * LONG + "y\n",
+    "f1" + " " * LONG + "y\n",
+    "A" * LONG,
+    "Queue: x\n" + " \n" * LONG,
+    "pe_name x\n" * LONG,
 ]
 
 
@@ -52,6 +60,7 @@ def test_no_answer_of_a_queue_is_an_option_a_fault_or_a_terminal_command(name: s
         ]
         if isinstance(queue, BatchScheduler):
             told += [(queue.read_id(text), queue.read_begin(text))]
+            told += [(one.name, one.environment, one.said()) for one in queue.read_partitions(text)]
             for id in ("1", "1.h", "ƒabc", "f1"):
                 queue.ended(queue.read_states(text, 0, [id]), [id])
                 if (ending := queue.read_ending(text, 0, id)) is not None:
