@@ -2,7 +2,8 @@
 
 Two sums of the same steps over different facilities give away their difference, and sums over the same facilities under
 other weights or clips are as many equations for the same few unknowns. So a second request for the same round, or for
-steps from the same model, is answered only if it names the same survivors, which count the same and are clipped alike;
+steps from the same model, is answered only if it names the same survivors, which count the same, are clipped alike and
+train on the same;
 and a second one under the same keys only if it is the same to the byte.
 """
 
@@ -97,11 +98,12 @@ def conflict(earlier: Entry, asked: Entry) -> str:
             f"round {asked.round} was answered for the sum over {', '.join(earlier.survivors)}; a second sum, over "
             f"{', '.join(asked.survivors)}, would give away the difference"
         )
-    same_sum = earlier.weighing == asked.weighing if earlier.weighing else earlier.request == asked.request
-    if not same_sum:
+    same_sum = earlier.weighing != "" and earlier.weighing == asked.weighing
+    if not same_sum and earlier.request != asked.request:
         return (
             f"round {asked.round} was answered for another weighted sum over {', '.join(earlier.survivors)}: sums of "
-            "the same updates under other weights, amounts of training, clips or bits would give away single ones"
+            "the same updates under other weights, amounts of training, seeds, data, clips or bits would give away "
+            "single ones"
         )
     return ""
 
@@ -116,6 +118,7 @@ def weighing_of(roster: Roster, survivors: Sequence[str], settings: MaskingSetti
         "steps": {name: roster.keys[name].steps for name in survivors},
         "samples": {name: roster.keys[name].samples for name in survivors},
         "walk": sorted({roster.keys[name].walk for name in survivors}),
+        "told": {name: roster.keys[name].told for name in survivors},
         "clip_norm": float(settings.clip_norm),
         "bits": agreement.bits,
         "moments": None if settings.moments is None else settings.moments.common,

@@ -123,7 +123,9 @@ def unmasked_path(state: Path, round: int) -> Path:
     return state / FOLDER / f"unmasked-{round}"
 
 
-def masked(settings: FacilitySettings, state: Path, roster: Path | None, received: Path, round: int) -> Masked | None:
+def masked(
+    settings: FacilitySettings, state: Path, roster: Path | None, received: Path, round: int, *, dataset: Path
+) -> Masked | None:
     """How this round's update is masked; None where it is not. Raises `InputError`, before anything is trained."""
     if settings.masking is None or round >= settings.rounds:
         return None
@@ -136,7 +138,7 @@ def masked(settings: FacilitySettings, state: Path, roster: Path | None, receive
     check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
     asked = steps_asked(read_manifest(received), settings.facility, most=settings.most_steps)
-    check_own(found.keys[settings.facility], settings, asked or 0)
+    check_own(found.keys[settings.facility], settings, dataset, asked or 0)
     check_walks(found, settings.facility)
     check_base(found, received)
     return Masked(settings=settings, state=state, member=member)

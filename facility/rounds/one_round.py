@@ -90,7 +90,7 @@ class OneRound:
     def open(self) -> None:
         """Read the keys and the roster of secure aggregation."""
         job = self.job
-        self.masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round)
+        self.masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round, dataset=job.dataset)
 
     def finished_before(self) -> bool:
         """Hand over the update of an earlier job of this round; False where there is none."""

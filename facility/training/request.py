@@ -127,4 +127,4 @@ def masks_of(arguments: argparse.Namespace, settings: FacilitySettings, state: P
         return None
     from facility.rounds.masked import masked  # and with it ciphers, which a round without masks does not need
 
-    return masked(settings, state, arguments.roster, arguments.model, arguments.round)
+    return masked(settings, state, arguments.roster, arguments.model, arguments.round, dataset=arguments.dataset)

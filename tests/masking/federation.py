@@ -66,6 +66,8 @@ class Masking:
     dtype: torch.dtype = torch.float32
     tokens: dict[str, int] = field(default_factory=dict)
     training_steps: dict[str, int] = field(default_factory=dict)
+    told_else: dict[str, str] = field(default_factory=dict)
+    """`told` of keys, by facility."""
     moments: MaskedMoments | None = None
     """How second moments travel under masks."""
     rules: SiteRules = field(default_factory=SiteRules)
@@ -126,6 +128,7 @@ class Masking:
             samples=count,
             tokens=count,
             walk=walk,
+            told=self.told_else.get(name, ""),
         )
         with new_directory(self.place("keys")) as out:
             write_keys(out, keys, self.signers.parent / (signer or name))

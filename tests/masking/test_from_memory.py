@@ -96,6 +96,7 @@ class Pico(Masking):
             roster,
             self.model(),
             0,
+            dataset=self.dataset,
         )
         assert made is not None
         return made

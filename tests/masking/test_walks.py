@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from facility.exchange.masking.walks import (
     check_own,
     odd_ones,
     sequences_of,
+    told_of,
     unlike,
     walk_of,
 )
@@ -27,6 +29,9 @@ from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.messages.trainer import TrainerSettings
+
+DATA = Path("/data")
 
 OTHER: dict[str, Any] = {
     "optimizer": "adafactor",
@@ -192,16 +197,35 @@ def keys_of(settings: FacilitySettings) -> Keys:
 
 def test_a_job_that_is_told_otherwise_than_its_keys_masks_nothing():
     settings = settings_with(steps=100)
-    check_own(keys_of(settings), settings)
-    check_own(keys_of(settings), settings, steps=100)
-    with pytest.raises(InputError, match="settings of training differ from those for which 'a' signed"):
-        check_own(keys_of(settings), settings_with(steps=100, learning_rate=1.0))
+    check_own(keys_of(settings), settings, DATA)
+    check_own(keys_of(settings), settings, DATA, steps=100)
+    with pytest.raises(
+        InputError, match="settings of training, or the dataset, differ from those for which 'a' signed"
+    ):
+        check_own(keys_of(settings), settings_with(steps=100, learning_rate=1.0), DATA)
     for steps in (25, 99, 101, 400):
         with pytest.raises(InputError, match=f"asks 'a' for {steps} steps .* its signed keys say 100 and 800"):
-            check_own(keys_of(settings), settings, steps=steps)
+            check_own(keys_of(settings), settings, DATA, steps=steps)
     for told in (settings_with(steps=99), settings_with(steps=100, batch_sequences=7)):
         with pytest.raises(InputError, match="its signed keys say 100 and 800, by which the others mask"):
-            check_own(keys_of(settings), told)
+            check_own(keys_of(settings), told, DATA)
+
+
+def test_nor_does_one_that_is_told_to_make_another_update_of_the_model():
+    """Neither larger nor smaller, but another: of two sums with one of them each, the difference is theirs."""
+    settings = settings_with()
+    keys = dataclasses.replace(keys_of(settings), told=told_of(settings, DATA))
+    check_own(keys, settings, DATA)
+    check_own(keys, settings_with(threads=3, tracker="wandb", evaluation_sequences=5), DATA)
+    others = [
+        (settings, Path("/other")),
+        (dataclasses.replace(settings, seed=2), DATA),
+        (dataclasses.replace(settings, trainer=TrainerSettings(module="site.trainer")), DATA),
+        (settings_with(compute_dtype="float16"), DATA),
+    ]
+    for told, dataset in others:
+        with pytest.raises(InputError, match="settings of training, or the dataset, differ from"):
+            check_own(keys, told, dataset)
 
 
 @given(

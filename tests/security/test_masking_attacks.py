@@ -21,7 +21,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.masking import roster as rosters
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.moments import Units, seed_of
-from facility.exchange.masking.roster import Roster, read_roster
+from facility.exchange.masking.roster import Roster, read_keys, read_roster
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
 from facility.exchange.masking.walks import check_walks, walk_of
@@ -89,7 +89,7 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
         federation.answer("alpha", request)
 
 
-@pytest.mark.parametrize("what", ["weights", "claims", "steps", "clip_norm", "clips", "moments"])
+@pytest.mark.parametrize("what", ["weights", "claims", "steps", "clip_norm", "clips", "moments", "told"])
 def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, what: str):
     """Three sums over the same three facilities, weighed in three ways, are three equations for their three updates."""
     federation, roster, received, told = begun
@@ -105,6 +105,8 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
         federation.privacy["clip_norm"] = 1e-3
     elif what == "moments":
         federation.moments = MaskedMoments(range=1.0)
+    elif what == "told":  # gamma's update would be another one, and the difference of the sums that of both
+        federation.told_else["gamma"] = "1" * 64
     else:
         federation.largest_step /= 2
     second = federation.roster([federation.keys(name) for name in federation.names])
@@ -461,6 +463,17 @@ def test_nobody_answers_for_facilities_that_were_told_to_train_otherwise(
             federation.answer(name, request)
 
 
+def test_what_else_a_facility_was_told_is_signed_where_earlier_versions_do_not_look(federation: Masking):
+    plain = federation.keys("alpha")
+    federation.told_else["alpha"] = "5" * 64
+    path = federation.keys("alpha")
+    assert json.loads((path / "keys.json").read_text()).keys() == json.loads((plain / "keys.json").read_text()).keys()
+    assert (read_keys(plain, federation.signers).told, read_keys(path, federation.signers).told) == ("", "5" * 64)
+    with_extra(path, "told", "6" * 64)
+    with pytest.raises(InputError, match="signature|signed"):
+        read_keys(path, federation.signers)
+
+
 @pytest.mark.parametrize("key", ["step_norms", "training.drift_correction"])
 def test_settings_that_tell_figures_of_a_single_update_are_refused_beside_masks(federation: Masking, key: str):
     """step_norms.json would lie beside the masked tensors, and the length of a walk stand in the report."""
@@ -495,10 +508,10 @@ def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_sign
     if asked != 10:
         with_extra(model, STEPS, {"alpha": asked})
     if (asked, batch) == (10, 10):
-        assert masked(told, federation.state("alpha"), roster, model, 0) is not None
+        assert masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path) is not None
         return
     with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
-        masked(told, federation.state("alpha"), roster, model, 0)
+        masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
 
 
 def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(

@@ -22,7 +22,7 @@ from pathlib import Path
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.masking.weights import scaled
-from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, verify_manifest, write_manifest
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.signatures import sign, verify
 from facility.exchange.messages.strict_json import HEX, Fields, read_json
@@ -33,6 +33,8 @@ KIND = "keys"
 KEYS = "keys.json"
 FOLDER = "keys"
 AGREEMENT = "agreement.json"
+TOLD = "told"
+"""In the `extra` of a keys' manifest, which facilities of earlier versions leave out and do not read: `Keys.told`."""
 MOST_BYTES = 8 << 20
 MOST_TENSORS = 40_000
 MOST_CLAIM = 10**15
@@ -58,13 +60,17 @@ class Keys:
     """Those times the length of its blocks."""
     walk: str
     """Digest of what it was told that decides how far it trains (`walks.walk_of`)."""
+    told: str = ""
+    """Digest of what else decides which update it makes of a model (`walks.told_of`); '': not said."""
     format: int = KEYS_FORMAT
 
 
 def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
     """Write and sign a facility's keys into an empty directory."""
-    write_json(directory / KEYS, dataclasses.asdict(keys))
-    manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round)
+    value = dataclasses.asdict(keys)
+    extra = {TOLD: told} if (told := value.pop("told")) else {}
+    write_json(directory / KEYS, value)
+    manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round, extra=extra)
     write_manifest(directory, manifest)
     sign(directory, signing_key, kind=KIND)
 
@@ -76,7 +82,8 @@ def read_keys(directory: Path, signers: Path) -> Keys:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
     verify(directory, manifest.facility, signers)
     path = directory / KEYS
-    found = Fields(raw=read_json(path, most_bytes=64_000), where=str(path)).only(_names(Keys))
+    found = Fields(raw=read_json(path, most_bytes=64_000), where=str(path)).only(_names(Keys) - {"told"})
+    extra = Fields(raw=manifest.extra, where=str(directory / NAME))
     keys = Keys(
         federation=found.text("federation"),
         facility=found.text("facility"),
@@ -87,6 +94,7 @@ def read_keys(directory: Path, signers: Path) -> Keys:
         samples=found.whole("samples", least=1, most=MOST_CLAIM),
         tokens=found.whole("tokens", least=1, most=MOST_CLAIM),
         walk=_hex(found, "walk"),
+        told=_hex(extra, TOLD) if TOLD in manifest.extra else "",
         format=found.whole("format", least=KEYS_FORMAT, most=KEYS_FORMAT),
     )
     if (keys.facility, keys.federation, keys.round) != (manifest.facility, manifest.federation, manifest.round):
@@ -223,5 +231,5 @@ def _hex(found: Fields, name: str) -> str:
     return value
 
 
-def _names(kind: type) -> list[str]:
-    return [one.name for one in dataclasses.fields(kind)]
+def _names(kind: type) -> set[str]:
+    return {one.name for one in dataclasses.fields(kind)}

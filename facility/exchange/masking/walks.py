@@ -13,6 +13,7 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -97,6 +98,23 @@ def walk_of(settings: FacilitySettings) -> str:
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
+def told_of(settings: FacilitySettings, dataset: Path) -> str:
+    """The digest of what, beside the walk, decides which update is made of a model: data and their order, the program
+    and its precision. Two sums over the same facilities of which one had trained otherwise give that difference away.
+
+    It says where the data lie and nothing of them.
+    """
+    training = settings.training
+    decisive = {
+        "seed": settings.seed,
+        "dataset": str(dataset),
+        "trainer": dataclasses.asdict(settings.trainer),
+        "compute_dtype": training.compute_dtype,
+        "images": dataclasses.asdict(training.images),
+    }
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
 def sequences_of(training: TrainingSettings) -> int:
     """Sequences of a round."""
     return training.steps * training.batch_sequences
@@ -158,15 +176,15 @@ def odd_ones(keys: Mapping[str, Keys]) -> dict[str, str]:
     return refused
 
 
-def check_own(own: Keys, settings: FacilitySettings, steps: int = 0) -> None:
+def check_own(own: Keys, settings: FacilitySettings, dataset: Path, steps: int = 0) -> None:
     """Raise `InputError` where this job is told otherwise than this facility's signed keys say.
 
     `steps`: what the round's model asks for, 0: `training.steps`.
     """
-    if own.walk != walk_of(settings):
+    if own.walk != walk_of(settings) or own.told not in ("", told_of(settings, dataset)):
         raise InputError(
-            f"the settings of training differ from those for which {own.facility!r} signed its keys of round "
-            f"{own.round}: nothing is masked; the next round draws keys anew"
+            f"the settings of training, or the dataset, differ from those for which {own.facility!r} signed its keys "
+            f"of round {own.round}: nothing is masked; the next round draws keys anew"
         )
     asked = steps or settings.training.steps
     sequences = asked * settings.training.batch_sequences
