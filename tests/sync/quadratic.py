@@ -44,8 +44,9 @@ def solve(
     started: Any = None,
     namespace: str = "sync",
     missing: int = -1,
+    done: int = 0,
 ) -> dict[str, Any]:
-    """Train with SGD (rate 0.1) or AdamW; returns the final vector and the report."""
+    """Train with SGD (rate 0.1) or AdamW; returns the final vector and the report. `done`: steps before a pause."""
     if rank == missing:
         time.sleep(10)
     replica, position = divmod(rank, positions)
@@ -58,6 +59,7 @@ def solve(
         place=place,
         parameters=parameters,
         steps=steps,
+        done=done,
         store=store,
         optimizer=optimizer,
         log=log,
@@ -85,4 +87,4 @@ def solve(
     vector = torch.cat([p.detach().reshape(-1) for p in parameters]).tolist()
     report = sync.report()
     sync.close()
-    return {"vector": vector, "local": local, "report": report, "steps": step}
+    return {"vector": vector, "local": local, "report": report, "steps": step, "done": sync.done}

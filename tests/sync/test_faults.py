@@ -96,6 +96,18 @@ def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Pat
     assert 0 < results[2]["steps"] < 100
 
 
+@pytest.mark.parametrize("policy", ["local", pytest.param("diloco", marks=pytest.mark.slow)])
+def test_a_replica_that_comes_back_after_a_pause_counts_as_many_steps_as_the_others(policy: str, tmp_path: Path):
+    die = partial(signal_self, victim=2, kind=signal.SIGKILL, once=tmp_path / "died")
+    work = partial(solve, pause=0.05, done=40, started=die)
+    with Fleet(work, 3, settings_of(policy=policy, every=10), 100) as fleet:
+        fleet.restart(2)
+        results = fleet.results(3, timeout=60)
+    assert [results[rank]["done"] for rank in range(3)] == [100] * 3
+    assert 10 < results[2]["steps"] <= 60, "it makes those that are left once it is back"
+    assert set(results[0]["report"]["updates"].values()) == {100}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["allreduce", "partial_reduce"])
 def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):

@@ -31,6 +31,9 @@ class Local(Replica):
         self._last = self.done
         """Steps at the last average."""
 
+    def rounds(self, steps: int) -> int:
+        return steps // self.settings.every
+
     def after_step(self, samples: float) -> None:
         self.count(samples)
         if self.done - self._last >= self.settings.every:
@@ -48,7 +51,7 @@ class Local(Replica):
             if self.me in decision.returning:
                 # One that came back takes over the count of steps, so that all end together.
                 foremost = max(r for m, r in zip(decision.members, decision.rounds, strict=True) if m != self.me)
-                self.done = max(self.done, foremost * self.settings.every)
+                self.done = max(self.done, min(self.context.steps, foremost * self.settings.every))
             if self._meet(decision):
                 break
             kind = "again"
