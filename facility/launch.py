@@ -25,7 +25,7 @@ from facility.exchange.errors import TryAgain, exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
-from facility.launching.place import Place, Tasks, master_port, place, read_tasks
+from facility.launching.place import Place, Tasks, attempt_of, master_port, place, read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
 from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise
 from facility.launching.tables import ALLOCATIONS, RANKS_PER_NODE, TORCHRUN
@@ -266,11 +266,6 @@ def main() -> int:
     )
     show_failure(ending, tasks)
     return ending.code
-
-
-def attempt_of(environ: Mapping[str, str]) -> str:
-    """Which start of the job, and which step in it, this is."""
-    return f"{environ.get('SLURM_RESTART_COUNT', '0')}-{environ.get('SLURM_STEP_ID', '0')}"
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
 from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.settings import read_facility_settings
-from facility.launch import add_limits, attempt_of, show_failure, tasks_here
+from facility.launch import add_limits, show_failure, tasks_here
 from facility.launching.notes import Notes
+from facility.launching.place import attempt_of
 from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
 from facility.rounds.dataset_budget import reserve_budget

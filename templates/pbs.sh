@@ -15,6 +15,7 @@
 #PBS -l walltime=02:00:00
 {% endblock %}
 hosts=$(paste -sd, "$PBS_NODEFILE")
+start=$(date +%s)-$$ # another one where PBS runs the job again
 IFS= read -r -d '' enter <<'CROSSFED' || true
 . '<home>/env.sh'
 CROSSFED
@@ -24,6 +25,6 @@ trap : USR1 TERM
 CROSSFED
 command="$enter$command"
 set -o pipefail # pbsdsh ends with 0 and prints what its tasks ended with
-pbsdsh -- env CROSSFED_HOSTS="$hosts" bash -c "$command" 2>&1 |
+pbsdsh -- env CROSSFED_HOSTS="$hosts" CROSSFED_START="$start" bash -c "$command" 2>&1 |
     awk '{ print; fflush() } /^pbsdsh: task 0x[0-9a-fA-F]+ exit status [0-9]+$/ && $NF > code { code = $NF }
         END { exit code > 255 ? 1 : code }'

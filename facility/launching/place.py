@@ -20,6 +20,7 @@ from facility.launching.tables import (
     HOSTS,
     PBSDSH,
     RANKS_PER_NODE,
+    START,
     TASKS,
     TORCHRUN,
     AllocationTable,
@@ -100,8 +101,8 @@ def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Task
     started this process on one of them only.
     """
     allocation = next((a for a in ALLOCATIONS if _first(environ, a.job)), None)
-    hosts = _hosts(environ, allocation, host_file)
-    table = next((t for t in TASKS if all(environ.get(name) for name in t.marks)), None)
+    table = _table(environ)
+    hosts = _hosts(environ, allocation, table, host_file)
     common: dict[str, Any] = dict(
         job=_first(environ, allocation.job) if allocation else "",
         devices_per_node=_devices(_first(environ, allocation.devices_per_node)) if allocation else 0,
@@ -233,6 +234,18 @@ def master_port(job: str) -> int:
     return first + int.from_bytes(hashlib.sha256(job.encode()).digest()[:8], "big") % count
 
 
+def attempt_of(environ: Mapping[str, str]) -> str:
+    """Which start of the job, and which of several within it, this is; the same for all of its tasks."""
+    table = _table(environ)
+    named = (START, *(table.start if table else ()))
+    step = [name for a in ALLOCATIONS for name in a.step if not (table and table.daemons_in_step)]
+    return f"{environ.get('SLURM_RESTART_COUNT', '0')}-{_first(environ, (*named, *step)) or '0'}"
+
+
+def _table(environ: Mapping[str, str]) -> TaskTable | None:
+    return next((t for t in TASKS if all(environ.get(name) for name in t.marks)), None)
+
+
 def _first(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     return next((environ[name] for name in names if environ.get(name)), "")
 
@@ -251,12 +264,15 @@ def _devices(value: str) -> int:
     return sum(int(found) for found in re.findall(r"(?:^|[:,])(\d+)(?=,|$|\()", value))
 
 
-def _hosts(environ: Mapping[str, str], allocation: AllocationTable | None, host_file: str | None) -> list[str]:
+def _hosts(
+    environ: Mapping[str, str], allocation: AllocationTable | None, table: TaskTable | None, host_file: str | None
+) -> list[str]:
     """The job's hosts in order, repeated as often as the host file repeats them."""
     if environ.get(HOSTS):
         return expand_hosts(environ[HOSTS])
-    if allocation and _first(environ, allocation.hosts):
-        return expand_hosts(_first(environ, allocation.hosts))
+    step = allocation.step_hosts if allocation and not (table and table.daemons_in_step) else ()
+    if allocation and (found := _first(environ, (*step, *allocation.hosts))):
+        return expand_hosts(found)
     return [line.split()[0] for line in (host_file or "").splitlines() if line.strip()]
 
 

@@ -30,6 +30,10 @@ class TaskTable:
     """Number of nodes."""
     counts: tuple[str, ...] = ()
     """Tasks on each node, as `4(x2),2`."""
+    start: tuple[str, ...] = ()
+    """Name of this start among those of one job, the same at all of its tasks."""
+    daemons_in_step: bool = False
+    """Slurm starts its daemons, on all nodes but the first, as a step, whose variables tell of these nodes alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +45,10 @@ class AllocationTable:
     """Identifier of the job: unique in its cluster."""
     hosts: tuple[str, ...] = ()
     """Host list."""
+    step_hosts: tuple[str, ...] = ()
+    """Host list of the step of the job that this process is in."""
+    step: tuple[str, ...] = ()
+    """Number of that step."""
     host_file: tuple[str, ...] = ()
     """Path of a file whose lines begin with a host, repeated once per slot or not."""
     advice: str = "start it on each (srun, flux run, mpiexec, pbsdsh), as the files in templates/ do"
@@ -71,6 +79,8 @@ OPEN_MPI = TaskTable(
     tasks=("OMPI_COMM_WORLD_SIZE",),
     local_task=("OMPI_COMM_WORLD_LOCAL_RANK",),
     local_tasks=("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    start=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    daemons_in_step=True,
 )
 # https://flux-framework.readthedocs.io/projects/flux-core/en/latest/man7/flux-environment.html
 FLUX = TaskTable(
@@ -103,6 +113,7 @@ PALS = TaskTable(
     local_task=("PALS_LOCAL_RANKID", "PMI_LOCAL_RANK"),
     local_tasks=("PALS_LOCAL_SIZE", "PMI_LOCAL_SIZE"),
     node=("PALS_NODEID",),
+    start=("PALS_APID",),
 )
 # https://github.com/pmodels/mpich/blob/main/doc/wiki/how_to/Using_the_Hydra_Process_Manager.md (MPICH, Intel MPI,
 # MVAPICH)
@@ -131,7 +142,9 @@ TASKS = (TORCHRUN, OPEN_MPI, FLUX, SRUN, PALS, PMI, PBSDSH)
 SLURM_JOB = AllocationTable(
     name="Slurm",
     job=("SLURM_JOB_ID", "SLURM_JOBID"),
-    hosts=("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    hosts=("SLURM_JOB_NODELIST", "SLURM_NODELIST"),
+    step_hosts=("SLURM_STEP_NODELIST",),
+    step=("SLURM_STEP_ID",),
     devices=("SLURM_GPUS_ON_NODE",),
     devices_per_node=("SLURM_GPUS_PER_NODE",),
     end=("SLURM_JOB_END_TIME",),
@@ -156,3 +169,5 @@ HOSTS = "CROSSFED_HOSTS"
 """Host list of the job, set by a template where the scheduler's environment has none; wins over the tables."""
 RANKS_PER_NODE = "CROSSFED_RANKS_PER_NODE"
 """Ranks on each node, as `4(x2),2`, with one task a node; wins over what is found on the nodes."""
+START = "CROSSFED_START"
+"""Name of this start of the job, set by a template where the launcher gives none; wins over the tables."""

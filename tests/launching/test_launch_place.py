@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from facility.exchange.errors import ConfigurationError
 from facility.launching.hostlist import expand_counts, expand_hosts
-from facility.launching.place import Place, master_port, place, read_tasks
+from facility.launching.place import Place, attempt_of, master_port, place, read_tasks
 from tests.schedulers.recordings import recorded
 
 Environment = dict[str, str]
@@ -48,6 +48,16 @@ def pbs_open_mpi(counts: list[int], node: int, local: int) -> tuple[Environment,
     }, "\n".join(name for name, count in zip(hosts(counts), counts, strict=True) for _ in range(count))
 
 
+def slurm_open_mpi(counts: list[int], node: int, local: int) -> tuple[Environment, str | None]:
+    """mpirun in a batch script: its daemons on the other nodes are a step, whose variables their tasks inherit."""
+    environment, _ = pbs_open_mpi(counts, node, local)
+    del environment["PBS_JOBID"]
+    environment |= {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": ",".join(hosts(counts)), "PMIX_NAMESPACE": "prterun-1"}
+    if node:
+        environment |= {"SLURM_STEP_ID": "3", "SLURM_STEP_NODELIST": ",".join(hosts(counts)[1:])}
+    return environment, None
+
+
 def pbs_pals(counts: list[int], node: int, local: int) -> tuple[Environment, str | None]:
     return {
         "PBS_JOBID": "41.server",
@@ -56,6 +66,7 @@ def pbs_pals(counts: list[int], node: int, local: int) -> tuple[Environment, str
         "PALS_NODEID": str(node),
         "PALS_LOCAL_RANKID": str(local),
         "PALS_LOCAL_SIZE": str(counts[node]),
+        "PALS_APID": "5d1c",
     }, "\n".join(hosts(counts))
 
 
@@ -81,6 +92,16 @@ BUILDERS: dict[str, Builder] = {
     "pals": pbs_pals,
     "pmi": mpich,
 }
+
+
+STARTS: dict[str, tuple[Builder, Environment]] = {
+    "slurm": (slurm, {"SLURM_STEP_ID": "1"}),
+    "open-mpi": (pbs_open_mpi, {"PMIX_NAMESPACE": "prterun-2"}),
+    "open-mpi under Slurm": (slurm_open_mpi, {"PMIX_NAMESPACE": "prterun-2"}),
+    "pals": (pbs_pals, {"PALS_APID": "5d1d"}),
+    "pmi": (mpich, {}),
+}
+"""What the next start in the same job has of its own; {}: nothing but what a template sets."""
 
 
 def whole_job(builder: Builder, counts: list[int]) -> list[Place]:
@@ -233,6 +254,24 @@ def test_the_batch_script_of_one_node_is_this_machine_alone():
     }
     tasks = read_tasks(environment)
     assert (tasks.tasks, tasks.nodes, tasks.devices_here, tasks.end_time) == (1, 1, 4, 1700000000.0)
+
+
+def test_open_mpi_under_slurm():
+    check(whole_job(slurm_open_mpi, [2, 2, 2]), [2, 2, 2])
+    tasks = [read_tasks(slurm_open_mpi([1, 1, 1], node, 0)[0]) for node in range(3)]
+    assert [(one.node, one.nodes, one.per_rank, one.host) for one in tasks] == [
+        (node, 3, False, "node000") for node in range(3)
+    ]
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_all_tasks_of_a_start_read_the_same_notes_and_those_of_the_next_start_others(name: str):
+    builder, another = STARTS[name]
+    first = [builder([2, 2], node, local)[0] for node in range(2) for local in range(2)]
+    (attempt,) = {attempt_of(environment) for environment in first}
+    for change in (another, {"CROSSFED_START": "again"}, {"SLURM_RESTART_COUNT": "1"}):
+        (changed,) = {attempt_of(environment | change) for environment in first}
+        assert (changed != attempt) == bool(change)
 
 
 def test_the_innermost_launcher_counts():
