@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.exchange.messages.ahead import BEGAN
 from facility.exchange.messages.usage import SOURCES, Usage
+from facility.launching.devices import listed_devices
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 
@@ -88,29 +89,37 @@ class Meter:
         began = environ.get("SLURM_JOB_START_TIME") or environ.get(BEGAN, "")
         self.began = _number(began) or time.time()
         self.first = self._read()
+        given, seen = tasks.devices_per_node or tasks.devices_here, len(self.first.counters.get("nvml", {}))
+        self.own_alone = tasks.local_tasks > 1 and 0 < seen < (given or tasks.local_tasks)
+        """Does each task see its own GPUs alone? Then this one cannot speak for those of the node."""
+        self.gpus = given or (tasks.local_tasks if self.own_alone else seen)
+        """Of this node."""
 
     def tell(self, notes: Notes) -> None:
         """Leave this node's gain for the first task."""
         if self.speaks and not self.tasks.first:
-            notes.write(f"energy-{self.tasks.node}", gained(self.first, self._read()))
+            notes.write(f"energy-{self.tasks.node}", self._gained())
 
     def usage(self, notes: Notes) -> Usage:
         """What the whole job used; the first task asks. Waits `OTHERS_SECONDS` at most for the other nodes."""
-        here = gained(self.first, self._read())
+        here = self._gained()
         others = self._others(notes)
         nodes = max(1, self.tasks.nodes)
         seconds = time.time() - self.began
-        gpus = self.tasks.devices_per_node * nodes or len(self.first.counters.get("nvml", {})) * nodes
         energy, source = combined(here, others, nodes)
         return Usage(
             node_seconds=round(nodes * seconds, 3),
-            gpu_seconds=round(gpus * seconds, 3),
+            gpu_seconds=round(self.gpus * nodes * seconds, 3),
             energy_joules=energy,
             energy_source=source,
         )
 
     def _read(self) -> Reading:
         return read_counters(job=self.job, whole_job=self.tasks.first) if self.speaks else Reading(time=0, counters={})
+
+    def _gained(self) -> dict[str, float]:
+        found = gained(self.first, self._read())
+        return {source: joules for source, joules in found.items() if source != "nvml" or not self.own_alone}
 
     def _others(self, notes: Notes) -> list[dict[str, Any]]:
         wanted = [number for number in range(max(1, self.tasks.nodes)) if number != self.tasks.node]
@@ -179,9 +188,10 @@ def _nvml() -> dict[str, float]:
 
 
 def _handles(library: Any) -> list[tuple[str, ctypes.c_void_p]]:
-    visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = listed_devices(said or "")
     count = ctypes.c_uint()
-    if not visible and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
+    if said is None and library.nvmlDeviceGetCount_v2(ctypes.byref(count)) == 0:
         visible = [str(number) for number in range(count.value)]
     found = []
     for name in visible:

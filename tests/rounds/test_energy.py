@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.usage import SOURCES, USAGE, usage_of
+from facility.launching.notes import Notes
+from facility.launching.place import read_tasks
 from facility.rounds import energy
-from facility.rounds.energy import Reading, combined, gained
+from facility.rounds.energy import Meter, Reading, combined, gained
 
 
 def reading(at: float, ranges: dict[str, float] | None = None, **counters: dict[str, float]) -> Reading:
@@ -84,6 +87,75 @@ def test_slurm_says_joules_or_nothing(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert energy._sacct("7") == expected
+
+
+class FourGpus:
+    """NVML on a node of four GPUs that only says which of them was asked for."""
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 4
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
+        return 0 if index < 4 else 2
+
+    def nvmlDeviceGetHandleByUUID(self, name: bytes, handle: Any) -> int:
+        return 0 if name.startswith(b"GPU-") else 6
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("0, 1", ["0", "1"]),
+        ("2,-1,3", ["2"]),
+        ("GPU-1f,GPU-2f", ["GPU-1f", "GPU-2f"]),
+    ],
+)
+def test_the_gpus_counted_are_those_that_the_job_sees(
+    visible: str | None, expected: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert [name for name, _ in energy._handles(FourGpus())] == expected
+
+
+@pytest.mark.parametrize(
+    ("seen", "tasks_here", "gpus", "expected"),
+    [
+        (4, 4, 4, (4, "nvml")),
+        (1, 4, 4, (4, "rapl")),
+        (1, 4, 0, (4, "rapl")),
+        (2, 1, 4, (4, "nvml")),
+        (0, 1, 8, (8, "rapl")),
+    ],
+    ids=["all see all", "each sees its own", "not from the scheduler", "one task, two of four", "no NVML"],
+)
+def test_a_task_that_sees_its_own_gpu_alone_does_not_speak_for_the_node(
+    seen: int,
+    tasks_here: int,
+    gpus: int,
+    expected: tuple[int, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seconds = iter([0.0, 100.0])
+
+    def read(**_: object) -> Reading:
+        at = next(seconds)
+        counters = {"nvml": {str(gpu): at for gpu in range(seen)}, "rapl": {"intel-rapl:0": at}}
+        return reading(at, **{name: one for name, one in counters.items() if one})
+
+    monkeypatch.setattr(energy, "read_counters", read)
+    environment = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+    environment |= {"SLURM_STEP_NUM_TASKS": str(tasks_here), "SLURM_STEP_NUM_NODES": "1", "SLURM_NODEID": "0"}
+    tasks = read_tasks(environment | ({"SLURM_GPUS_ON_NODE": str(gpus)} if gpus else {}))
+    usage = Meter(tasks, {"SLURM_JOB_START_TIME": "1"}).usage(Notes(tmp_path, "7"))
+    assert (round(usage.gpu_seconds / usage.node_seconds), usage.energy_source) == expected
 
 
 def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
