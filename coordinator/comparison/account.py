@@ -43,6 +43,8 @@ class Account:
     alone_over: bool = False
     batch: int = 0
     """Batches of models that are done with."""
+    evaluated: list[str] = field(default_factory=list)
+    """Folders of their models, the global one aside; earlier versions noted the number of batches alone."""
     tries: int = 0
     """Times that the batch under way was sent."""
     over: bool = False

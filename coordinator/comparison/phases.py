@@ -24,6 +24,7 @@ from facility.exchange.errors import ManifestError
 from facility.exchange.messages.comparison import (
     ALONE,
     ALONE_OF,
+    GLOBAL,
     MODELS,
     OwnModels,
     alone_of,
@@ -72,10 +73,31 @@ def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
             emit("comparing", round=settings.rounds, what=ALONE)
             whole = any(not one.rounds or one.failed for one in under_way.values())
             return make_order(archive, settings, {name: one.of for name, one in account.alone.items()}, whole=whole)
-    planned = batches(compared(archive, settings), wanted.models_per_job)
+    planned = _left(archive, settings, account)
+    if not planned:  # fewer models than when it was stopped
+        write_account(archive, choose(archive, wanted, dataclasses.replace(account, over=True)))
+        drop(archive)
+        return None
     emit("comparing", round=settings.rounds, what=MODELS)
     own = None if wanted.updates or not wanted.matrix else _own_models(archive, settings, account)
-    return make_batch(archive, settings, planned[account.batch], own)
+    return make_batch(archive, settings, planned[0], own)
+
+
+def _left(archive: Archive, settings: CoordinatorSettings, account: Account) -> list[list[str]]:
+    """Batches of models that are still to be sent, whatever `models_per_job` and the facilities were before."""
+    assert settings.comparison is not None
+    done = _evaluated(archive, settings, account)
+    left = [name for name in compared(archive, settings) if name == GLOBAL or name not in done]
+    return batches(left, settings.comparison.models_per_job)
+
+
+def _evaluated(archive: Archive, settings: CoordinatorSettings, account: Account) -> list[str]:
+    """Models that are done with; where an earlier version noted the number of batches alone, those that it sent."""
+    assert settings.comparison is not None
+    if account.evaluated or not account.batch:
+        return account.evaluated
+    planned = batches(compared(archive, settings), settings.comparison.models_per_job)
+    return [name for batch in planned[: account.batch] for name in batch if name != GLOBAL]
 
 
 def take(archive: Archive, settings: CoordinatorSettings, sent: Path, answers: Answers) -> None:
@@ -175,21 +197,16 @@ def _take_figures(
     if again:
         gaps = {name: reason for name, reason in gaps.items() if name not in failed}
     assert settings.comparison is not None
-    count = len(batches(compared(archive, settings), settings.comparison.models_per_job))
-    batch = account.batch + (not again)
-    account = dataclasses.replace(
-        account,
-        figures=figures,
-        tasks=tasks,
-        gaps=gaps,
-        batch=batch,
-        tries=tries if again else 0,
-        over=batch >= count,
-    )
-    if account.over:
+    account = dataclasses.replace(account, figures=figures, tasks=tasks, gaps=gaps, tries=tries if again else 0)
+    if not again:
+        evaluated = [*_evaluated(archive, settings, account), *(name for name in folders if name != GLOBAL)]
+        account = dataclasses.replace(account, batch=account.batch + 1, evaluated=evaluated)
+    left = len(_left(archive, settings, account))
+    if not left:
+        account = dataclasses.replace(account, over=True)
         account = choose(archive, settings.comparison, account)
     places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
-    return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {count})"
+    return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {account.batch + left})"
 
 
 def _lacking(answer: Manifest, expected: Sequence[str], found: Collection[str]) -> str:

@@ -184,6 +184,47 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path):
     assert start(world.archive, tmp_path / "model", SETTINGS)[2] is False
 
 
+@pytest.mark.parametrize(("before", "then"), [(2, 8), (3, 4), (8, 2)])
+def test_models_are_evaluated_once_whatever_models_per_job_becomes_in_between(before: int, then: int, tmp_path: Path):
+    def at_once(most: int) -> CoordinatorSettings:
+        return dataclasses.replace(SETTINGS, comparison=ComparisonSettings(models_per_job=most))
+
+    world = World(tmp_path, at_once(before))
+    for _ in range(3):
+        world.go_on()
+    world.settings = at_once(then)
+    world.model, world.number, world.proceed = start(world.archive, tmp_path / "model", world.settings)
+    while world.proceed:
+        world.go_on()
+    sent = [folder for name, folders in world.seen if name == "a" for folder in folders if folder != "global"]
+    assert sent == ["initial", "update.a", "update.b"]
+    assert matrix(world.archive, {}, NAMES)["complete"]
+
+
+def test_a_comparison_of_which_a_facility_has_left_goes_on_or_is_over(tmp_path: Path):
+    settings = dataclasses.replace(SETTINGS, comparison=ComparisonSettings(models_per_job=3))
+    world = World(tmp_path, settings)
+    for _ in range(3):
+        world.go_on()
+    alone = dataclasses.replace(settings, facilities=["a"])
+    assert start(world.archive, tmp_path / "model", alone)[2] is False, "b's update alone was left to evaluate"
+    assert matrix(world.archive, {}, ["a"])["complete"]
+
+
+def test_batches_that_an_earlier_version_counted_are_not_sent_again(tmp_path: Path):
+    settings = dataclasses.replace(SETTINGS, comparison=ComparisonSettings(models_per_job=2))
+    world = World(tmp_path, settings)
+    for _ in range(3):
+        world.go_on()
+    note = world.archive.read_note("comparison")
+    del note["evaluated"]
+    world.archive.write_note("comparison", note)
+    while world.proceed:
+        world.go_on()
+    sent = [folder for name, folders in world.seen if name == "a" for folder in folders if folder != "global"]
+    assert sent == ["initial", "update.a", "update.b"]
+
+
 MASKED = dataclasses.replace(
     SETTINGS,
     privacy=PrivacySettings(secure_aggregation=True, peer_signers="/keys"),
