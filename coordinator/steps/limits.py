@@ -77,7 +77,8 @@ def exceeded(
                 f"deadline {limits.deadline}",
             )
     if limits.node_hours:
-        used = [node_seconds(entry, jobs) for entry in history]
+        delivered = as_delivered(jobs or {}, history)
+        used = [node_seconds(entry, delivered) for entry in history]
         spent, expected = (sum(used) + waited) / 3600, _median(used) / 3600
         if spent + expected > limits.node_hours or spent >= limits.node_hours:
             return Exceeded(
@@ -138,6 +139,18 @@ def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:
                 if start is not None and start.round is not None:
                     key = (start.round, name)
                     found[key] = found.get(key, 0.0) + entry.time - start.time
+    return found
+
+
+def as_delivered(jobs: Jobs, history: Sequence[RoundFile]) -> dict[tuple[int, str], float]:
+    """The same by the round that averaged what a job left, whose report counts it: a late one was seen in earlier
+    rounds, and would be paid for there as well."""
+    found = dict(jobs)
+    for entry in history:
+        for row in entry.facilities:
+            for earlier in range(entry.round - row.staleness, entry.round):
+                key = (entry.round, row.facility)
+                found[key] = found.get(key, 0.0) + found.pop((earlier, row.facility), 0.0)
     return found
 
 

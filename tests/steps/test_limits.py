@@ -119,6 +119,26 @@ def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():
     assert node_seconds(one) == 120.0 and node_seconds(one, jobs) == 200.0 + 30.0
 
 
+@pytest.mark.parametrize("began", [0, 1], ids=["at once", "after a round in its queue"])
+def test_a_late_job_is_paid_for_once(began: int):
+    """It used 2 node-hours, was seen in the rounds that closed without it, and reports them in the one it came in."""
+    told = [
+        Entry(time=0.0, kind="started", facility="a", round=began),
+        Entry(time=3600.0, kind="trained", facility="a", round=2),
+    ]
+    late = FacilityRow(round=0, facility="a", status="late")
+    there = FacilityRow(round=2, facility="a", status="ok", staleness=2, seconds=3600.0, usage={"node_seconds": 7200.0})
+    history = [
+        RoundFile(round=number, facilities=[dataclasses.replace(row, round=number)], global_loss=None, decision="go on")
+        for number, row in enumerate((late, late, there))
+    ]
+    jobs = job_seconds(told)
+    assert exceeded(LimitSettings(node_hours=2.01), history, NOON, evaluates=False, jobs=jobs) is None
+    assert exceeded(LimitSettings(node_hours=1.99), history, NOON, evaluates=False, jobs=jobs) is not None
+    found = exceeded(LimitSettings(node_hours=0.99), history[:2], NOON, evaluates=False, jobs=jobs)
+    assert found is not None, "until then, as it was seen"
+
+
 def test_an_interrupted_round_is_no_measure():
     assert seconds_of({"round": 3, "since": 100.0, "whole": True}, 3, 160.0) == 60
     assert seconds_of({"round": 3, "since": 100.0, "whole": False}, 3, 160.0) == 0
