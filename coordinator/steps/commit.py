@@ -139,6 +139,7 @@ def commit(
     with archive.append(number) as directory:
         write_model(round, directory)
         describe_round(round, directory)
+        keep_beside(round)
     clean_up(round)
     announce(round)
     return following(round)
@@ -294,10 +295,18 @@ def describe_round(round: Commit, directory: Path) -> None:
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 
 
+def keep_beside(round: Commit) -> None:
+    """Keep what lies beside the round in the archive before the round appears: a commit that is killed in between is
+    made again only while the round is not there."""
+    archive, number, limited = round.archive, round.number, round.limited
+    keep_updates(archive, round.settings, round.arrived.updates, round.left_out)
+    if limited is not None:
+        archive.write_note(LIMITED, {"after_round": number, "limit": limited.limit, "reason": limited.reason})
+
+
 def clean_up(round: Commit) -> None:
     """Log the round that is now in the archive, note what follows, and remove what it makes superfluous."""
     archive, number = round.archive, round.number
-    keep_updates(archive, round.settings, round.arrived.updates, round.left_out)
     log_entry(
         "aggregated",
         round=number,
@@ -308,10 +317,6 @@ def clean_up(round: Commit) -> None:
     archive.drop_note("attempts")
     drop_told(archive)
     archive.write_note(UNDER_WAY, {"round": number + 1, "since": time.time(), "whole": True})
-    if round.limited is not None:
-        archive.write_note(
-            LIMITED, {"after_round": number, "limit": round.limited.limit, "reason": round.limited.reason}
-        )
     archive.prune(round.settings.keep_rounds, also=best_round(round.losses) if round.settings.limits else None)
     behind = round.settings.aggregation.maximum_staleness
     sweep_round(Path.cwd(), round.record.federation, number, behind=behind)

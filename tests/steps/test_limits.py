@@ -17,6 +17,7 @@ from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import MOST_NODES, Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.closing import LimitSettings
+from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
@@ -186,6 +187,36 @@ def test_with_a_larger_budget_it_goes_on(limited: tuple[Archive, CoordinatorSett
     model, number, proceed = start(archive, tmp_path / "model", more)
     assert (model, number, proceed) == (archive.model_for(2), 2, True)
     assert summary(archive)["model"] == str(archive.model_for(2)), "no longer ended"
+
+
+def test_killed_as_the_round_that_a_budget_ends_appears_it_is_ended_by_the_budget_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It ends at the best model, with every facility's update kept to be compared, and a larger budget goes on."""
+    settings = CoordinatorSettings(
+        federation="f",
+        rounds=4,
+        facilities=["a"],
+        limits=LimitSettings(node_hours=1.5 / 3600),
+        comparison=ComparisonSettings(),
+    )
+    archive = Archive(tmp_path / "archive")
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    update = write_update(tmp_path / "a", model, "a", loss=4.0, move=0.01)
+    with_usage(update, Usage(node_seconds=1.0))
+
+    def killed(self: Archive) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Archive, "write_history", killed)  # the first thing after the round has appeared
+    with pytest.raises(KeyboardInterrupt):
+        close(archive, model, [update], settings)
+    monkeypatch.undo()
+    assert archive.rounds() == [0] and (archive.path / "comparison" / "update.a").is_dir()
+    assert start(archive, tmp_path / "model", settings)[1:] == (4, True), "the final evaluation"
+    assert summary(archive)["limited"], archive.read_note("limited")
+    more = dataclasses.replace(settings, limits=LimitSettings(node_hours=1))
+    assert start(archive, tmp_path / "model", more)[1:] == (1, True)
 
 
 def test_a_deadline_that_has_passed_begins_no_federation(tmp_path: Path):
