@@ -69,10 +69,11 @@ def bytes_of(manifest: Manifest, folders: Sequence[str] = ()) -> int:
 def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:
     """What `facility` is sent in round `number`, from what the archive knows.
 
-    The final evaluation, which may follow an early end, has the number of rounds; its model is that of the last one
-    made.
+    The final evaluation has the number of rounds, of which more, or after `rounds` was lowered fewer, may have been
+    made; its model is that of the last one made.
     """
-    number = min(number, len(archive.rounds()))
+    done = len(archive.rounds())
+    number = done if number >= settings.rounds else min(number, done)
     wanted, whole = settings.sending.encoding, archive.model_for(number)
     message = archive.message_for(number)
     if wanted == "full":

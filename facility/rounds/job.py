@@ -51,6 +51,12 @@ class Job:
         return self.arguments.round
 
     @property
+    def goes_on_at(self) -> int:
+        """The round before which what it goes on from was kept: where `rounds` was lowered below what is done, the
+        final evaluation has a smaller number than the model that it evaluates."""
+        return max(self.round, read_manifest(self.arguments.model).round)
+
+    @property
     def masks(self) -> bool:
         """Does the update leave masked?"""
         return self.settings.masking is not None and self.round < self.settings.rounds
@@ -108,7 +114,7 @@ class Job:
     def model(self) -> Path:
         """The model to train: as received, or with this facility's own tensors in it."""
         own = self.personal
-        return own.model if own.any and own.latest(self.round) else self.received
+        return own.model if own.any and own.latest(self.goes_on_at) else self.received
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -115,13 +115,13 @@ class OneRound:
         clear(job.out)
         drop_pending(job.state)
         drop_held(job.state)
-        for warning in check_kept(job.state, job.round, evaluates=job.round >= job.settings.rounds):
+        for warning in check_kept(job.state, job.goes_on_at, evaluates=job.round >= job.settings.rounds):
             log.warning(warning)
         if (job.dataset / DATASET).is_file():
             check_dataset(job.dataset, job.state)
         if job.keeps_models:
             Models(job.state).whole(job.arguments.model)
-        job.personal.put_in(job.received, job.round)
+        job.personal.put_in(job.received, job.goes_on_at)
         if self.received.kind == MODELS:
             self.missing = gather_own_models(job.state, self.received, job.settings.facility)
         clear(job.trained)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -75,6 +76,29 @@ def test_a_round_done_again_starts_from_the_round_before(tmp_path: Path):
         kept = personal.latest(1)
         assert kept is not None and kept.name == "round-0"
         shutil.rmtree(update)
+
+
+def test_what_is_evaluated_has_the_newest_tensors_where_rounds_was_lowered_below_what_is_done(tmp_path: Path):
+    """The evaluation has the number of rounds, 1, of which three were done."""
+    personal = Personal(tmp_path / "state", HEAD)
+    for number in range(3):
+        received = model(tmp_path / f"received{number}", round=number)
+        update = write_update(tmp_path / f"update{number}", received, "a", round=number, move=0.1 * (number + 1))
+        personal.take_out(update, received, number)
+    settings = SimpleNamespace(include=[], exclude=["lm_head.*"], model_encoding="full", rounds=1)
+    arguments = argparse.Namespace(model=model(tmp_path / "last", seed=9, round=3), round=1)
+    job = Job(
+        arguments=arguments,
+        settings=cast(Any, settings),
+        state=tmp_path / "state",
+        dataset=tmp_path,
+        **dict.fromkeys(("tasks", "notes", "meter"), cast(Any, None)),
+    )
+    personal.put_in(job.received, job.goes_on_at)
+    kept = personal.latest(3)
+    assert kept is not None and kept.name == "round-2"
+    found, own = open_checkpoint(job.model), open_checkpoint(kept)
+    assert torch.equal(found.read("lm_head.weight"), own.read("lm_head.weight"))
 
 
 def test_without_patterns_nothing_is_touched(tmp_path: Path):

@@ -75,6 +75,15 @@ def test_a_signed_order_is_taken_for_its_round_and_for_the_final_evaluation(plac
     assert place.verify(round=5).round == 2, "an early end is followed by an evaluation of the last model"
 
 
+def test_the_final_evaluation_is_of_a_later_model_where_rounds_was_lowered_below_what_is_done(place: Place):
+    write_manifest(place.model, Manifest(kind="model", federation="heron", round=7))
+    with_run(place.model, "a" * 32)
+    place.sign()
+    assert place.verify(round=5).round == 7
+    with pytest.raises(ManifestError, match="job is of round 4"):
+        place.verify(round=4)
+
+
 ATTACKS = {
     "unsigned": (lambda p: None, "holds no manifest.json.sig"),
     "another key": (lambda p: p.sign("thief"), "not signed by 'heron'"),

@@ -82,6 +82,13 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
 
 
+def test_the_newest_model_is_evaluated_where_rounds_was_lowered_below_what_is_done(archive: Archive):
+    for number in range(3):
+        close(archive, number, update(archive, "a", number), update(archive, "b", number))
+    lowered = dataclasses.replace(SETTINGS, rounds=1)
+    assert outgoing(archive, lowered, "a", 1).path == archive.message_for(3), "not that of round 1, long gone there"
+
+
 def test_facilities_hold_what_the_archive_holds_and_keep_two_models(archive: Archive, tmp_path: Path):
     kept = Models(tmp_path / "state")
     for number in range(3):

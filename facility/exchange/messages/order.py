@@ -57,7 +57,7 @@ def verify_order(
         raise ManifestError(
             f"the order is void: it expired at {_moment(expires)}; the coordinator signs anew when it is started again"
         )
-    if manifest.round != round and not manifest.round <= round == rounds:
+    if round not in (manifest.round, rounds):  # the final evaluation is of the newest model, whatever its number
         raise ManifestError(f"the order is for round {manifest.round}, this job is of round {round}")
     digests = manifest.extra.get(SETTINGS)
     wanted = digests.get(facility) if isinstance(digests, dict) else None
