@@ -64,7 +64,11 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
 [ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
 
-[ -z "$gate" ] || ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
+if [ -n "$gate" ]; then  # one line: what follows it would be a line of authorized_keys without the gate
+    ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
+    mapfile -t keys <"$gate"
+    [[ ${#keys[@]} -eq 1 && ${keys[0]} =~ ^[a-z0-9@.-]+\ [A-Za-z0-9+/]+=*(\ |$) ]] || fail "--gate $gate holds ${#keys[@]} line(s), expected one public ssh key on one line, without options; one key comes in by one gate"
+fi
 [[ -z "$coordinator" || ( -n "$gate" && "$coordinator" =~ ^[A-Za-z0-9][A-Za-z0-9_-]*$ ) ]] || fail "--coordinator is '$coordinator', expected a name of letters, digits, _ and -, beside --gate"
 
 # A bundle says what it holds (crossfed bundle); what was altered or lost on the way is not installed.
@@ -80,6 +84,7 @@ fi
 
 mkdir -p "$home"/{cache,state}
 home=$(cd "$home" && pwd)
+[ -z "$gate" ] || case "$home" in *[[:space:]\"\'\\\$\`\;\&\|\<\>\(\)\*\?\[\]\#\!]*) fail "--home $home holds a blank, a quote or another character that means something to a shell, which a forced command in authorized_keys cannot quote; name another" ;; esac
 exec 9>>"$home/.setup.lock"
 flock -n 9 || fail "another setup.sh works in $home; wait for it"
 
@@ -265,9 +270,9 @@ if [ -n "$gate" ]; then
     if others=$(grep -F -- "$body" "$authorized" | grep -vxF -- "$line"); then
         fail "$authorized lets this key in another way too, so the gate would not hold; remove: ${others:0:120}..."
     fi
+    [ -z "$(tail -c 1 "$authorized")" ] || echo >>"$authorized"  # a last line without its end would take ours in
     grep -qxF -- "$line" "$authorized" || printf '%s\n' "$line" >>"$authorized"
     chmod 600 "$authorized"
-    case "$home" in *[\ \"\\]*) fail "--home $home holds blanks or quotes, which authorized_keys cannot quote" ;; esac
     say "gate: $print may run $place/crossfed-gate and nothing else; its log is $place/gate/audit.jsonl"
 fi
 say "done: $home"

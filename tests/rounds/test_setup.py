@@ -520,3 +520,64 @@ def test_a_first_federation_has_names_that_are_read_back(tmp_path: Path, name: s
 def test_names_that_yaml_takes_for_numbers_are_written_as_text(tmp_path: Path):
     written = yaml.safe_load(init(tmp_path, "2026", ["on=local", "1e3.0=slurm"]).read_text())
     assert [written["name"], *(one["name"] for one in written["facilities"])] == ["2026", "on", "1e3.0"]
+
+
+PYTHON = """\
+#!/bin/bash
+# Stands in for a Python that has, or installs, whatever it is asked for.
+case "$1 $2" in
+    --version*) echo Python 3.12.1 ;;
+    "-c "*sysconfig*) dirname "$0" ;;
+    "-c "*platform*) echo 3.12-none ;;
+esac
+"""
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Path:
+    """A program that answers as Python does where setup.sh asks it."""
+    program = tmp_path / "python" / "python3"
+    program.parent.mkdir()
+    program.write_text(PYTHON)
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def gate(tmp_path: Path, python: Path) -> list[str]:
+    """Options that let `key.pub` in by a gate at `home`, whose policy is there already."""
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "key"], check=True)
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "policy.yml").touch()
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--as-is", "--no-self-check"]
+    return [*options, "--gate", str(tmp_path / "key.pub"), "--authorized-keys", str(tmp_path / "authorized")]
+
+
+@pytest.mark.parametrize("what", ["a key more", "options", "the private key"])
+def test_a_gate_lets_one_key_in_and_nothing_beside_it(tmp_path: Path, gate: list[str], what: str):
+    """A second line of the coordinator's file would be a line of authorized_keys by itself, and a whole shell."""
+    key = (tmp_path / "key.pub").read_text()
+    held = {"a key more": key + key, "options": f"no-pty {key}"}
+    (tmp_path / "key.pub").write_text(held.get(what) or (tmp_path / "key").read_text())
+    result = setup("facility", *gate)
+    assert result.returncode == 2 and "expected one public ssh key on one line" in result.stderr, result.stderr
+    assert not (tmp_path / "authorized").exists()
+
+
+def test_a_gate_is_a_line_of_its_own_whatever_is_there_already(tmp_path: Path, gate: list[str]):
+    (tmp_path / "authorized").write_text("ssh-ed25519 AAAAC3 me@laptop")  # as some editors leave it: no end of line
+    for _ in range(2):
+        result = setup("facility", *gate)
+        assert result.returncode == 0, result.stderr
+    first, second = (tmp_path / "authorized").read_text().splitlines()
+    assert first == "ssh-ed25519 AAAAC3 me@laptop" and second.startswith('restrict,command="')
+
+
+@pytest.mark.parametrize("name", ["a home", "it's", "a;b", "a$b", 'a"b'])
+def test_a_home_that_a_forced_command_cannot_name_leaves_authorized_keys_alone(
+    tmp_path: Path, gate: list[str], name: str
+):
+    (tmp_path / "home").rename(tmp_path / name)
+    result = setup("facility", *gate, "--home", str(tmp_path / name))
+    assert result.returncode == 2 and "authorized_keys cannot quote" in result.stderr, result.stderr
+    assert not (tmp_path / "authorized").exists()
