@@ -45,9 +45,11 @@ done
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python"
 
-if [ ! -x "$venv/bin/python" ]; then
+if ! "$venv/bin/python" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or its Python is gone
     say "making $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
+    clear=()
+    if [ ! -x "$venv/bin/python" ] && [ -f "$venv/pyvenv.cfg" ]; then clear=(--clear); fi
+    "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv" || fail "$python could not make $venv, see above; name another by --python"
 fi
 stamp=$( { echo "$wheelhouse"; "$venv/bin/python" --version; cat "$here/pyproject.toml" "$here/constraints.txt"; } | cksum)
 if [ "$(cat "$venv/.coordinator" 2>/dev/null)" = "$stamp" ] || { [ -f "$venv/.ready" ] && [ "$venv/.ready" -nt "$here/pyproject.toml" ]; }; then

@@ -126,8 +126,12 @@ fi
 if [ -n "$as_is$conda" ]; then
     run=$(command -v "$python")
 else
-    [ -x "$home/venv/bin/python" ] || { say "making $home/venv with $("$python" --version)"; "$python" -m venv "$home/venv"; }
     run=$home/venv/bin/python
+    if ! "$run" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or the Python that it was made with is gone
+        say "making $home/venv with $("$python" --version)"
+        rm -f "$home"/.setup-stamp "$home"/.imports "$home"/.self-check  # they are of another one
+        "$python" -m venv --clear "$home/venv" || fail "$python could not make $home/venv, see above; name another by --python, load one by --module, or use one that has the packages by --as-is"
+    fi
 fi
 
 # 2. Which torch, and why

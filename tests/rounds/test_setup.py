@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -529,6 +530,9 @@ case "$1 $2" in
     --version*) echo Python 3.12.1 ;;
     "-c "*sysconfig*) dirname "$0" ;;
     "-c "*platform*) echo 3.12-none ;;
+    "-I -c") [ ! -e "$(dirname "$0")/without-pip" ] ;;
+    "-m venv") rm -rf "${@: -1}" && mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+    "-m pip") echo "$*" >>"$(dirname "$0")/installed" ;;
 esac
 """
 
@@ -581,3 +585,30 @@ def test_a_home_that_a_forced_command_cannot_name_leaves_authorized_keys_alone(
     result = setup("facility", *gate, "--home", str(tmp_path / name))
     assert result.returncode == 2 and "authorized_keys cannot quote" in result.stderr, result.stderr
     assert not (tmp_path / "authorized").exists()
+
+
+@pytest.mark.parametrize("side", ["facility", "coordinator"])
+@pytest.mark.parametrize("left", ["nothing", "no pip", "no Python"])
+def test_an_environment_that_was_removed_or_broken_off_is_made_and_filled_again(
+    tmp_path: Path, python: Path, side: str, left: str
+):
+    """As after `rm -rf venv`, a set-up that was interrupted, and a system whose Python has another version now."""
+    venv = tmp_path / "home" / "venv"
+    place = ["--home", str(tmp_path / "home"), "--no-self-check", "--torch", "cpu"]
+    options = [*(place if side == "facility" else ["--venv", str(venv)]), "--python", str(python)]
+    first = setup(side, *options)
+    assert first.returncode == 0 and (venv / "bin" / "installed").is_file(), first.stderr
+    again = setup(side, *options)
+    assert again.returncode == 0 and "packages: unchanged" in again.stdout and "making" not in again.stdout
+    if left == "no pip":
+        (venv / "bin" / "installed").unlink()
+        (venv / "bin" / "without-pip").touch()
+        (venv / ".coordinator").unlink(missing_ok=True)
+    elif left == "no Python":
+        (venv / "bin" / "python").unlink()
+        (venv / "bin" / "python").symlink_to(tmp_path / "python-of-last-year")
+    else:
+        shutil.rmtree(venv)
+    third = setup(side, *options)
+    assert third.returncode == 0 and f"making {venv}" in third.stdout, third.stderr
+    assert "packages: unchanged" not in third.stdout and (venv / "bin" / "installed").is_file()
