@@ -3,6 +3,8 @@
 # Run it on a login node, from a checkout or an unpacked bundle. A second run changes nothing and takes seconds.
 set -euo pipefail
 umask 077  # what is made here is text that may not leave: nobody else's to read
+unset CDPATH  # with it, cd prints
+export PYTHONNOUSERSITE=1  # as in jobs: what an account has installed for itself is not looked at
 
 usage() {
     cat <<'TEXT'
@@ -105,6 +107,8 @@ if [ -n "$conda" ]; then
     python=python
 fi
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
+python=$(command -v "$python")
+[[ $python = /* ]] || python=$PWD/$python
 "$python" -c "$RECENT" || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
 if [ -n "$template" ]; then  # before minutes go into packages
     PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
@@ -123,8 +127,11 @@ if left := unfilled(text, dict.fromkeys(given, "")):
     sys.exit(f"error: {sys.argv[1]} has placeholders that nothing fills: {', '.join(left)}; add " + " ".join(f"--fill {name}=VALUE" for name in left))
 PYTHON
 fi
+theirs= more=  # what modules bring by PYTHONPATH is a part of a Python that is used as it is, and of no other
+if [ -n "$as_is" ] && [ ${#modules[@]} -gt 0 ] && [ -n "${PYTHONPATH:-}" ]; then theirs=$PYTHONPATH more='${PYTHONPATH:+:$PYTHONPATH}'; fi
+unset PYTHONPATH
 if [ -n "$as_is$conda" ]; then
-    run=$(command -v "$python")
+    run=$python
 else
     run=$home/venv/bin/python
     if ! "$run" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or the Python that it was made with is gone
@@ -157,7 +164,7 @@ stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$
 if [ -n "$as_is" ]; then
     say "packages: those of $run, as they are"
 elif [ "$(cat "$home/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then
-    if [ -n "$(cat "$home/.setup-as-is" 2>/dev/null)" ]; then run=$(command -v "$python") as_is=yes; fi
+    if [ -n "$(cat "$home/.setup-as-is" 2>/dev/null)" ]; then run=$python as_is=yes; fi
     say "packages: unchanged (torch for $torch)"
 else
     say "packages: torch for $torch, because $why"
@@ -183,7 +190,7 @@ PYTHON
             say "packages: $torch_index does not answer; taking the default index's torch, which runs on CPUs too"
         fi
         if [ -z "$got" ] || ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
-            base=$(command -v "$python")
+            base=$python
             [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install, or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
             say "packages: no index gives what is asked for; using those of $base, which has what a facility needs (as --as-is does)"
             run=$base as_is=yes
@@ -196,8 +203,8 @@ if [ -z "$as_is" ]; then  # the checkout itself, without copying it
     site=$("$run" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
     [ "$(cat "$site/crossfed.pth" 2>/dev/null)" = "$here" ] || printf '%s\n' "$here" >"$site/crossfed.pth"
 fi
-export PYTHONPATH=$here
-probed="$home/.imports $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $stamp"
+export PYTHONPATH=$here${theirs:+:$theirs}
+probed="$home/.imports $theirs $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $stamp"
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c "$IMPORTS" || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || echo "$probed" >"$home/.imports"
 
@@ -210,11 +217,21 @@ fi
 
 # 5. env.sh: what every job sources
 quote() { printf '%q' "$1"; }
+programs=$(dirname "$run")
+if [ ! "$programs/python3" -ef "$run" ]; then  # jobs say python3, and that is another one there
+    programs=$home/bin start="exec $(quote "$run") \"\$@\""
+    mkdir -p "$programs"
+    if [ "$(tail -n 1 "$programs/python3" 2>/dev/null)" != "$start" ]; then
+        printf '#!/bin/bash\n%s\n' "$start" >"$programs/.python3.new"
+        chmod 700 "$programs/.python3.new"
+        mv "$programs/.python3.new" "$programs/python3"
+    fi
+fi
 {
     echo "# Written by facility/setup.sh; sourced by the job templates. Run setup.sh again instead of editing it."
     for name in ${modules[@]+"${modules[@]}"}; do echo "module load $(quote "$name")"; done
     if [ -n "$conda" ]; then echo ". \"\$(conda info --base)/etc/profile.d/conda.sh\" && conda activate $(quote "$conda")"; fi
-    echo "export PATH=$(quote "$(dirname "$run")"):\$PATH PYTHONPATH=$(quote "$here")"
+    echo "export PATH=$(quote "$programs"):\$PATH PYTHONPATH=$(quote "$here")$more"
     echo "export CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
     echo "export HF_HOME=$(quote "$home/cache/huggingface") TORCH_HOME=$(quote "$home/cache/torch") TRITON_CACHE_DIR=$(quote "$home/cache/triton")"
     echo "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONNOUSERSITE=1"
@@ -262,6 +279,7 @@ if [ -n "$gate" ]; then
             [ -z "${!name:-}" ] || echo "export $name=$(quote "${!name}")"
         done
         echo "export PATH=$(quote "$PATH") CROSSFED_HOME=$(quote "$home") CROSSFED_STATE=$(quote "$home/state")"
+        [ -z "$theirs" ] || echo "export PYTHONPATH=$(quote "$theirs")"
         [ -z "${LD_LIBRARY_PATH:-}" ] || echo "export LD_LIBRARY_PATH=$(quote "$LD_LIBRARY_PATH")"
         echo "exec $(quote "$run") -s -P -c $(quote 'import sys; sys.path.insert(0, sys.argv.pop(1)); from facility.gate import main; sys.exit(main())') $(quote "$here") --policy $(quote "$place/policy.yml") --key \"\$1\""
     } >"$place/.crossfed-gate.new"

@@ -29,7 +29,7 @@ section() { printf '\n@SECTION@ %s\n' "$1"; }
 section machine; uname -m
 section python
 for name in @PYTHONS@; do
-    command -v "$name" >/dev/null && ask "$name" -c 'if True:
+    command -v "$name" >/dev/null && ask "$name" -I -c 'if True:
     import importlib.util, sys
     lacks = [name for name in "@NEEDED@".split() if importlib.util.find_spec(name) is None]
     print("%s|%d.%d|%s" % ("'"$name"'", sys.version_info[0], sys.version_info[1], ",".join(lacks)))'

@@ -214,3 +214,14 @@ def test_the_script_changes_nothing_and_quotes_the_path(tmp_path: Path):
     )
     assert f"{SECTION} end" in done.stdout and not list(tmp_path.iterdir())
     assert read_survey(done.stdout).data == "missing"
+
+
+def test_packages_that_jobs_do_not_see_are_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A job's environment leaves out what an account has installed for itself, and what its shell names."""
+    monkeypatch.setattr("coordinator.quickstart.survey.NEEDED", ("of_the_account",))
+    (tmp_path / "of_the_account.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = script("data").partition("section modules")[0]
+    told = subprocess.run(["bash", "-s"], input=asked, capture_output=True, text=True)
+    (found,) = (one for one in read_survey(told.stdout).pythons if one.command == "python3")
+    assert found.lacks == ("of_the_account",)

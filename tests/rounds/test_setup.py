@@ -26,12 +26,13 @@ ROOT = Path(__file__).resolve().parents[2]
 HOME = "it's a home"
 
 
-def setup(side: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def setup(side: str, *options: str, folder: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", str(ROOT / side / "setup.sh"), *options],
         capture_output=True,
         text=True,
         timeout=240,
+        cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
     )
 
@@ -527,6 +528,7 @@ PYTHON = """\
 #!/bin/bash
 # Stands in for a Python that has, or installs, whatever it is asked for.
 case "$1 $2" in
+    "-c "*"import torch"* | "-m pip") echo "${PYTHONNOUSERSITE-}:${PYTHONPATH-}" >>"$(dirname "$0")/saw" ;;&
     --version*) echo Python 3.12.1 ;;
     "-c "*sysconfig*) dirname "$0" ;;
     "-c "*platform*) echo 3.12-none ;;
@@ -612,3 +614,36 @@ def test_an_environment_that_was_removed_or_broken_off_is_made_and_filled_again(
     third = setup(side, *options)
     assert third.returncode == 0 and f"making {venv}" in third.stdout, third.stderr
     assert "packages: unchanged" not in third.stdout and (venv / "bin" / "installed").is_file()
+
+
+def test_set_up_looks_for_packages_where_jobs_will(tmp_path: Path, python: Path):
+    """Not among those that an account installed for itself, or that its shell names; a module's are a part of a Python
+    that is used as it is."""
+    (tmp_path / "modules.sh").write_text("module() { export PYTHONPATH=/of/module${PYTHONPATH:+:$PYTHONPATH}; }\n")
+    module = {"BASH_ENV": str(tmp_path / "modules.sh"), "PYTHONPATH": ""}
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--module", "m", "--no-self-check"]
+    for kind, seen in (("--as-is", [f"1:{ROOT}:/of/module"]), ("--torch=cpu", ["1:", "1:", f"1:{ROOT}"])):
+        result = setup("facility", *options, *kind.split("="), **module)
+        assert result.returncode == 0, result.stderr
+        saw = (python.parent if kind == "--as-is" else tmp_path / "home" / "venv" / "bin") / "saw"
+        assert saw.read_text().splitlines() == seen
+        job = 'set -e; . "$1/env.sh"; echo "$PYTHONNOUSERSITE:$PYTHONPATH"'
+        told = subprocess.run(
+            ["bash", "-c", job, "-", str(tmp_path / "home")], env=os.environ | module, capture_output=True, text=True
+        )
+        assert told.stdout.strip() == seen[-1], told.stderr
+
+
+@pytest.mark.parametrize("name", ["./python3", "./python3.12"])
+def test_jobs_start_the_python_that_was_named(tmp_path: Path, python: Path, name: str):
+    """However it was named, and whatever is called `python3` beside it: that is what a job says, in its own directory."""
+    if name != "./python3":
+        shutil.copy(python, python.with_name(name))
+        python.write_text("#!/bin/bash\necho Python 3.6.8\n")
+    options = ["--home", str(tmp_path / "home"), "--python", name, "--as-is", "--no-self-check"]
+    for said in ("written to", "unchanged"):
+        result = setup("facility", *options, folder=python.parent)
+        assert result.returncode == 0 and f"env.sh: {said}" in result.stdout, result.stderr
+    job = '. "$1/env.sh" && cd / && python3 --version'
+    told = subprocess.run(["bash", "-c", job, "-", str(tmp_path / "home")], capture_output=True, text=True)
+    assert told.stdout == "Python 3.12.1\n", told.stderr
