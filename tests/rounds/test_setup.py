@@ -636,7 +636,7 @@ def test_set_up_looks_for_packages_where_jobs_will(tmp_path: Path, python: Path)
 
 @pytest.mark.parametrize("name", ["./python3", "./python3.12"])
 def test_jobs_start_the_python_that_was_named(tmp_path: Path, python: Path, name: str):
-    """However it was named, and whatever is called `python3` beside it: that is what a job says, in its own directory."""
+    """However it was named, whatever is called `python3` beside it: that is what a job says, in its own directory."""
     if name != "./python3":
         shutil.copy(python, python.with_name(name))
         python.write_text("#!/bin/bash\necho Python 3.6.8\n")

@@ -18,7 +18,7 @@ from coordinator.masking import rosters
 from coordinator.masking.rosters import make_roster
 from facility.exchange.checkpoints.second_moments import Factors
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.masking import roster as rosters
+from facility.exchange.masking import roster as roster_file
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.moments import Units, seed_of
 from facility.exchange.masking.roster import Roster, read_keys, read_roster
@@ -527,7 +527,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
         masking=federation.masking,
     )
     roster = federation.roster([federation.keys(name, walk=walk_of(told)) for name in federation.names])
-    honest, real = federation.read(roster), rosters.verify
+    honest, real = federation.read(roster), roster_file.verify
     own = X25519PrivateKey.generate().public_key().public_bytes_raw().hex()
 
     def exchange(directory: Path, signer: str, allowed: Path) -> str:
@@ -536,7 +536,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
             keys.write_text(json.dumps(json.loads(keys.read_text()) | {"public_key": own}))
         return found
 
-    monkeypatch.setattr(rosters, "verify", exchange)
+    monkeypatch.setattr(roster_file, "verify", exchange)
     found = masked(told, federation.state("alpha"), roster, federation.model(0), 0)
     assert found is not None and found.member.roster.keys == honest.keys
 
