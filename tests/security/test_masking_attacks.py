@@ -537,7 +537,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
         return found
 
     monkeypatch.setattr(roster_file, "verify", exchange)
-    found = masked(told, federation.state("alpha"), roster, federation.model(0), 0)
+    found = masked(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
     assert found is not None and found.member.roster.keys == honest.keys
 
 
