@@ -7,6 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
+from coordinator.simulation.pipelines.events import Task, run
 from coordinator.simulation.pipelines.iteration import simulate_layout
 from coordinator.simulation.pipelines.orders import order
 from facility.exchange.errors import ConfigurationError, InputError
@@ -97,6 +98,14 @@ def test_orders_are_those_that_torch_executes(schedule, virtual, micro_batches):
     for rank, ops in enumerate(order(schedule, 4, virtual, micro_batches)):
         actions = [a for a in found._calculate_single_rank_operations(rank) if a is not None]
         assert [f"{op.chunk}{letters[op.kind]}{op.micro_batch}" for op in ops] == [str(a) for a in actions]
+
+
+def test_a_small_message_on_a_shared_link_ends_however_late_it_begins():
+    """What is left of it by rounding may take less than the clock's last digit."""
+    for begin in np.linspace(20.0, 400.0, 60):
+        tasks = [Task([], seconds=begin), Task([0], bytes=1024, bytes_per_second=1.25e10, uplinks=(0,))]
+        _, end = run(tasks, [1.25e10])
+        assert end[1] == pytest.approx(begin)
 
 
 def test_bad_input_is_refused():

@@ -75,6 +75,14 @@ class _Flows:
             assert stopped, "fair sharing makes progress"
             open_flows -= stopped
 
+    def ended(self, tasks: Sequence[Task]) -> list[int]:
+        """Flows with nothing left but rounding: of their bytes, or of the clock, which such a rest would not move."""
+        return [
+            flow
+            for flow, left in self.remaining.items()
+            if left <= 1e-9 * max(1.0, tasks[flow].bytes) or self.since + left / self.rate[flow] <= self.since
+        ]
+
     def next_end(self) -> float:
         return self.since + min(max(0.0, self.remaining[f]) / self.rate[f] for f in self.remaining)
 
@@ -120,8 +128,7 @@ def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArra
         due = flows.next_end() if flows.remaining and not dirty else np.inf
         if due < np.inf and (not heap or due <= heap[0][0]):
             flows.advance(due)
-            tolerance = {f: 1e-9 * max(1.0, tasks[f].bytes) for f in flows.remaining}
-            for flow in [f for f, left in flows.remaining.items() if left <= tolerance[f]]:
+            for flow in flows.ended(tasks):
                 del flows.remaining[flow]
                 del flows.rate[flow]
                 finish(flow, due)
