@@ -138,7 +138,7 @@ def model_figures(directory: Path) -> ModelFigures:
     config = whole.get("text_config") or whole
 
     def first(*names: str) -> int:
-        return next((int(config[name]) for name in names if config.get(name)), 0)
+        return next((_largest(config[name], name) for name in names if config.get(name)), 0)
 
     return ModelFigures(
         parameters=checkpoint.parameters,
@@ -156,6 +156,14 @@ def model_figures(directory: Path) -> ModelFigures:
         family=str(config.get("model_type", "")),
         labels=labels_in(whole),
     )
+
+
+def _largest(value: Any, name: str) -> int:
+    """A number of a configuration; the largest of those by block (Gemma 3n) or by stage (SegFormer, PVT)."""
+    try:
+        return max(map(int, value)) if isinstance(value, list) else int(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r:.60}, expected a number, or one for each block") from None
 
 
 WALK_BYTES = 4

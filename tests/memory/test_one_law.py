@@ -46,6 +46,19 @@ TRAININGS: dict[str, dict[str, Any]] = {
 }
 
 
+def test_figures_that_differ_by_block_or_stage_count_at_their_largest(tmp_path: Path):
+    """As Gemma 3n's widths and SegFormer's heads."""
+    path = save_pico(tmp_path / "model")
+    config = json.loads((path / "config.json").read_text())
+    plain = model_figures(path)
+    lists = {"intermediate_size": [config["intermediate_size"], 8], "num_attention_heads": [1, 2, plain.heads]}
+    (path / "config.json").write_text(json.dumps(config | lists))
+    assert model_figures(path) == plain
+    (path / "config.json").write_text(json.dumps(config | {"hidden_size": {"text": 64}}))
+    with pytest.raises(ValueError, match="hidden_size is"):
+        model_figures(path)
+
+
 def settings(kind: str, **more: Any) -> TrainingSettings:
     chosen = TRAININGS[kind] | {"batch_sequences": 8} | more
     chosen["layout"] = TRAININGS[kind].get("layout", {}) | more.get("layout", {})
