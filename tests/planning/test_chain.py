@@ -139,6 +139,30 @@ def test_both_decision_procedures_agree_on_periodic_chains():
     assert decided > 50
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_spans_that_end_inside_the_prefix_or_begin_inside_the_suffix_are_decided(seed):
+    """Dear units before and after the blocks, as of a model whose first layers are dense and the others experts."""
+    rng = np.random.default_rng(seed)
+    prefix, suffix = (rng.integers(3, 9, rng.integers(2, 4)) for _ in range(2))
+    cost = np.concatenate([prefix, np.ones(rng.integers(24, 30)), suffix]).astype(float)
+    chain = Chain(
+        ChainProblem(
+            seconds=tuple(map(tuple, np.outer(rng.uniform(1, 4, 5), cost).tolist())),
+            unit_bytes=(1.0,) * len(cost),
+            memory_bytes=tuple(rng.choice([8.0, 15.0, 1000.0], 5).tolist()),
+        )
+    )
+    period = find_period(chain)
+    assert period is not None and period.first > 1
+    try:
+        value = plan_exact(chain.problem).bottleneck
+    except Infeasible:
+        value = np.inf
+    for factor in (0.9, 1 - 1e-9, 1 + 1e-9):
+        answer = decide_periodic(chain, period, value * factor, time.monotonic() + 60)
+        assert answer is not None and bool(answer) == bool(_decide_by_counts(chain, value * factor))
+
+
 @given(seed=st.integers(0, 10_000))
 @settings(max_examples=examples(60), deadline=None)
 def test_one_more_device_never_hurts_the_exact_optimum(seed):

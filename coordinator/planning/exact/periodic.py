@@ -2,12 +2,12 @@
 
 A transformer's chain is a prefix, one period (attention, feed-forward in, feed-forward out) many times, and a suffix. A
 device that begins at phase p of the period takes up to n units in any repetition, so only the phases of its two ends
-matter: a plan is a trail from the start S through the phases to the end E, with a device on each arc. For every start
-and every phase of the end, the longest span dominates the shorter ones (they differ by whole periods). Integer
-variables: the number of devices of each class on each arc. Constraints: each device once, flow in = flow out at every
-phase, units covered >= units of the chain. A solution whose arcs are connected is an Eulerian trail; a disconnected one
-is cut off and the programme solved again. Solved with HiGHS through scipy (feasibility proofs of these sizes take
-0.02-1 s).
+matter: a plan is a trail from the start S through the phases to the end E, with a device on each arc. Inside the prefix
+and the suffix every position is a node of its own. For every start and every phase of the end, the longest span
+dominates the shorter ones (they differ by whole periods). Integer variables: the number of devices of each class on
+each arc. Constraints: each device once, flow in = flow out at every node between, units covered >= units of the chain.
+A solution whose arcs are connected is an Eulerian trail; a disconnected one is cut off and the programme solved again.
+Solved with HiGHS through scipy (feasibility proofs of these sizes take 0.02-1 s).
 """
 
 from __future__ import annotations
@@ -31,9 +31,13 @@ class Period:
     length: int
 
 
+START, END = -1, -2
+
+
 @dataclass(frozen=True)
 class Arc:
-    """`group` may cover `units` from `tail` to `head`; phases are 0..length-1, -1 is the start and -2 the end."""
+    """`group` may cover `units` from `tail` to `head`. These are nodes: phases 0..length-1, length + position inside
+    the prefix or the suffix, `START` or `END`."""
 
     group: int
     tail: int
@@ -57,19 +61,26 @@ def find_period(chain: Chain, longest: int = 12) -> Period | None:
     return best if best and best.end - best.first >= 0.8 * chain.units else None
 
 
-def _arcs(chain: Chain, period: Period, value: float) -> list[Arc] | None:
-    """All useful arcs; None if a device must end inside the prefix or begin inside the suffix (not covered here)."""
-    first, end, length = period.first, period.end, period.length
+def _arcs(chain: Chain, period: Period, value: float) -> list[Arc]:
+    """All useful arcs: from a fixed position the furthest, from a phase the longest to every other node."""
+    first, end, length, units = period.first, period.end, period.length, chain.units
+
+    def node(position: int) -> int:
+        if position == units:
+            return END
+        return (position - first) % length if first <= position <= end else length + position
+
     arcs: list[Arc] = []
-    opens = closes = False
     for group, members in enumerate(chain.classes):
         reach = chain.reach(members[0], value)
-        if reach[0] >= first:
-            opens = True
-            top = min(int(reach[0]), end)
-            arcs += [Arc(group, -1, (b - first) % length, b) for b in range(max(first, top - length + 1), top + 1)]
-        if reach[0] >= chain.units:
-            arcs.append(Arc(group, -1, -2, chain.units))
+        for begin in (0, *range(1, first), *range(end + 1, units)):
+            tail, furthest = node(begin) if begin else START, int(reach[begin])
+            top = min(furthest, end)
+            arcs += [
+                Arc(group, tail, node(b), b - begin) for b in range(max(first, begin + 1, top - length + 1), top + 1)
+            ]
+            if begin < furthest and not first <= furthest <= end:
+                arcs.append(Arc(group, tail, node(furthest), furthest - begin))
         for phase in range(length):
             # The longest span from this phase anywhere in the repetition: look at its first occurrence.
             begin = first + phase
@@ -77,29 +88,29 @@ def _arcs(chain: Chain, period: Period, value: float) -> list[Arc] | None:
             arcs += [Arc(group, phase, (phase + n) % length, n) for n in range(max(1, top - length + 1), top + 1)]
         for phase in range(length):
             begins = np.arange(first + phase, end + 1, length)
-            good = begins[reach[begins] >= chain.units]
-            if len(good):
-                closes = True
-                arcs.append(Arc(group, phase, -2, chain.units - int(good[0])))
-    return arcs if opens and closes else None
+            for last in (*range(end + 1, units), units):
+                good = begins[(begins < last) & (reach[begins] >= last)]
+                if len(good):
+                    arcs.append(Arc(group, phase, node(last), last - int(good[0])))
+    return arcs
 
 
 def decide_periodic(chain: Chain, period: Period, value: float, deadline: float) -> list[int] | bool | None:
     """An order of devices that covers the chain within `value`; False if proven impossible, None if undecided."""
     arcs = _arcs(chain, period, value)
-    if arcs is None:
-        return None
+    if not {START, END} <= {node for arc in arcs for node in (arc.tail, arc.head)}:
+        return False  # no device holds the first unit, or the last
     groups, count = chain.classes, len(arcs)
     rows: list[tuple[np.ndarray, float, float]] = []
     for group, members in enumerate(groups):
         rows.append((np.array([float(a.group == group) for a in arcs]), 0.0, float(len(members))))
-    for phase in range(period.length):
-        rows.append((np.array([float(a.head == phase) - float(a.tail == phase) for a in arcs]), 0.0, 0.0))
-    rows.append((np.array([float(a.tail == -1) for a in arcs]), 1.0, 1.0))
-    rows.append((np.array([float(a.head == -2) for a in arcs]), 1.0, 1.0))
+    for node in sorted({node for a in arcs for node in (a.tail, a.head)} - {START, END}):
+        rows.append((np.array([float(a.head == node) - float(a.tail == node) for a in arcs]), 0.0, 0.0))
+    rows.append((np.array([float(a.tail == START) for a in arcs]), 1.0, 1.0))
+    rows.append((np.array([float(a.head == END) for a in arcs]), 1.0, 1.0))
     rows.append((np.array([float(a.units) for a in arcs]), float(chain.units), np.inf))
     upper = np.array([float(len(groups[a.group])) for a in arcs])
-    upper[[a.tail == -1 or a.head == -2 for a in arcs]] = 1.0
+    upper[[a.tail == START or a.head == END for a in arcs]] = 1.0
     for _ in range(20):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -135,7 +146,7 @@ def _trail(chosen: dict[Arc, int]) -> tuple[list[Arc], set[int]]:
     leaving: dict[int, list[Arc]] = {}
     for arc, number in chosen.items():
         leaving.setdefault(arc.tail, []).extend([arc] * number)
-    stack: list[tuple[int, Arc | None]] = [(-1, None)]
+    stack: list[tuple[int, Arc | None]] = [(START, None)]
     trail: list[Arc] = []
     while stack:
         node, by = stack[-1]
