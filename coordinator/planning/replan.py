@@ -8,45 +8,59 @@ from dataclasses import replace
 import numpy as np
 
 from coordinator.planning.emit import gap, predicted, simulated_seconds
-from coordinator.planning.joint.plan import plan_joint
+from coordinator.planning.joint.plan import bound_of, plan_joint
 from coordinator.planning.stop import Stop
+from coordinator.problem.objective import stated, value
 from coordinator.problem.problem import Problem
 from facility.exchange.messages.plan import Plan
 
 
 def replan(problem: Problem, stop: Stop, previous: Plan, *, seed: int = 0, least_gain: float = 0.05) -> Plan:
-    """Plan again from new measurements, but move only for a gain of at least `least_gain` of the seconds.
-
-    Raises `ConfigurationError` if the previous plan does not fit the problem's devices or units at all.
-    """
+    """Plan again from new measurements, but move only for a gain of at least `least_gain` of the objective."""
     started = time.monotonic()
-    fits = all(d < len(problem.devices) for row in previous.grid for d in row) and previous.units == len(problem.units)
-    names = tuple(device.id for device in problem.devices)
-    known = fits and (not previous.device_ids or previous.device_ids == names)
+    known = _is_of(problem, previous)
     now = simulated_seconds(problem, previous) if known else np.inf
     fresh = plan_joint(problem, stop, seed=seed, extra=[previous] if known else [])
     assert fresh.predicted_seconds is not None
     if not np.isfinite(now):
-        why = "the previous plan does not fit any more (devices, units or memory have changed)"
+        why = "the previous plan does not fit any more (devices, units, batch, memory or what is allowed have changed)"
         return replace(fresh, reasons=(why, *fresh.reasons))
-    share = 1 - fresh.predicted_seconds / now
+    worth, least = value(problem, previous, now), value(problem, fresh, fresh.predicted_seconds)
+    share = 1 - least / worth
+    scale, unit = (3600, "device-hours") if problem.objective == "device_hours" else (1, "s")
     if share >= least_gain:
-        why = f"moved: {now:.4g} s under the previous plan, {fresh.predicted_seconds:.4g} s now, {share:.1%} less"
+        why = (
+            f"moved: {worth / scale:.4g} {unit} under the previous plan, {least / scale:.4g} {unit} now, "
+            f"{share:.1%} less"
+        )
         return replace(fresh, reasons=(why, *fresh.reasons))
-    fields = predicted(problem, previous)
     why = (
-        f"kept: the best other plan would save {max(share, 0):.1%} of {now:.4g} s, "
+        f"kept: the best other plan would save {max(share, 0):.1%} of {worth / scale:.4g} {unit}, "
         f"less than the {least_gain:.0%} asked for"
     )
-    assert fresh.lower_bound_seconds is not None
+    bound = bound_of(problem, previous)
+    cost, objective = stated(problem, previous, now)
     return replace(
         previous,
-        **fields,
-        cost=now,
-        objective=fresh.objective,
-        lower_bound_seconds=min(fresh.lower_bound_seconds, now),
-        gap=gap(now, fresh.lower_bound_seconds),
+        **predicted(problem, previous),
+        cost=cost,
+        objective=objective,
+        lower_bound_seconds=min(bound.seconds, now),
+        gap=gap(worth, min(bound.value, worth)),
         reasons=(why,),
         tried=fresh.tried,
         seconds_used=time.monotonic() - started,
+    )
+
+
+def _is_of(problem: Problem, plan: Plan) -> bool:
+    """Whether the plan is one of these devices, units and batch, and of an allowed shape."""
+    return (
+        all(device < len(problem.devices) for row in plan.grid for device in row)
+        and plan.device_ids in ((), tuple(device.id for device in problem.devices))
+        and plan.units == len(problem.units)
+        and sum(plan.replica_micro_batches) * plan.micro_batch_samples == problem.batch_samples
+        and plan.micro_batch_samples in problem.micro_batch_samples
+        and (not problem.stages or plan.stages in problem.stages)
+        and (not problem.replicas or plan.replicas in problem.replicas)
     )

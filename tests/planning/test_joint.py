@@ -216,6 +216,32 @@ def test_replanning_moves_only_for_the_stated_gain():
     assert "does not fit any more" in replan(gone, Stop(60, iterations=1), now).reasons[0]
 
 
+def test_a_plan_of_another_batch_or_of_a_shape_that_is_not_allowed_is_not_kept():
+    now = plan_joint(problem(devices=4, blocks=8), Stop(60, iterations=1))
+    larger = replan(problem(devices=4, blocks=8, batch_samples=64), Stop(60, iterations=1), now)
+    assert "does not fit any more" in larger.reasons[0]
+    assert sum(larger.replica_micro_batches) * larger.micro_batch_samples == 64
+    others = [stages for stages in (1, 2, 3, 4) if stages != now.stages]
+    assert replan(problem(devices=4, blocks=8, stages=others), Stop(60, iterations=1), now).stages in others
+
+
+def test_replanning_weighs_the_objective():
+    raw = whole(devices=3, blocks=6)
+    for device, slowdown in zip(raw["devices"], (1.0, 4.0, 4.0), strict=True):
+        device["slowdown"] = slowdown
+    fast = plan_joint(problem_from_json(raw), Stop(60, iterations=1))
+    hours = problem_from_json(raw | {"objective": "device_hours"})
+    cheap = replan(hours, Stop(60, iterations=1), fast)
+    assert (fast.world_size, cheap.world_size) == (3, 1)
+    assert cheap.reasons[0].startswith("moved") and "device-hours" in cheap.reasons[0]
+    kept = replan(hours, Stop(60, iterations=1), cheap)
+    assert kept.reasons[0].startswith("kept")
+    assert (kept.cost, kept.objective, kept.gap) == (cheap.cost, cheap.objective, cheap.gap)
+    tokens = problem_from_json(raw | {"objective": "tokens_per_second", "sample_tokens": 128})
+    kept = replan(tokens, Stop(60, iterations=1), fast)
+    assert kept.cost == pytest.approx(16 * 128 / kept.predicted_seconds)
+
+
 def test_shapes_that_cannot_be():
     with pytest.raises(ConfigurationError, match="not a multiple"):
         plan_joint(problem(micro_batch_samples=[3]), Stop(1))

@@ -22,7 +22,7 @@ from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import gap, plan_on, predicted
 from coordinator.planning.even import even_spans
 from coordinator.planning.exact.free_order import plan_exact
-from coordinator.planning.joint.bound import joint_bound
+from coordinator.planning.joint.bound import Bound, joint_bound
 from coordinator.planning.joint.cost import Cost, Layouts
 from coordinator.planning.joint.finish import interleave
 from coordinator.planning.joint.incumbent import Best
@@ -34,6 +34,7 @@ from coordinator.problem.objective import stated
 from coordinator.problem.problem import Problem, chain_of
 from facility.exchange.messages.plan import Plan
 from facility.exchange.schedules.registry import interleaved
+from facility.exchange.scheduling.policies import POLICIES
 
 
 def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[Plan] = ()) -> Plan:
@@ -53,9 +54,7 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
     assert best.plan is not None
     found, why = policy_of(problem, best.plan)
     fields = predicted(problem, found)
-    # Without lockstep nothing is agreed on within an iteration.
-    silent = replace(problem, units=tuple(replace(unit, parameter_bytes=0.0) for unit in problem.units))
-    bound = joint_bound(problem if found is best.plan else silent)
+    bound = bound_of(problem, found)
     cost, objective = stated(problem, found, best.seconds)
     return replace(
         found,
@@ -71,6 +70,13 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
         ),
         tried=tuple(sorted(best.tried.values(), key=lambda t: t["seconds"])[:24]),
     )
+
+
+def bound_of(problem: Problem, plan: Plan) -> Bound:
+    """The bound on plans like this one: without lockstep nothing is agreed on within an iteration."""
+    if POLICIES.get(plan.sync.name).synchronous:
+        return joint_bound(problem)
+    return joint_bound(replace(problem, units=tuple(replace(unit, parameter_bytes=0.0) for unit in problem.units)))
 
 
 def _may_win(problem: Problem, plan: Plan, best: Best) -> bool:
