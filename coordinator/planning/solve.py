@@ -95,7 +95,7 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
     plan = plan_of_chain(chain, found)
     if isinstance(problem, ChainProblem):
         return plan
-    samples = min(problem.micro_batch_samples)
+    samples = min(problem.whole_sizes)
     best = fastest(
         problem,
         (
@@ -103,7 +103,7 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
                 problem,
                 plan.grid,
                 [(a, b) for a, b in plan.stage_units],
-                micro_batches=[max(1, problem.batch_samples // samples)],
+                micro_batches=[problem.batch_samples // samples],
                 micro_batch_samples=samples,
                 schedule=schedule,
                 sync=problem.syncs[0],
@@ -141,7 +141,7 @@ def _degrees(problem: Problem) -> tuple[int, int]:
         if devices % s == 0
         and (not problem.stages or s in problem.stages)
         and (not problem.replicas or devices // s in problem.replicas)
-        and devices // s <= problem.batch_samples // min(problem.micro_batch_samples)
+        and devices // s <= problem.batch_samples // min(problem.whole_sizes)
     ]
     if not options:
         raise ConfigurationError(
@@ -157,7 +157,7 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
 
     network = placement_of(problem, stages, replicas)
     found = plan_place(network, stop, seed=seed)
-    samples = min(problem.micro_batch_samples)
+    samples = min(problem.whole_sizes)
     plans = []
     for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]:
         cost = Cost(problem, stages, replicas, samples, schedule)

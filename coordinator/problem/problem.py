@@ -252,6 +252,17 @@ class Problem:
         for codec in self.codecs:
             _require(0 < codec.ratio <= 1, f"codec {codec.name!r} has ratio {codec.ratio}, expected in (0, 1]")
 
+    @property
+    def whole_sizes(self) -> tuple[int, ...]:
+        """The allowed micro-batch sizes that divide the batch. Raises `ConfigurationError` where none does."""
+        sizes = tuple(size for size in self.micro_batch_samples if self.batch_samples % size == 0)
+        _require(
+            bool(sizes),
+            f"batch_samples {self.batch_samples} is not a multiple of any allowed micro_batch_samples "
+            f"{list(self.micro_batch_samples)}; change one of them",
+        )
+        return sizes
+
     @cached_property
     def latency(self) -> np.ndarray:
         """[sender, receiver] seconds; 0 on the diagonal."""
@@ -363,7 +374,7 @@ class PlacementProblem:
 
 def chain_of(problem: Problem) -> ChainProblem:
     """The layers-to-devices part of a problem: forward plus backward of one micro-batch, one replica, no network."""
-    samples = min(problem.micro_batch_samples)
+    samples = min(problem.whole_sizes)
     seconds = problem.forward_seconds(samples) + problem.backward_seconds(samples)
     return ChainProblem(
         seconds=tuple(map(tuple, seconds.tolist())),

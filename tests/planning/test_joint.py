@@ -242,6 +242,13 @@ def test_replanning_weighs_the_objective():
     assert kept.cost == pytest.approx(16 * 128 / kept.predicted_seconds)
 
 
+@pytest.mark.parametrize("method", ["joint", "place", "exact", "dynamic", "even"])
+@pytest.mark.parametrize("sizes", [[2, 3], [4, 9]])
+def test_every_plan_trains_the_whole_batch(method, sizes):
+    plan = solve(problem(batch_samples=9, micro_batch_samples=sizes), Stop(60, iterations=1), method=method)
+    assert sum(plan.replica_micro_batches) * plan.micro_batch_samples == 9
+
+
 def test_shapes_that_cannot_be():
     with pytest.raises(ConfigurationError, match="not a multiple"):
         plan_joint(problem(micro_batch_samples=[3]), Stop(1))

@@ -106,9 +106,7 @@ def joint_bound(problem: Problem) -> Bound:
     prices = np.sort(weights(problem))
     best: Bound | None = None
     least = np.inf
-    for samples in problem.micro_batch_samples:
-        if problem.batch_samples // samples < 1:
-            continue
+    for samples in problem.whole_sizes:
         facts = _Facts(problem, samples)
         for stages in problem.stages or range(1, min(devices, units) + 1):
             for replicas in problem.replicas or range(1, devices // stages + 1):

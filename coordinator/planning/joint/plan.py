@@ -97,10 +97,9 @@ def _may_win(problem: Problem, plan: Plan, best: Best) -> bool:
 def one_pipeline(problem: Problem) -> list[tuple[Plan, str]]:
     """The even and the exact split over one pipeline of all devices, for every schedule without interleaving."""
     found: list[tuple[Plan, str]] = []
-    samples = min(problem.micro_batch_samples)
+    samples = min(problem.whole_sizes)
     units, devices = len(problem.units), len(problem.devices)
-    allowed = not problem.replicas or 1 in problem.replicas
-    if problem.batch_samples < samples or not allowed:
+    if problem.replicas and 1 not in problem.replicas:
         return found
     layouts: dict[str, list[tuple[int, int, int]]] = {"even": even_spans(units, devices)}
     try:

@@ -37,12 +37,7 @@ class Shape:
 def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
     """All allowed shapes that have a layout within memory (or close to it), with their structured layouts."""
     devices, units = len(problem.devices), len(problem.units)
-    sizes = [b for b in problem.micro_batch_samples if problem.batch_samples % b == 0]
-    if not sizes:
-        raise ConfigurationError(
-            f"batch_samples {problem.batch_samples} is not a multiple of any allowed micro_batch_samples "
-            f"{list(problem.micro_batch_samples)}; change one of them"
-        )
+    sizes = problem.whole_sizes
     schedules = [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]
     depths = problem.stages or range(1, min(devices, units) + 1)
     found: list[Shape] = []
