@@ -249,6 +249,12 @@ def test_every_plan_trains_the_whole_batch(method, sizes):
     assert sum(plan.replica_micro_batches) * plan.micro_batch_samples == 9
 
 
+@pytest.mark.parametrize(("devices", "blocks", "samples"), [(20, 4, 2), (16, 1, 1), (32, 4, 4)])
+def test_more_devices_than_the_batch_has_work_for_stay_idle(devices, blocks, samples):
+    plan = plan_joint(problem(devices=devices, blocks=blocks, batch_samples=samples), Stop(60, iterations=0))
+    assert sum(plan.replica_micro_batches) == samples and plan.world_size < devices
+
+
 def test_shapes_that_cannot_be():
     with pytest.raises(ConfigurationError, match="not a multiple"):
         plan_joint(problem(micro_batch_samples=[3]), Stop(1))

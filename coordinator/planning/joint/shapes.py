@@ -44,7 +44,7 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
     for stages in depths:
         if stages > min(devices, units):
             continue
-        most = devices // stages
+        most = min(devices // stages, problem.batch_samples // min(sizes))
         widths = problem.replicas or _widths(problem, most)
         for width in widths:
             if width > most:
