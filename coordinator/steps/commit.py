@@ -162,7 +162,8 @@ def open_round(round: Commit) -> None:
     if by_rounds or counts_work(round):
         round.aggregation = by_participation(round, by_rounds=by_rounds)
     if round.settings.aggregation.guard:
-        now = {name: report.loss_received for name, report in round.arrived.reports.items()}
+        reports = round.arrived.reports.items()  # what a late one received was the model of an earlier round
+        now = {name: report.loss_received for name, report in reports if report.round == round.number}
         round.watched = guard(global_losses(plausible([*map(losses_of, round.history), now])))
     share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)

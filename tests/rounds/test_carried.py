@@ -258,6 +258,16 @@ def test_a_target_is_reached_by_figures_that_come_late_and_one_facility_alone_do
     assert entry.ended and "reached the target" in entry.decision and not entry.broken
 
 
+def test_a_late_figure_is_of_an_earlier_model_and_does_not_halve_the_server_rate(tmp_path: Path):
+    """Each model is better than the one before; b, alone in round 2, tells what it received in round 1."""
+    federation = begun(tmp_path, names="ab", aggregation={"guard": True})
+    federation.close("ab", {"a": {"loss": 4.0}, "b": {"loss": 4.0}})
+    federation.close("a", {"a": {"loss": 3.0}})
+    federation.close("b", {"b": {"loss": 3.5}})
+    federation.close("b", {"b": {"loss": 2.5}})
+    assert [federation.archive.read_round(number).outer_factor for number in range(4)] == [1.0] * 4
+
+
 def test_status_and_report_have_a_column_of_staleness_where_an_update_came_late(tmp_path: Path):
     federation = begun(tmp_path, names="ab")
     federation.close("a")
