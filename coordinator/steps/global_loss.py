@@ -87,6 +87,11 @@ def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, f
     return reported
 
 
+def losses_known(history: Sequence[RoundFile]) -> list[float | None]:
+    """The global loss of each round in `history`, including what late updates reported of its model since."""
+    return global_losses(plausible(losses_by_model([entry.facilities for entry in history])))
+
+
 def later_than(
     history: Sequence[RoundFile], losses: Sequence[float | None], reported: Sequence[Told]
 ) -> dict[str, LaterLoss]:

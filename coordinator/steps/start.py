@@ -22,6 +22,7 @@ from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.following import ends_anew
+from coordinator.steps.global_loss import losses_known
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, exceeded_in
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
@@ -54,7 +55,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     done = archive.rounds()
     archive.write_history()
     history = archive.history()
-    kept = best_round([entry.global_loss for entry in history]) if settings.limits else None
+    kept = best_round(losses_known(history)) if settings.limits else None
     archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary, table
-from coordinator.config.closing import ClosingSettings
+from coordinator.config.closing import ClosingSettings, LimitSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
@@ -266,6 +266,19 @@ def test_a_late_figure_is_of_an_earlier_model_and_does_not_halve_the_server_rate
     federation.close("b", {"b": {"loss": 3.5}})
     federation.close("b", {"b": {"loss": 2.5}})
     assert [federation.archive.read_round(number).outer_factor for number in range(4)] == [1.0] * 4
+
+
+def test_the_best_model_by_late_figures_outlives_a_new_start_where_a_limit_may_end_at_it(tmp_path: Path):
+    """The model that round 1 received is the best, which only updates that came late said."""
+    limited = {"limits": LimitSettings(node_hours=100.0)}
+    federation = begun(tmp_path, names="ab", **limited)
+    federation.settings = dataclasses.replace(federation.settings, keep_rounds=2)
+    for number, name in enumerate("ababab"):
+        federation.close(name, {name: {"loss": 1.0 if federation.at_work.get(name, number) == 1 else 3.0}})
+    best = federation.archive.model_for(1)
+    assert best.is_dir(), "the last commit kept it"
+    federation.begin(tmp_path / "model")
+    assert best.is_dir() and not federation.archive.model_for(2).exists()
 
 
 def test_status_and_report_have_a_column_of_staleness_where_an_update_came_late(tmp_path: Path):
