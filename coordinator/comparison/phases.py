@@ -135,11 +135,14 @@ def _own_models(archive: Archive, settings: CoordinatorSettings, account: Accoun
 
 
 def _under_way(account: Account, settings: CoordinatorSettings) -> dict[str, OwnTraining]:
-    """Facilities that are not done and have not failed too often."""
+    """Facilities that are not done, have not failed too often, and have not left the federation."""
     return {
         name: one
         for name, one in account.alone.items()
-        if not one.done and one.failed <= settings.retries and one.asked <= settings.come_backs
+        if name in settings.facilities
+        and not one.done
+        and one.failed <= settings.retries
+        and one.asked <= settings.come_backs
     }
 
 

@@ -211,6 +211,20 @@ def test_a_comparison_of_which_a_facility_has_left_goes_on_or_is_over(tmp_path: 
     assert matrix(world.archive, {}, ["a"])["complete"]
 
 
+def test_nobody_waits_for_the_training_alone_of_a_facility_that_has_left(tmp_path: Path):
+    world = World(tmp_path, dataclasses.replace(SETTINGS, retries=9))
+    for absent in ((), (), ("b",)):
+        world.go_on(absent)
+    assert read_manifest(world.model).kind == ALONE
+    world.settings = dataclasses.replace(world.settings, facilities=["a"])
+    world.model, world.number, world.proceed = start(world.archive, tmp_path / "model", world.settings)
+    while world.proceed:
+        world.go_on()
+        assert world.passes < 9
+    told = matrix(world.archive, {}, ["a"])
+    assert told["complete"] and told["models"] == ["initial", "global", "a's update", "a alone"]
+
+
 def test_batches_that_an_earlier_version_counted_are_not_sent_again(tmp_path: Path):
     settings = dataclasses.replace(SETTINGS, comparison=ComparisonSettings(models_per_job=2))
     world = World(tmp_path, settings)
