@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from facility.exchange.errors import TryAgain
+from facility.sync.protocol import ReplicaRank
+from facility.sync.runtime import client, wire
+from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerThread
 from tests.sync.fleet import Fleet, settings_of
 from tests.sync.quadratic import make_parameters, solve, target
 
@@ -140,11 +147,39 @@ def test_a_replica_that_never_starts_is_named():
     assert not good and "all 2 replicas to start within 2.0 s" in trace
 
 
-def test_a_stranger_is_refused():
-    import socket
+def test_time_in_which_this_process_was_suspended_is_no_silence_of_the_scheduler(monkeypatch: pytest.MonkeyPatch):
+    """Whichever thread wakes first: here the one that waits for a group, and the heartbeat's not yet."""
+    settings = settings_of(policy="local", heartbeat_seconds=60, missing_seconds=200)
+    plan = SchedulerPlan(settings=settings, replicas=1, positions=1, steps=3, address="127.0.0.1", log=None)
+    scheduler, store = SchedulerThread(plan), torch.distributed.HashStore()
+    store.set("scheduler", scheduler.contact)
+    link = client.SchedulerClient(store, settings, ReplicaRank(replica=0, replicas=1))
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 1000))
+    looks = iter([False, False, True])  # what it waits for comes while it looks for the third time
+    link._until(lambda: next(looks), what="a group")
+    assert link.ask("ready").members == (0,)
+    link.close()
+    scheduler.stop()
 
+
+def test_a_scheduler_that_falls_silent_is_noticed():
+    """Its process is stopped, or its node is gone: no connection is closed."""
+    settings = settings_of(policy="local", heartbeat_seconds=0.05, missing_seconds=0.2)
+    welcome = {"t": "welcome", "turn": 0, "done": 0, "updates": 0, "stop": False}
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        store = torch.distributed.HashStore()
+        store.set("scheduler", f"127.0.0.1 {server.getsockname()[1]} token")
+        answering = ThreadPoolExecutor(1).submit(server.accept)
+        answering.add_done_callback(lambda accepted: accepted.result()[0].sendall(wire.encode(welcome)))
+        link = client.SchedulerClient(store, settings, ReplicaRank(replica=0, replicas=1))
+        with pytest.raises(TryAgain, match="not heard for 0.4 s"):
+            link.ask("ready")
+        link.close()
+        answering.result()[0].close()
+
+
+def test_a_stranger_is_refused():
     from facility.exchange.scheduling.groups import GroupScheduler
-    from facility.sync.runtime import wire
     from facility.sync.runtime.journal import Journal
     from facility.sync.runtime.service import SchedulerService
 

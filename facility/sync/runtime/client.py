@@ -227,8 +227,6 @@ class SchedulerClient:
                     )
                 if deadline is not None and time.monotonic() > deadline:
                     raise TryAgain(f"replica {self.place.replica} waited in vain for {what}")
-                if time.monotonic() - self._heard > 2 * self.settings.missing_seconds:
-                    self._lost = f"not heard for {2 * self.settings.missing_seconds} s"
                 self._change.wait(0.5)
 
     def _send(self, message: dict[str, Any]) -> None:
@@ -240,12 +238,20 @@ class SchedulerClient:
                 self._lost = self._lost or str(error)
 
     def _beat(self) -> None:
-        before = time.monotonic()
+        """Show the scheduler that this rank is alive, and notice when it is silent itself.
+
+        No other thread judges that: one that wakes first after a suspension would take that time for silence.
+        """
+        before, longest = time.monotonic(), 2 * self.settings.missing_seconds
         while not self._closing.wait(self.settings.heartbeat_seconds):
             now = time.monotonic()
             if now - before > self.settings.missing_seconds / 2:
                 self._heard += now - before  # this process was suspended, not the scheduler
             before = now
+            if now - self._heard > longest:
+                with self._change:
+                    self._lost = self._lost or f"not heard for {longest} s"
+                    self._change.notify_all()
             self._send({"t": "beat", "reached": self.updates})
 
     def _read(self) -> None:
