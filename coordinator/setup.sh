@@ -2,6 +2,7 @@
 # Set the coordinator up: its environment, and the initial model, fetched or converted, and checked by loading it.
 # A second run changes nothing and takes seconds.
 set -euo pipefail
+unset CDPATH  # with it, cd prints
 
 usage() {
     cat <<'TEXT'

@@ -61,6 +61,7 @@ while [ $# -gt 0 ]; do
         *) fail "unknown option $1; --help lists them" ;;
     esac
 done
+[ -n "$home" ] || fail "--home is empty, expected a directory"
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
@@ -92,6 +93,7 @@ flock -n 9 || fail "another setup.sh works in $home; wait for it"
 
 # 1. Python
 RECENT='import sys; sys.exit(sys.version_info < (3, 11))'
+set +eu  # a site's own scripts count on neither
 for name in ${modules[@]+"${modules[@]}"}; do
     command -v module >/dev/null || { [ ! -f /etc/profile.d/modules.sh ] || . /etc/profile.d/modules.sh; }
     if ! command -v module >/dev/null; then
@@ -99,13 +101,14 @@ for name in ${modules[@]+"${modules[@]}"}; do
         say "module: there is no such command here; going on without ${modules[*]}, since $python is recent enough"
         modules=(); break
     fi
-    set +u; module load "$name" || fail "module load $name failed; 'module avail' lists what there is"; set -u
+    module load "$name" || fail "module load $name failed; 'module avail' lists what there is"
 done
 if [ -n "$conda" ]; then
     command -v conda >/dev/null || fail "there is no 'conda' command here, but --conda $conda was given"
-    set +u; . "$(conda info --base)/etc/profile.d/conda.sh"; conda activate "$conda"; set -u
+    { . "$(conda info --base)/etc/profile.d/conda.sh" && conda activate "$conda"; } || fail "conda activate $conda failed; 'conda env list' lists what there is"
     python=python
 fi
+set -eu
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
 python=$(command -v "$python")
 [[ $python = /* ]] || python=$PWD/$python
@@ -252,7 +255,7 @@ if [ -n "$check" ]; then
     digest=$( { echo "$stamp ${fills[*]-}"; cat "$home/env.sh" ${template:+"$template"}; } | cksum)
     if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
     else
-        . "$home/env.sh"
+        set +eu; . "$home/env.sh"; set -eu  # as in a job
         result=$("$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
         say "self-check: $result"

@@ -140,6 +140,7 @@ def make_tokenizer(folder: Path, text: Path) -> None:
         ),
         ("facility", ["--hom", "x"], "unknown option --hom"),
         ("facility", ["--home"], "--home needs a value"),
+        ("facility", ["--home", ""], "--home is empty"),
         ("coordinator", ["--python", "no-such-python"], "no-such-python does not exist"),
         ("coordinator", ["--modl", "x"], "unknown option --modl"),
     ],
@@ -636,7 +637,7 @@ def test_set_up_looks_for_packages_where_jobs_will(tmp_path: Path, python: Path)
 
 @pytest.mark.parametrize("name", ["./python3", "./python3.12"])
 def test_jobs_start_the_python_that_was_named(tmp_path: Path, python: Path, name: str):
-    """However it was named, whatever is called `python3` beside it: that is what a job says, in its own directory."""
+    """However it was named, and whatever is called `python3` beside it, which is what a job says."""
     if name != "./python3":
         shutil.copy(python, python.with_name(name))
         python.write_text("#!/bin/bash\necho Python 3.6.8\n")
@@ -647,3 +648,21 @@ def test_jobs_start_the_python_that_was_named(tmp_path: Path, python: Path, name
     job = '. "$1/env.sh" && cd / && python3 --version'
     told = subprocess.run(["bash", "-c", job, "-", str(tmp_path / "home")], capture_output=True, text=True)
     assert told.stdout == "Python 3.12.1\n", told.stderr
+
+
+def test_a_sites_modules_may_use_what_is_not_set_and_fail_where_it_does_not_matter(tmp_path: Path, python: Path):
+    """They are made for a shell that goes on; `site.sh` too is sourced as a job would."""
+    (tmp_path / "modules.sh").write_text('module() { false; LOADED="$LOADED:$2"; }\n')
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "site.sh").write_text('export SITE="$SITE:set"\nfalse\n')
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--module", "m", "--as-is"]
+    result = setup("facility", *options, BASH_ENV=str(tmp_path / "modules.sh"))
+    assert result.returncode == 0 and "self-check: " in result.stdout, result.stderr
+
+
+def test_a_shell_that_looks_for_directories_elsewhere_changes_nothing(tmp_path: Path, python: Path):
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--as-is", "--no-self-check"]
+    program = ["bash", "facility/setup.sh", *options]
+    result = subprocess.run(program, cwd=ROOT, env=os.environ | {"CDPATH": "."}, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"PYTHONPATH={ROOT}\n" in (tmp_path / "home" / "env.sh").read_text()
