@@ -666,3 +666,17 @@ def test_a_shell_that_looks_for_directories_elsewhere_changes_nothing(tmp_path: 
     result = subprocess.run(program, cwd=ROOT, env=os.environ | {"CDPATH": "."}, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert f"PYTHONPATH={ROOT}\n" in (tmp_path / "home" / "env.sh").read_text()
+
+
+@pytest.mark.parametrize(("code", "ends"), [(1, 2), (71, 0)])
+def test_a_file_system_without_locks_is_not_taken_for_another_set_up(
+    tmp_path: Path, python: Path, code: int, ends: int
+):
+    """flock(1) ends with 1 where another holds the lock; otherwise it says what is wrong, as on Lustre without them."""
+    (python.parent / "flock").write_text(f"#!/bin/bash\nexit {code}\n")
+    (python.parent / "flock").chmod(0o755)
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--as-is", "--no-self-check"]
+    result = setup("facility", *options, PATH=f"{python.parent}:{os.environ['PATH']}")
+    assert result.returncode == ends, result.stderr
+    assert ("another setup.sh works in" in result.stderr) == (code == 1)
+    assert ("a file system without locks" in result.stdout) == (code != 1)
