@@ -35,8 +35,8 @@ class ClosingSettings:
     have delivered over its own facility's share, between 1/4 and 4, so that those that deliver often do not dominate;
     `staleness`, (1 + rounds late) ** -staleness_exponent."""
     away: NonNegative[float] = 300.0
-    """Most seconds that a round waits, after its quorum, for a facility that cannot be reached: it has no job yet, and
-    begins a later round from the newest model."""
+    """Most seconds that a round waits, after its quorum or once all others have ended, for a facility that cannot be
+    reached: it has no job yet, and begins a later round from the newest model."""
 
     def needed(self, facilities: int) -> int:
         """Facilities that are the quorum of `facilities`."""

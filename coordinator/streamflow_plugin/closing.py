@@ -75,6 +75,15 @@ class Gate:
     delivered: set[str] = field(default_factory=set)
     discounted: set[str] = field(default_factory=set)
     """Facilities that make no quorum: what they delivered in an earlier attempt was refused."""
+    begun: set[str] = field(default_factory=set)
+    at_work: dict[str, Work] = field(default_factory=dict)
+    """By facility, what has begun and not ended."""
+
+    @property
+    def waits_for_unreached(self) -> bool:
+        """Whether all that is left are facilities without a job, for they cannot be reached."""
+        left = self.at_work.values()
+        return bool(left) and not any(work.reached.is_set() or work.busy for work in left)
 
 
 class Closing:
@@ -83,10 +92,18 @@ class Closing:
     pause_seconds = PAUSE_SECONDS
 
     def __init__(
-        self, settings: ClosingSettings, *, rounds: int, facilities: int, most_late: int, exponent: float = 0.5
+        self,
+        settings: ClosingSettings,
+        *,
+        rounds: int,
+        facilities: int,
+        most_late: int,
+        exponent: float = 0.5,
+        fewest: int = 1,
     ) -> None:
-        """`most_late`: rounds that an update may be late and still count; `exponent`: of what late ones are worth."""
-        self.settings, self.rounds, self.facilities = settings, rounds, facilities
+        """`most_late`: rounds that an update may be late and still count; `exponent`: of what late ones are worth;
+        `fewest`: updates without which no model is made."""
+        self.settings, self.rounds, self.facilities, self.fewest = settings, rounds, facilities, fewest
         self.quorum, self.most_late, self.exponent = settings.needed(facilities), most_late, exponent
         self._carries = settings.late == "carry"
         self._workdir: Path | None = None
@@ -149,8 +166,20 @@ class Closing:
             if self.workdir is not None:
                 write_wait(self.workdir, number, None)
         gate = self._gates[attempt]
-        work = self._work(number, errand)
+        gate.begun.add(facility)
+        try:
+            return await self._ending(number, job, errand, gate)
+        finally:
+            gate.at_work.pop(facility, None)
+            enough = len(gate.begun) == self.facilities and len(gate.delivered) >= self.fewest
+            if enough and gate.waits_for_unreached:  # who might make the quorum has no job
+                self._after(gate.closed_to_unreached, self.settings.away)
+
+    async def _ending(self, number: int, job: Any, errand: Errand, gate: Gate) -> Any | None:
+        """The same as `run`, once the round is open."""
+        facility, work = errand.facility, self._work(number, errand)
         while True:
+            gate.at_work[facility] = work
             last = number >= self.rounds - 1
             stays = last or (self._carries and number + 1 - work.round > self.most_late)
             if not await self._ends_first(facility, work, gate, stays=stays):
@@ -335,4 +364,5 @@ def closing_of_run(arguments: list[str] | None = None) -> Closing | None:
         facilities=len(settings.facilities),
         most_late=settings.aggregation.maximum_staleness,
         exponent=settings.aggregation.staleness_exponent,
+        fewest=max(settings.minimum_facilities, settings.aggregation.fewest_updates),
     )

@@ -123,8 +123,9 @@ def run(closing: Closing, speeds: list[list[int]], **world: Any) -> Engine:
 
 
 def closing_of(folder: Path | None = None, **settings: Any) -> Closing:
-    rounds = settings.pop("rounds", 4)
-    closing = Closing(ClosingSettings(**({"late": "carry"} | settings)), rounds=rounds, facilities=3, most_late=2)
+    rounds, fewest = settings.pop("rounds", 4), settings.pop("fewest", 1)
+    asked = ClosingSettings(**({"late": "carry"} | settings))
+    closing = Closing(asked, rounds=rounds, facilities=3, most_late=2, fewest=fewest)
     if folder is not None:
         closing.workdir = folder
     return closing
@@ -251,6 +252,22 @@ def test_away_for_ever_it_holds_not_even_the_last_round_up():
     engine = run(closing_of(quorum=2, grace=0.0, away=3 * TICK), [[1, 1, 1]], away={"f2": CLOCK.now + 3600})
     assert all(engine.handed["f2", number] is None for number in range(5))
     assert engine.complete == 5
+
+
+def test_a_facility_that_is_away_holds_no_round_up_that_has_its_fewest_updates_and_no_other_job(tmp_path: Path):
+    """f1 fails, so that the quorum of two could be made by f2 alone, which is away: f0's update is used now."""
+    away = {"f2": CLOCK.now + 500 * TICK}
+    engine = run(closing_of(tmp_path, quorum=2, grace=0.0, away=3 * TICK), [[1, 2, 1]], failing={(0, 1)}, away=away)
+    assert engine.complete == 5 and CLOCK.now < away["f2"]
+    assert engine.handed["f0", 0] == 0 and engine.handed["f2", 0] is None
+    assert "could not be reached" in read_late(tmp_path / "a-job", 0, "f2")
+
+
+def test_with_fewer_updates_than_a_round_needs_it_waits_for_who_is_away():
+    back = CLOCK.now + 100 * TICK
+    closing = closing_of(quorum=2, grace=0.0, away=3 * TICK, fewest=2)
+    engine = run(closing, [[1, 2, 1]], failing={(0, 1)}, away={"f2": back})
+    assert engine.handed["f2", 0] == 0 and CLOCK.now > back
 
 
 def test_a_facility_that_fails_does_not_make_a_quorum(tmp_path: Path):
