@@ -49,7 +49,7 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
     if not is_accepted(archive, described, changes):
         raise refusal(changes)
     if changes:
-        archive.write_note(PENDING, {"told": [*told(archive), *map(str, changes)]})
+        archive.write_note(PENDING, {"round": len(archive.rounds()), "told": [*told(archive), *map(str, changes)]})
     if described:
         archive.write_note(NOTE, dict(described))
     archive.drop_note(ACCEPTED)
@@ -57,8 +57,9 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
 
 
 def told(archive: Archive) -> list[str]:
-    """The changes that are not yet in a round's file."""
-    return [str(one) for one in archive.read_note(PENDING).get("told", [])]
+    """The changes that are not yet in a round's file: a commit that is killed leaves the note of those that are."""
+    note, following = archive.read_note(PENDING), len(archive.rounds())
+    return [str(one) for one in note.get("told", [])] if note.get("round", following) == following else []
 
 
 def drop_told(archive: Archive) -> None:
