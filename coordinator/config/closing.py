@@ -14,6 +14,8 @@ from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
 LONGEST_QUEUE_HOURS = 168.0
+DIGITS = 9
+"""After the point, of a share times a number: 0.28 of 25 is 7 but for its last bit."""
 
 Part = Annotated[float, Gt(0), Lt(1)]
 
@@ -44,7 +46,7 @@ class ClosingSettings:
             return facilities
         if isinstance(self.quorum, int):
             return min(self.quorum, facilities)
-        return max(1, -int(-self.quorum * facilities // 1))
+        return max(1, math.ceil(round(self.quorum * facilities, DIGITS)))
 
 
 def carries(closing: ClosingSettings | None) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.config.closing import ClosingSettings
 from coordinator.config.federation import Federation, check_paths, read_federation
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import read_facility_settings
@@ -167,6 +168,11 @@ def test_names_in_a_facilitys_settings_are_never_paths(tmp_path: Path, name: str
         file.write_text(json.dumps(values))
         with pytest.raises(ConfigurationError, match=f"{key} is .*, expected 1-63 letters"):
             read_facility_settings(file)
+
+
+@pytest.mark.parametrize(("share", "facilities", "needed"), [(0.28, 25, 7), (0.07, 100, 7), (0.281, 25, 8)])
+def test_a_quorum_that_is_a_share_is_that_share_of_the_facilities(share: float, facilities: int, needed: int):
+    assert ClosingSettings(quorum=share).needed(facilities) == needed
 
 
 def test_rounds_may_say_how_they_close(tmp_path: Path):
