@@ -232,7 +232,9 @@ def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | 
         return "{{ streamflow_command }}\n"
     if deployment.type == "ssh" and name:
         rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
-        return re.sub(r"^#!.*\n", lambda first: f"{first[0]}export {MARK}={name}\n", rest, count=1, flags=re.MULTILINE)
+        mark = f"export {MARK}={name}\n"
+        text, found = re.subn(r"^#!.*\n", lambda first: first[0] + mark, rest, count=1, flags=re.MULTILINE)
+        return text if found else mark + rest
     if not deployment.template:
         return None
     try:

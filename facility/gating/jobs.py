@@ -5,7 +5,6 @@ A refusal leaves `failure.json` where the update would be, so that the coordinat
 
 from __future__ import annotations
 
-import re
 import secrets
 import shlex
 import shutil
@@ -19,7 +18,7 @@ from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.order import SIGNERS
 from facility.exchange.messages.privacy import DATASET_LIMIT
-from facility.exchange.messages.template_inheritance import find_template, read_template
+from facility.exchange.messages.template_inheritance import find_template, plain, read_template
 from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below
@@ -162,7 +161,7 @@ def template(session: Session, *, login: bool = False) -> str:
     home = policy.fill.get("home", str(place))
     fill = {} if login else {key: value for key, value in policy.fill.items() if key != "home"}
     filled = fill_template(text, fill=fill, environment=Environment(home=home), workdir=str(session.workdir), name=name)
-    return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", filled, flags=re.DOTALL)
+    return plain(filled)
 
 
 def command(session: Session, approved: Approved, directory: Path) -> str:

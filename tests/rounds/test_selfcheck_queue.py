@@ -47,3 +47,17 @@ def test_the_script_itself_is_submitted_and_waited_for(
     assert "<" not in "".join(
         line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux", "#$"))
     )
+
+
+def test_what_looks_like_jinja2_in_a_template_reaches_the_job_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """sbatch refuses a script that does not begin with `#!`."""
+    (tmp_path / "selfcheck" / "job").mkdir(parents=True)
+    (tmp_path / "sbatch").write_text(STAND_IN)
+    (tmp_path / "sbatch").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
+    own = '{% raw %}echo "${#hosts[@]}"{% endraw %}\n\n'
+    (tmp_path / "own.sh").write_text(f'{{% extends "slurm.sh" %}}\n{{% block environment %}}\n{own}{{% endblock %}}\n')
+    run(tmp_path / "selfcheck", tmp_path / "own.sh", {"account": "x", "partition": "p"}, tmp_path / "home", 60.0)
+    script = (tmp_path / "asked.job").read_text()
+    assert script.startswith("#!/bin/bash\n") and '\necho "${#hosts[@]}"\n' in script and "raw" not in script

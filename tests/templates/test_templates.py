@@ -11,8 +11,10 @@ import jinja2
 import pytest
 import yaml
 
+from coordinator.config.deployments import Deployment, job_template
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import render
+from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template, unfilled
@@ -282,6 +284,15 @@ def test_a_template_of_ones_own_extends_a_shipped_one(tmp_path: Path):
     script = strictly(text)
     assert "#SBATCH --partition=boost_usr_prod\n" in script and "\necho ${#array[@]}\n" in script and COMMAND in script
     assert find_template("leonardo", tmp_path) == ROOT / "templates" / "leonardo.sh"
+
+
+@pytest.mark.parametrize("head", ["#!/bin/bash\n", "", '#!/bin/bash\n{% raw %}echo "${#array[@]}"{% endraw %}\n'])
+def test_a_job_without_a_queue_is_found_by_its_name_whatever_its_template_is(tmp_path: Path, head: str):
+    (tmp_path / "mine.sh").write_text(head + "{{ streamflow_command }}\n")
+    deployment = Deployment(type="ssh", host="h", workdir="/scratch/me", template="mine.sh")
+    script = strictly(job_template(deployment, tmp_path, "its-name") or "", f'echo "${MARK}"')
+    assert script.startswith(head.partition("\n")[0])
+    assert subprocess.run(["bash", "-c", script], capture_output=True, text=True).stdout.split()[-1] == "its-name"
 
 
 @pytest.mark.parametrize(

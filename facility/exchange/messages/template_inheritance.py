@@ -83,4 +83,9 @@ def _literal(part: str, marks: dict[str, str]) -> str:
     """One part of the rendered text, so that rendering it once more leaves it as it is."""
     if part in marks.values():
         return f"{{{{ {part.strip(chr(0))} }}}}"
-    return f"{{% raw %}}{part}{{% endraw %}}" if SYNTAX.search(part) else part
+    return SYNTAX.sub(lambda found: f"{{% raw %}}{found[0]}{{% endraw %}}", part)
+
+
+def plain(text: str) -> str:
+    """The text of a template as the engine would render it, with the engine's names still in it."""
+    return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", text, flags=re.DOTALL)
