@@ -154,7 +154,11 @@ class Deployment(Connection):
     def __post_init__(self) -> None:
         super().__post_init__()
         if "home" in self.fill:  # the same place under its other name
-            object.__setattr__(self, "environment", replace(self.environment, home=str(self.fill["home"])))
+            try:
+                environment = replace(self.environment, home=str(self.fill["home"]))
+            except ConfigurationError as error:
+                raise ConfigurationError(f"fill.{error.message}", key="fill.home") from None
+            object.__setattr__(self, "environment", environment)
             object.__setattr__(self, "fill", {key: value for key, value in self.fill.items() if key != "home"})
         try:
             shlex.split(self.renew)

@@ -210,6 +210,10 @@ def test_an_ordinary_slurm_facility_takes_at_most_ten_lines(tmp_path: Path):
     [
         (("type: slurm", "type: slrum"), "expected one of local, ssh, firecrest, flux, gridengine, pbs, slurm"),
         (("host: login", "hst: login"), "did you mean 'host'"),
+        (("gpu}}", "gpu, home: $WORK/crossfed}}"), "fill.home is '$WORK/crossfed', expected an absolute path"),
+        (("gpu}}", "gpu}}\n      environment: {{home: crossfed}}"), "home is 'crossfed', expected an absolute path"),
+        (("gpu}}", 'gpu}}\n      environment: {{home: "~alice/c"}}'), "or one that begins with ~/"),
+        (("gpu}}", "gpu}}\n      environment: {{venv: $HOME/venv}}"), "variables such as $WORK are not replaced"),
         (("workdir: /scratch", "workdir: scratch"), "expected an absolute path at the facility"),
         (("workdir: /scratch", "workdir: /scr atch"), "without blanks or quotes"),
         (("      template: {templates}/slurm.sh\n", ""), "template is missing"),

@@ -47,6 +47,13 @@ class Environment:
     def __post_init__(self) -> None:
         if self.venv and self.conda:
             raise ConfigurationError("environment names both a venv and a conda environment, expected one", key="conda")
+        for name, path in (("home", self.home), ("venv", self.venv or self.home)):
+            if not path.startswith(("/", "~/")):
+                raise ConfigurationError(
+                    f"{name} is {path!r}, expected an absolute path at the facility, or one that begins with ~/ "
+                    "(variables such as $WORK are not replaced)",
+                    key=name,
+                )
         for word in self.modules:
             if not PLAIN.fullmatch(word):
                 raise ConfigurationError(f"module {word!r} is not the name of a module", key="modules")
