@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,10 +135,16 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     if answer["writable"] and reserve and reserve < answer["free"] and shutil.which("fallocate"):
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
             result = subprocess.run(
-                ["fallocate", "-l", str(reserve), file.name], capture_output=True, text=True, errors="replace"
+                ["fallocate", "-l", str(reserve), file.name],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                env=os.environ | {"LC_ALL": "C"},  # its words are read
             )
         if result.returncode != 0 and "not supported" not in result.stderr:
-            answer["refused"] = result.stderr.strip().splitlines()[-1]
+            too_large = result.returncode == -signal.SIGXFSZ  # which leaves it nothing to say
+            said = "ulimit -f allows no file so large" if too_large else f"fallocate ended with {result.returncode}"
+            answer["refused"] = [said, *result.stderr.strip().splitlines()][-1]
     return answer
 
 

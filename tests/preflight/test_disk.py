@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_dis
 from coordinator.rounds.verification import averaged_as_encoded, averages_encoded
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
+from facility.probe import disk
 from tests.federations import write_federation
 from tests.pico import save_pico
 
@@ -179,3 +181,23 @@ def test_the_adapters_counted_are_those_that_the_trainer_makes(tmp_path: Path):
         expected = sum(p.numel() for p in adapted.parameters() if p.requires_grad)
         told = TrainingSettings(lora=LoraSettings(rank=3, targets=targets))
         assert model_figures(base).trained(told) == expected
+
+
+@pytest.mark.parametrize(
+    ("program", "refused"),
+    [
+        ('[ "$LC_ALL" = C ] && echo Operation not supported >&2 || echo wird nicht unterstützt >&2; exit 1', None),
+        ("echo fallocate failed: Disk quota exceeded >&2; exit 1", "fallocate failed: Disk quota exceeded"),
+        ("kill -XFSZ $$", "ulimit -f allows no file so large"),
+        ("exit 3", "fallocate ended with 3"),
+    ],
+)
+def test_what_keeps_room_from_being_reserved_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, refused: str | None
+):
+    """In whatever language the account has; a file system that cannot reserve refuses nothing."""
+    (tmp_path / "fallocate").write_text(f"#!/bin/bash\n{program}\n")
+    (tmp_path / "fallocate").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert disk(tmp_path, 1).get("refused") == refused
