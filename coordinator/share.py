@@ -102,7 +102,8 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
         write_text(Path(scratch) / SUMS, sums)
         chosen = [one for one in names if one != SUMS]
         packing = subprocess.Popen(
-            ["tar", "cf", "-", "-C", scratch, SUMS, "-C", str(model), "--", *chosen], stdout=subprocess.PIPE
+            ["tar", "chf", "-", "-C", scratch, SUMS, "-C", str(model), "--", *chosen],  # a hub's cache holds links
+            stdout=subprocess.PIPE,
         )
         command = [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
         sent = subprocess.run(command, stdin=packing.stdout, capture_output=True, text=True, errors="replace")

@@ -10,7 +10,9 @@ import pytest
 
 from coordinator.config.federation import read_federation
 from coordinator.remote_setup import set_up
+from coordinator.share import share
 from facility.exchange.errors import InputError, TryAgain
+from tests.rounds.test_setup import make_tokenizer
 
 FEDERATION = """\
 name: two
@@ -68,3 +70,19 @@ def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
         set_up(federation, "far", bundle=tmp_path, arguments=[])
     with pytest.raises(TryAgain, match="ended with code 2"):
         set_up(federation, "far", bundle=None, arguments=["--python", "no-such-python"])
+
+
+def test_a_tokenizer_in_a_hubs_cache_is_shared(far: Path, tmp_path: Path):
+    """Its files are symbolic links, which would lead nowhere at a facility."""
+    model, blobs = tmp_path / "workflow" / "model", tmp_path / "blobs"
+    (tmp_path / "text").write_text("a small text\n")
+    make_tokenizer(blobs, tmp_path / "text")
+    model.mkdir()
+    for blob in blobs.iterdir():
+        (model / blob.name).symlink_to(blob)
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    for sent in (True, False):
+        (found,) = share(federation, weights=False, only=["far"])
+        assert found.sent == sent
+    there = far / "it's a home" / "shared" / "model"
+    assert (there / "tokenizer.json").is_file() and not (there / "tokenizer.json").is_symlink()
