@@ -169,7 +169,9 @@ esac
 # 3. Packages: only when something they depend on changed
 PLACE='import platform, sys; libc, version = platform.libc_ver(); recent = libc == "glibc" and int(version.split(".")[1]) >= 28; print("%d.%d-%s" % (*sys.version_info[:2], platform.machine() if recent else "none"))'
 IMPORTS='import torch, transformers, safetensors, facility.round'
-stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "$here/pyproject.toml" "$here/constraints.txt" "$here/facility/requirements.lock"; } | cksum)
+lists=("$here/pyproject.toml" "$here/constraints.txt" "$here/facility/requirements.lock")
+[ ! -f "$wheelhouse/requirements.txt" ] || lists+=("$wheelhouse/requirements.txt")  # of another bundle in the same place
+stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "${lists[@]}"; } | cksum)
 if [ -n "$as_is" ]; then
     say "packages: those of $run, as they are"
 elif [ "$(cat "$home/.setup-stamp" 2>/dev/null)" = "$stamp" ]; then

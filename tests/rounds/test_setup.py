@@ -680,3 +680,16 @@ def test_a_file_system_without_locks_is_not_taken_for_another_set_up(
     assert result.returncode == ends, result.stderr
     assert ("another setup.sh works in" in result.stderr) == (code == 1)
     assert ("a file system without locks" in result.stdout) == (code != 1)
+
+
+def test_another_bundle_in_the_same_place_is_installed(tmp_path: Path, python: Path):
+    """As after the first one's torch was for another driver: its place, Python and constraints are the same."""
+    wheelhouse = tmp_path / "wheelhouse"
+    wheelhouse.mkdir()
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--no-self-check"]
+    options += ["--wheelhouse", str(wheelhouse)]
+    for version, unchanged in (("cu128", False), ("cu128", True), ("cu130", False)):
+        (wheelhouse / "requirements.txt").write_text(f"torch==2.13.0+{version} --hash=sha256:00\n")
+        result = setup("facility", *options)
+        assert result.returncode == 0, result.stderr
+        assert ("packages: unchanged" in result.stdout) == unchanged
