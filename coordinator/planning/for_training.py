@@ -21,7 +21,7 @@ from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import logits_bytes
-from facility.exchange.memory.units import memory_of_units
+from facility.exchange.memory.units import UnitMemory, memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -93,6 +93,8 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     again = max(sizes) * trained.tokens * max(unit.again for unit in units)
     working = 4 * max(unit.largest_in_bits for unit in units) + once + again
     head = len(units) - 1
+    drift = 4 * training.drift_correction
+    replicated = training.sync.policy == "allreduce"
     return replace(
         problem,
         micro_batch_samples=tuple(sizes),
@@ -104,12 +106,19 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
             replace(
                 measured,
                 parameter_bytes=4.0 * unit.trained,
-                state_bytes=unit.weights + 4 * unit.trained + unit.state + unit.copies,
+                state_bytes=unit.weights + (4 + drift) * unit.trained + unit.state + unit.copies,
+                gathered_bytes=_gathered(unit, end=number in (0, head)) if replicated else 0.0,
                 stored_bytes=trained.tokens * (unit.kept + unit.cast + (a_token if number == head else 0.0)),
             )
             for number, (measured, unit) in enumerate(zip(timed, units, strict=True))
         ),
     )
+
+
+def _gathered(unit: UnitMemory, *, end: bool) -> float:
+    """At most what FSDP2 gathers of a unit, less the copies of which it needs none; `end`: embedding or head, of which
+    the gradients are there whole, twice, while they are reduced."""
+    return max(0.0, unit.gathered + 8 * unit.trained * end - unit.copies)
 
 
 def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:

@@ -156,6 +156,8 @@ class Unit:
     """What replicas must agree on every step (gradient bytes)."""
     state_bytes: float
     """Resident: parameters, gradients and optimizer state."""
+    gathered_bytes: float = 0.0
+    """Beside these where all-reduce keeps the replicas of several stages together: weights that FSDP2 gathers."""
     activation_bytes: float
     """Sent to the next unit, bytes a sample."""
     stored_bytes: float = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -119,14 +120,15 @@ def test_what_is_trained_is_what_travels(base: Path, kind: str):
     assert (added > 0) == (training.lora.rank > 0)
 
 
-def profile(blocks: int, memory_megabytes: float = 64.0) -> dict[str, Any]:
-    """Two equal devices, as `facility.measure` writes them; sizes of units of another training."""
-    rows = np.where(np.eye(2, dtype=bool), 1.0, 1e3).tolist()
+def profile(blocks: int, memory_megabytes: float = 64.0, devices: int = 2) -> dict[str, Any]:
+    """Equal devices, as `facility.measure` writes them; sizes of units of another training."""
+    itself = np.eye(devices, dtype=bool)
+    rows, latency = np.where(itself, 1.0, 1e3).tolist(), np.where(itself, 0.0, 0.1).tolist()
     unit = {"parameter_bytes": 1e3, "activation_bytes": 10.0, "stored_bytes": 10.0, "forward_ms": 1, "backward_ms": 2}
     return {
         "format": 1,
-        "devices": [{"id": f"here:cpu{n}", "memory_bytes": memory_megabytes * 1e6} for n in range(2)],
-        "links": {"latency_ms": [[0, 0.1], [0.1, 0]], "bandwidth_megabytes_per_second": rows},
+        "devices": [{"id": f"here:cpu{n}", "memory_bytes": memory_megabytes * 1e6} for n in range(devices)],
+        "links": {"latency_ms": latency, "bandwidth_megabytes_per_second": rows},
         "units": [
             {"kind": "embedding", **unit},
             {"kind": "block", "count": blocks, **unit},
@@ -176,10 +178,13 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federation: Path, kind:
 
 
 @pytest.mark.parametrize("kind", list(TRAININGS))
-def test_the_search_never_takes_a_plan_for_smaller_than_it_is(tmp_path: Path, federation: Path, kind: str):
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("drift", [False, True])
+def test_the_search_never_takes_a_plan_for_smaller_than_it_is(federation: Path, kind: str, replicas: int, drift: bool):
     """What the planner's sums say of a layout, with what leaves the devices beforehand, covers what is stated."""
-    raw = profile(blocks=4)
+    raw = profile(blocks=4, devices=4)
     trained = trained_at(read_federation(federation), kind, raw)
+    trained = replace(trained, training=replace(trained.training, drift_correction=drift))
     measured = problem_from_json(raw | {"batch_samples": 8})
     problem = with_memory(measured, trained)  # type: ignore[arg-type]
     set_aside = raw["devices"][0]["memory_bytes"] - problem.memory[0]
@@ -187,10 +192,10 @@ def test_the_search_never_takes_a_plan_for_smaller_than_it_is(tmp_path: Path, fe
         for schedule in ("gpipe", "1f1b"):
             plan = planner.Plan(
                 stages=2,
-                replicas=1,
-                grid=((0,), (1,)),
+                replicas=replicas,
+                grid=((0, 1), (2, 3)) if replicas == 2 else ((0,), (1,)),
                 stage_units=((0, cut), (cut, 6)),
-                micro_batches=4,
+                micro_batches=4 // replicas,
                 micro_batch_samples=2,
                 schedule=schedule,
             )

@@ -66,13 +66,14 @@ class Cost:
         self.backward = _prefix(problem.backward_seconds(samples))
         self.cut_bytes = samples * problem.per_unit("activation_bytes")
         self.gradient = _prefix(problem.per_unit("parameter_bytes"))
-        self.state = _prefix(problem.per_unit("state_bytes"))
         self.stored = samples * _prefix(problem.per_unit("stored_bytes"))
         self.update = _prefix(problem.factors * problem.per_unit("update_seconds"))
         self.runtime = problem.runtime
         self.prices = weights(problem)
         self.hooked = replicas > 1 and "allreduce" in problem.syncs
         """Are replicas kept together by the trainer's own all-reduce? Assumed where it may be chosen."""
+        gathered = problem.per_unit("gathered_bytes") * (self.hooked and stages > 1)
+        self.state = _prefix(problem.per_unit("state_bytes") + gathered)
         self.latency = problem.latency
         self.per_byte = 1.0 / problem.bandwidth
         self.memory = problem.memory

@@ -35,6 +35,7 @@ def layout_of(
     forward, backward, update = _compute_seconds(problem, plan, spans)
     activations = problem.per_unit("activation_bytes")
     gradients = _summed(problem, "parameter_bytes", spans)
+    gathered = len(spans) > 1 and plan.replicas > 1 and plan.sync.name == "allreduce"
     return Layout(
         grid=plan.grid,
         virtual_stages=plan.virtual_stages,
@@ -48,7 +49,7 @@ def layout_of(
         gradient_bytes=gradients,
         buckets=_buckets(spans, gradients, overlap),
         in_flight_bytes=samples * _summed(problem, "stored_bytes", spans),
-        static_bytes=_summed(problem, "state_bytes", spans),
+        static_bytes=_summed(problem, "state_bytes", spans) + gathered * _summed(problem, "gathered_bytes", spans),
         latency=problem.latency,
         bandwidth=problem.bandwidth,
         uplinks=_uplinks(problem),
