@@ -54,7 +54,7 @@ def numbers(value: Any, name: str, shape: tuple[int, ...], file: Path | str | No
     """`value` as finite numbers of the given shape; -1 in `shape` takes any length."""
     try:
         array = np.array(value, dtype=float)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         described = "rows of unequal length, or something that is not a number"
         raise ConfigurationError(f"{name} holds {described}", file=file, key=name) from None
     if array.ndim != len(shape) or any(e not in (-1, g) for e, g in zip(shape, array.shape, strict=True)):

@@ -27,6 +27,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.validation import parse
 
+MOST_UNITS = 100_000
+"""Equal units that one entry may stand for."""
 AnyProblem = Problem | ChainProblem | PlacementProblem
 
 
@@ -246,8 +248,8 @@ def _units(raw: dict[str, Any], number: int, file: Path | str | None) -> list[Un
     times = ("forward_overhead", "backward_overhead", "forward", "backward", "update")
     _known(raw, where, ("kind", "count"), (*sizes, *times))
     count = raw.get("count", 1)
-    if type(count) is not int or count < 1:
-        raise ConfigurationError(f"{where}.count is {count!r}, expected 1 or more", file=file)
+    if type(count) is not int or not 1 <= count <= MOST_UNITS:
+        raise ConfigurationError(f"{where}.count is {count!r:.60}, expected 1 to {MOST_UNITS:,}", file=file)
     overheads = {key: value for key, value in raw.items() if "_overhead_" in key}
     rest = {key: value for key, value in raw.items() if key not in overheads}
 

@@ -111,6 +111,8 @@ def put(raw, path, value):
         (("units", 1, "forward_ms"), -1, "forward_seconds is -0.001"),
         (("units", 1, "forward_days"), 1, "unknown unit 'days'"),
         (("units", 1, "count"), 0, "count is 0"),
+        (("units", 1, "count"), 10**12, "count is 1000000000000, expected 1 to 100,000"),
+        (("units", 1, "forward_ms"), 10**400, "not a number"),
         (("batch_samples",), KeyError, "lacks batch_samples"),
         (("batch_samples",), 0, "batch_samples is 0"),
         (("schedules",), ["2f2b"], "schedules holds '2f2b'"),
