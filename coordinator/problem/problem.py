@@ -258,11 +258,8 @@ class Problem:
     def whole_sizes(self) -> tuple[int, ...]:
         """The allowed micro-batch sizes that divide the batch. Raises `ConfigurationError` where none does."""
         sizes = tuple(size for size in self.micro_batch_samples if self.batch_samples % size == 0)
-        _require(
-            bool(sizes),
-            f"batch_samples {self.batch_samples} is not a multiple of any allowed micro_batch_samples "
-            f"{list(self.micro_batch_samples)}; change one of them",
-        )
+        what = f"batch_samples {self.batch_samples} is not a multiple of any allowed micro_batch_samples"
+        _require(bool(sizes), f"{what} {list(self.micro_batch_samples)}; change one of them")
         return sizes
 
     @cached_property
