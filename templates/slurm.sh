@@ -24,7 +24,7 @@
 . '<home>/env.sh'
 {% block environment %}
 {% endblock %}
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 IFS= read -r -d '' command <<'CROSSFED' || true
 trap : USR1 TERM
 {{ streamflow_command }}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoConfig
 
 from coordinator import plan as planner
 from coordinator.config.federation import read_federation
@@ -58,6 +59,19 @@ def test_figures_that_differ_by_block_or_stage_count_at_their_largest(tmp_path: 
     (path / "config.json").write_text(json.dumps(config | {"hidden_size": {"text": 64}}))
     with pytest.raises(ValueError, match="hidden_size is"):
         model_figures(path)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gpt_neo", "distilbert", "mpt", "ctrl", "xglm", "xlm", "t5", "opt"]
+)
+def test_figures_have_a_familys_own_names(tmp_path: Path, family: str):
+    """The library gives them one name each (`attribute_map`); in the file they have their own."""
+    config = AutoConfig.for_model(family)
+    path = save_pico(tmp_path / "model")
+    config.save_pretrained(path)
+    found = model_figures(path)
+    assert found.hidden == config.hidden_size and found.layers == config.num_hidden_layers
+    assert found.heads == config.num_attention_heads
 
 
 def settings(kind: str, **more: Any) -> TrainingSettings:

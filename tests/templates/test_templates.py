@@ -97,7 +97,8 @@ def test_accounts_and_names_are_never_shipped(path: Path):
 
 
 STAND_INS = {
-    "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+    "srun": '[ "${SRUN_CPUS_PER_TASK-1}" ] || { echo "no number of CPUs" >&2; exit 1; }; '
+    'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "pbsdsh": 'shift; env -i PATH="$PATH" PBS_JOBID=7.pbs PBS_NODENUM=0 HOME="$HOME" "$@"; '
     'code=$?; [ $code = 0 ] || echo "pbsdsh: task 0x00000000 exit status $code"; exit 0',
     "flux": 'case "$1" in hostlist) echo node1 ;; resource) echo 1 ;; '
@@ -105,8 +106,9 @@ STAND_INS = {
 }
 
 
+@pytest.mark.parametrize("cpus", [{"SLURM_CPUS_PER_TASK": "4"}, {}], ids=["cpus asked for", "no --cpus-per-task"])
 @names
-def test_the_command_arrives_whole_in_the_environment_of_the_site(path: Path, tmp_path: Path):
+def test_the_command_arrives_whole_in_the_environment_of_the_site(path: Path, cpus: dict[str, str], tmp_path: Path):
     """Run under stand-ins for the schedulers' commands, from a home with blanks and quotes."""
     home = tmp_path / 'it\'s a "home" $(touch pwned) ü'
     home.mkdir()
@@ -122,9 +124,9 @@ def test_the_command_arrives_whole_in_the_environment_of_the_site(path: Path, tm
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(tmp_path),
         "PBS_NODEFILE": str(tmp_path / "nodes"),
-        "SLURM_CPUS_PER_TASK": "4",
         "SLURM_JOB_ID": "7",
         "USER": "me",
+        **cpus,
     }
     result = subprocess.run(
         ["bash", "-c", strictly(filled(path, str(home)), command)],

@@ -11,7 +11,7 @@
 #SBATCH --signal=USR1@300
 . '/scratch/it'\''s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>/env.sh'
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 IFS= read -r -d '' command <<'CROSSFED' || true
 trap : USR1 TERM
 cd '/tmp/a b' && export X='it'\''s' && python3 -m facility.round --model "$(pwd)/m o" --out update 2>&1
