@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import signal
@@ -42,6 +41,7 @@ from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.files.locks import take_lock
 from facility.exchange.files.storage import unwritable
 
 log = logging.getLogger("coordinator.engine")
@@ -140,11 +140,12 @@ def only_one(federation: Federation) -> Iterator[int]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a") as handle:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise TryAgain(
-                f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
-            ) from None
+            if not take_lock(handle, path, wait=False):
+                raise TryAgain(
+                    f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
+                )
+        except OSError:
+            log.warning("%s cannot be locked there: let no second `crossfed run` work on this federation", path)
         yield handle.fileno()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
@@ -12,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.locks import take_lock
 
 DAY = 86_400.0
 RESERVED = "reserved-"
@@ -144,7 +144,7 @@ def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tupl
     path = Path(path)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take_lock(lock, path)
         ledger = read_ledger(path)
         try:
             yield ledger, clock()

@@ -10,7 +10,6 @@ and a second one under the same keys only if it is the same to the byte.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
+from facility.exchange.files.locks import take_lock
 from facility.exchange.masking.roster import Roster
 from facility.exchange.messages.masking import MaskingSettings
 
@@ -82,7 +82,7 @@ class Ledger:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         with open(self.path.with_suffix(".lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            take_lock(file, self.path)
             yield
 
 

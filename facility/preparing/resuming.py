@@ -8,7 +8,6 @@ again from nothing.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -16,12 +15,13 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from facility.dataset import SPLITS, DatasetError
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.locks import take_lock
 
 SAVE_SECONDS = 20.0
 """Between two states."""
@@ -84,10 +84,9 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
     request = hashlib.sha256(words.encode()).hexdigest() if known else f"not known {time.time_ns()}"
     lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DatasetError(f"{directory} is written by another process: wait for it, or end it") from None
+        with suppress(OSError):  # a file system without locks: then nothing keeps two of them apart
+            if not take_lock(lock, directory, wait=False):
+                raise DatasetError(f"{directory} is written by another process: wait for it, or end it")
         try:
             yield Part(directory, request)
         except Exception:

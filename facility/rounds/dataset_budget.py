@@ -11,7 +11,6 @@ side by side. The account is kept whether or not there is a limit.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -24,6 +23,7 @@ from pathlib import Path
 from facility.dataset import NAME, open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
@@ -57,7 +57,7 @@ def reserve_budget(settings: FacilitySettings, dataset: Path, environment: Mappi
     path = account_path(dataset)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     with open(path.with_suffix(".lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        take_lock(lock, path)
         account = read_account(path)
         name = f"{settings.federation}/{settings.facility}"
         before = account.pop(name, None)

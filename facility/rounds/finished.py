@@ -17,6 +17,7 @@ from pathlib import Path
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
+from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.rounds.kept import by_round
 
@@ -67,13 +68,10 @@ class Finished:
 
         Yields False where the file system has no locks: then nothing keeps two jobs apart.
         """
-        import fcntl
-
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self.directory / f"round-{round}.lock", "a") as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-                held = True
+                held = take_lock(file, self.directory)
             except OSError:
                 held = False
             yield held

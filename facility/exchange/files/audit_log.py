@@ -9,7 +9,6 @@ coordinator's into models' (`HEAD`), and `verify` is given heads that were seen.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from facility.exchange.files.locks import take_lock
 
 HEAD = "audit"
 """In a manifest's `extra`: head of its maker's log when it was made."""
@@ -177,7 +178,7 @@ def _number(line: bytes) -> int:
 def _locked(path: Path) -> Iterator[int]:
     file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        take_lock(file, path)
         yield file
     finally:
         os.close(file)

@@ -23,6 +23,8 @@ WORDS = {
     errno.EROFS: "is mounted read-only: choose another directory, or have it mounted for writing",
     errno.EACCES: "cannot be written to or read: correct its permissions, or choose another directory",
     errno.EPERM: "cannot be written to: correct its permissions, or choose another directory",
+    errno.ENOLCK: "cannot be locked, for its file system has no locks (Lustre mounted without flock): choose "
+    "a directory on another",
 }
 PATHS = {
     errno.ENOENT: "is not there, or its folder is not: correct the path",

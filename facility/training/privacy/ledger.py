@@ -6,7 +6,6 @@ happened is never left out. An attempt that is taken up again, or made once more
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Literal
 
 from facility.exchange.errors import ConfigurationError, InputError, TryAgain
 from facility.exchange.files.durable import fsync_directory
+from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
 from facility.exchange.validation import parse, validated
@@ -71,14 +71,15 @@ class Ledger:
             )
 
     def open(self) -> None:
-        """Take the ledger for this process alone. Raises `TryAgain` where another process holds it."""
+        """Take the ledger for this process alone. Raises `TryAgain` where another process holds it, `OSError`."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            if not take_lock(descriptor, self.path, wait=False):
+                raise TryAgain(f"{self.path} is held by another process that trains: wait for its end")
+        except (TryAgain, OSError):
             os.close(descriptor)
-            raise TryAgain(f"{self.path} is held by another process that trains: wait for its end") from None
+            raise
         self._file, self._entries = descriptor, self._read()
         whole = sum(len(line) for line in self._lines())
         if whole < os.fstat(descriptor).st_size:

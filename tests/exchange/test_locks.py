@@ -1,0 +1,76 @@
+"""A file system without locks, as Lustre mounted without `flock`: what goes on there, and what refuses to."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.engine.run import only_one
+from facility.exchange.files import audit_log, locks
+from facility.exchange.files.locks import take_lock
+from facility.exchange.files.storage import is_storage, sentence
+from facility.gating import ledger as gate_ledger
+from facility.masking.ledger import Entry
+from facility.masking.ledger import Ledger as Answers
+from facility.preparing.resuming import part_of
+from facility.rounds.finished import Finished
+from facility.training.privacy.ledger import Ledger as Releases
+from tests.federations import write_federation
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", refused)
+
+
+def test_a_lock_is_held_by_one_process(tmp_path: Path):
+    path = tmp_path / "lock"
+    script = "import sys; from pathlib import Path; from facility.exchange.files.locks import take_lock as take\n"
+    script += "path = Path(sys.argv[1]); print(take(open(path, 'a'), path, wait=False))"
+
+    def other() -> str:
+        return subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True, check=True).stdout
+
+    with open(path, "a") as file:
+        assert take_lock(file, path, wait=False)
+        assert other() == "False\n"
+    assert other() == "True\n"
+
+
+ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", survivors=["a"])
+REFUSE: dict[str, Callable[[Path], object]] = {
+    "answers of secure aggregation": lambda path: Answers(state=path).record(ENTRY),
+    "releases of differential privacy": lambda path: Releases(state=path).open(),
+    "a gate's ledger": lambda path: gate_ledger.changed(path / "ledger.json").__enter__(),
+    "an audit log": lambda path: audit_log.append(path / "audit.jsonl", "request"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSE)
+@pytest.mark.usefixtures("no_locks")
+def test_what_must_be_counted_once_is_refused_with_the_reason(tmp_path: Path, what: str):
+    with pytest.raises(OSError, match="has no locks") as caught:
+        REFUSE[what](tmp_path)
+    assert is_storage(caught.value) and f"{tmp_path}/" in sentence(caught.value)
+    assert "cannot be locked, for its file system has no locks" in sentence(caught.value)
+
+
+@pytest.mark.usefixtures("no_locks")
+def test_what_would_only_be_done_twice_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A dataset was taken for one that another process writes, for ever; `crossfed run` ended in a traceback."""
+    with part_of(tmp_path / "dataset", {}, known=True) as part:
+        assert part.directory.is_dir()
+    with Finished(tmp_path / "finished").alone(0) as held:
+        assert not held
+    with only_one(read_federation(write_federation(tmp_path, ["a"], rounds=1))):
+        assert "let no second `crossfed run` work on this federation" in caplog.text
