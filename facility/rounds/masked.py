@@ -25,6 +25,7 @@ from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import check_size, read_roster
 from facility.exchange.masking.walks import check_own, check_walks
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
+from facility.exchange.messages.report import Report, read_report, skipped_of
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.steps import steps_asked
@@ -39,6 +40,9 @@ from facility.rounds.smaller import drop_pending, keep_residual, residual_path
 log = logging.getLogger(__name__)
 
 FOLDER = "masking"
+MOST_SKIPPED = 1 / 16
+"""Share of a round's steps that may have moved nothing. A coordinator chooses model and precision: with `float16` for
+all facilities but one, a model can make the others' gradients overflow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +63,7 @@ class Masked:
             log.info("the update was masked under this roster before; it is sent again")
             link_tree(found, out)
             return
+        check_steps(read_report(update))
         if is_held(update) and not self._send_held(update, received, out):
             update = self._whole_again(update, received, key)
         if not is_held(update):
@@ -116,6 +121,16 @@ class Masked:
         finished.keep(key, round, whole)
         shutil.rmtree(whole)
         return finished.place(round)
+
+
+def check_steps(report: Report) -> None:
+    """Raise `InputError` where more than `MOST_SKIPPED` of the steps moved nothing."""
+    if (skipped := skipped_of(report)) > MOST_SKIPPED * report.steps:
+        raise InputError(
+            f"{skipped} of the {report.steps} steps were skipped, for a loss or gradient was not finite; expected "
+            f"{MOST_SKIPPED:.0%} at most under masks: of a sum in which others moved next to nothing, the rest is one "
+            "facility's. Nothing is masked; another compute_dtype or a lower learning_rate is needed"
+        )
 
 
 def unmasked_path(state: Path, round: int) -> Path:

@@ -183,7 +183,7 @@ def measure(round: Round) -> dict[str, Any]:
         "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
         reports.PREDICTED_MEMORY: max(one["predicted_memory_bytes"] for one in per_rank),
         "sync": round.sync_report,
-        "steps_skipped": engine.skipped,
+        reports.STEPS_SKIPPED: engine.skipped,
         "interruptions": round.progress.interruptions,
         "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
         "loss": setup.head.reason,

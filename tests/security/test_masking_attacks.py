@@ -36,7 +36,7 @@ from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules, site_rules
-from facility.rounds.masked import masked
+from facility.rounds.masked import Masked, masked
 from tests.aggregation import make
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
 from tests.masking.federation import Masking, error, mean_of, moved, steps
@@ -512,6 +512,32 @@ def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_sign
         return
     with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
         masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
+
+
+@pytest.mark.parametrize(("skipped", "refused"), [(None, False), (1, False), (2, True), (16, True)])
+def test_a_facility_whose_steps_moved_next_to_nothing_masks_nothing(
+    federation: Masking, tmp_path: Path, skipped: int | None, refused: bool
+):
+    """Told to compute in float16, with a model whose gradients overflow there, while one facility is told otherwise."""
+    roster = federation.roster([federation.keys(name) for name in federation.names])
+    plain = federation.plain("alpha", steps(federation.names)["alpha"])
+    report = json.loads((plain / "report.json").read_text())
+    details = {} if skipped is None else {"steps_skipped": skipped}
+    (plain / "report.json").unlink()
+    (plain / "report.json").write_text(json.dumps(report | {"steps": 16, "details": details}))
+    training = TrainingSettings(signing_key=str(federation.signers.parent / "alpha"))
+    settings = FacilitySettings(
+        federation="test", facility="alpha", rounds=9, seed=0, training=training, masking=federation.masking
+    )
+    state, out = federation.state("alpha"), tmp_path / "update"
+    masks = Masked(settings=settings, state=state, member=PrivateKeys(state=state).of(federation.read(roster), "alpha"))
+    if not refused:
+        masks.make(plain, received=federation.model(0), key="k", out=out)
+        assert (out / "shares.json").exists()
+        return
+    with pytest.raises(InputError, match=f"{skipped} of the 16 steps were skipped"):
+        masks.make(plain, received=federation.model(0), key="k", out=out)
+    assert not out.exists()
 
 
 def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(

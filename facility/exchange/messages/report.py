@@ -25,6 +25,8 @@ MOST_PERPLEXITY = math.exp(LARGEST_LOSS)
 """What `perplexity` gives at most: a page of larger numbers has no axis."""
 PREDICTED_MEMORY = "predicted_memory_bytes"
 """In `details`: what the largest rank was expected to need before anything was loaded, as `peak_memory_bytes`."""
+STEPS_SKIPPED = "steps_skipped"
+"""In `details`: steps whose loss or gradient was not finite, which moved nothing."""
 ACCURACIES = ("accuracy_received", "accuracy_returned")
 """In `details`: share of right answers on the validation data, of the model as received and as returned."""
 TASK = "task"
@@ -130,6 +132,12 @@ def read_report(directory: Path) -> Report:
         details=found.mapping("details", 1000),
         format=found.whole("format", FORMAT, least=1, most=FORMAT),
     )
+
+
+def skipped_of(report: Report) -> int:
+    """How many of its steps moved nothing; a trainer of one's own may not say."""
+    value = report.details.get(STEPS_SKIPPED)
+    return value if type(value) is int and 0 < value <= MOST_COUNT else 0
 
 
 def predicted_memory_of(report: Report) -> int:
