@@ -96,6 +96,13 @@ class Connection:
         return {key: value for key, value in values.items() if value} | {"checkHostKey": True}
 
 
+OF_ANOTHER_MACHINE = (
+    *("host", "user", "key", "passphrase_file", "known_hosts", "renew", "gate"),
+    *("template", "fill", "options"),
+)
+"""Keys that say nothing of a facility on this machine."""
+
+
 @validated(frozen=True, kw_only=True)
 class Deployment(Connection):
     """`facilities[].deployment`."""
@@ -165,8 +172,11 @@ class Deployment(Connection):
         except ValueError as error:
             raise ConfigurationError(f"renew is {self.renew!r}, expected a command: {error}", key="renew") from None
         if self.type == "local":
-            for name in ("host", "user", "key", "template", "fill", "options", "renew"):
-                if getattr(self, name):
+            given = {name: getattr(self, name) for name in OF_ANOTHER_MACHINE}
+            given |= {"ssh": self.ssh != "built-in", "firecrest": self.firecrest.url}
+            given |= {"tunnel": self.tunnel.host, "transfer": self.transfer.host}
+            for name, value in given.items():
+                if value:
                     raise ConfigurationError(
                         f"{name} is set, but a local facility needs none; is `type` missing?", key=name
                     )

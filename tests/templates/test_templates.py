@@ -6,13 +6,15 @@ import os
 import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
 import yaml
 
-from coordinator.config.deployments import Deployment, job_template
+from coordinator.config.deployments import Connection, Deployment, job_template
 from coordinator.config.federation import read_federation
+from coordinator.config.firecrest import FirecrestAccess
 from coordinator.engine.render import render
 from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
@@ -236,6 +238,33 @@ def test_a_wrong_deployment_is_told_at_its_line(tmp_path: Path, change: tuple[st
     with pytest.raises(ConfigurationError, match=re.escape(message)) as error:
         render(read_federation(file))
     assert error.value.line is not None and str(file) in str(error.value)
+
+
+FIRECREST = FirecrestAccess(
+    url="https://api.example.org",
+    system="x",
+    token_url="https://id.example.org",
+    client_id="me",
+    client_secret_file="secret",
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gate": True},
+        {"ssh": "system"},
+        {"known_hosts": "~/known"},
+        {"tunnel": Connection(host="jump.example.org")},
+        {"transfer": Connection(host="data.example.org")},
+        {"firecrest": FIRECREST},
+    ],
+    ids=lambda given: next(iter(given)),
+)
+def test_what_asks_for_another_machine_is_not_ignored_on_this_one(given: dict[str, Any]):
+    """`type` is local where it is not written."""
+    with pytest.raises(ConfigurationError, match=f"{next(iter(given))} is set, but a local facility needs none"):
+        Deployment(**given)
 
 
 def test_the_home_may_be_filled_in_like_any_placeholder(tmp_path: Path):
