@@ -6,7 +6,11 @@ import os
 import posixpath
 from pathlib import Path
 
+from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.refusal import Refused
+
+UPDATE = "update"
+"""Of a job's directory, what may leave; and so may its `PROGRESS`."""
 
 
 def confined(path: str, workdir: Path, *, follow: bool = False) -> Path:
@@ -29,6 +33,16 @@ def below(path: str, workdir: Path) -> Path:
     if found == workdir:
         raise Refused(f"{path} is the working directory itself, which stays as it is")
     return found
+
+
+def staying(path: Path, workdir: Path) -> Path:
+    """A confined path, of which nothing leaves. Raises `Refused` for one that is, or lies in, an update or progress.
+
+    By name alone: a job of which it is the update may be submitted later.
+    """
+    if found := {UPDATE, PROGRESS} & {*path.relative_to(workdir).parts}:
+        raise Refused(f"{path} lies in a job's {found.pop()}, which leaves through this gate: no job writes there")
+    return path
 
 
 def plain(name: str) -> str:

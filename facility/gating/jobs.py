@@ -21,7 +21,7 @@ from facility.exchange.messages.privacy import DATASET_LIMIT
 from facility.exchange.messages.template_inheritance import find_template, plain, read_template
 from facility.gating import queue
 from facility.gating.approval import Approved, approve
-from facility.gating.confine import below
+from facility.gating.confine import below, staying
 from facility.gating.grammar import Request
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
@@ -71,7 +71,7 @@ def job_directory(session: Session, request: Request) -> Path:
 
     Whatever lies in a job's `update` may leave: what another job prints and keeps must not.
     """
-    directory = below(request["directory"], session.workdir)
+    directory = staying(below(request["directory"], session.workdir), session.workdir)
     below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
     if not directory.is_dir() or directory.is_symlink():
         raise Refused(f"the job's directory {directory} does not exist")

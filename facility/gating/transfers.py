@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from facility.exchange.messages.progress import FILE as PROGRESS
-from facility.gating.confine import below, confined, plain
+from facility.gating.confine import UPDATE, below, confined, plain, staying
 from facility.gating.grammar import Request
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
@@ -107,7 +107,8 @@ def _clear(path: Path) -> None:
 
 
 def link(session: Session, request: Request) -> int:
-    source = confined(request["source"], session.workdir, follow=True)
+    """Not to what may leave: a job would write there, its output for one, through the link."""
+    source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
     target = below(request["target"], session.workdir)
     _clear(target)
     os.symlink(source, target)
@@ -218,7 +219,7 @@ def readable(path: str, session: Session) -> Path:
     found = confined(path, session.workdir, follow=True)
     for job in read_ledger(session.ledger).jobs:
         directory = Path(job.directory)
-        if found.is_relative_to(directory / "update") or found == directory / PROGRESS:
+        if found.is_relative_to(directory / UPDATE) or found == directory / PROGRESS:
             return found
     raise Refused(f"{path} is neither a job's update nor its progress.json: nothing else leaves through this gate")
 

@@ -60,14 +60,11 @@ def test_a_jobs_directory_lies_in_no_other_jobs_update(site: Gate):
     site.policy(job_output=False, node_hours_per_day=100.0)
     outer = site.round()
     assert site.ask(outer)[0] == 0
-    inner = in_job(site, "job/update/inner", outer)
-    code, _, error = site.ask(inner)
+    code, _, error = site.ask(in_job(site, "job/inner", outer))
     assert code == 77 and "another job's directory" in error
-    assert site.ask(in_job(site, "deep/update/inner", outer))[0] == 0
-    (site.workdir / "deep/update/inner/crossfed-job.log").write_bytes(SECRET)
-    assert site.ask(in_job(site, "deep", outer))[0] == 0
-    code, out, _ = site.ask(f"crossfed-gate get-file {site.workdir}/deep/update/inner/crossfed-job.log")
-    assert code != 0 and out == b"", "what lay in the outer one's update is gone"
+    for outer_job in ("job", "submitted-later"):
+        code, _, error = site.ask(in_job(site, f"{outer_job}/update/inner", outer))
+        assert code == 77 and "leaves through this gate" in error
 
 
 def test_what_lies_in_an_update_before_its_job_is_none_of_the_job_s(site: Gate):
@@ -88,6 +85,19 @@ def test_nothing_is_copied_into_what_may_leave(site: Gate):
         site.ask(f"crossfed-gate {verb} {w}/job/crossfed-job.log {w}/job/update/x")
         code, out, _ = site.ask(f"crossfed-gate get-file {w}/job/update/x")
         assert code != 0 and out == b"", verb
+
+
+@pytest.mark.parametrize("source", ["job/update", "job/update/x", "job/progress.json", "later/update/x"])
+@pytest.mark.parametrize("target", ["next", "next/crossfed-job.log"])
+def test_no_link_leads_into_what_may_leave(site: Gate, source: str, target: str):
+    """What a job writes through it, its output for one, would leave as another job's update."""
+    site.policy(job_output=False)
+    assert site.ask(site.round())[0] == 0
+    w = site.workdir
+    (w / "next").mkdir()
+    code, _, error = site.ask(f"crossfed-gate link {w}/{source} {w}/{target}")
+    assert code == 77 and "leaves through this gate" in error and not (w / target).is_symlink()
+    assert site.ask(f"crossfed-gate link {w}/in/model {w}/next/model")[0] == 0, "a model is linked, as the engine does"
 
 
 @pytest.mark.parametrize("verb", ["get-file {p}", "get-piece {p} 0 99", "get-tree {d}"])
