@@ -25,7 +25,7 @@ from facility.exchange.messages.comparison import ALONE
 from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.settings import read_facility_settings
 from facility.launch import add_limits, show_failure, tasks_here
-from facility.launching.notes import Notes
+from facility.launching.notes import PLACE, Notes
 from facility.launching.place import attempt_of
 from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
             settings=settings,
             tasks=tasks,
             dataset=dataset,
-            notes=Notes(Path.cwd(), tasks.job, attempt_of(os.environ)),
+            notes=Notes(Path(os.environ.get(PLACE) or Path.cwd()), tasks.job, attempt_of(os.environ)),
             meter=Meter(tasks),
             state=arguments.state or default_directory(settings, dataset),
         )

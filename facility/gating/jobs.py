@@ -26,6 +26,7 @@ from facility.gating.grammar import Request
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.launching.notes import PLACE as NOTES
 from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
 
 COMMAND = "{{ streamflow_command }}"
@@ -189,10 +190,11 @@ def line(session: Session, words: Sequence[str], exports: Mapping[str, object], 
     """One line of shell that runs a command in a directory, with variables set.
 
     The coordinator may write that directory. So no module is imported from it, and what libraries keep in HOME and
-    TMPDIR and load again (compiled kernels, say) is where no request leads.
+    TMPDIR and load again (compiled kernels, say) is where no request leads; nor do any lead to the notes by which the
+    job's tasks meet, with the secret that admits a rank.
     """
     own = scratch(session)
-    all_exports = {"HOME": own, "TMPDIR": own, "PYTHONSAFEPATH": 1, "PYTHONNOUSERSITE": 1} | dict(exports)
+    all_exports = {"HOME": own, "TMPDIR": own, NOTES: own, "PYTHONSAFEPATH": 1, "PYTHONNOUSERSITE": 1} | dict(exports)
     set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in all_exports.items())
     place = shlex.quote(str(own))
     return f"cd {shlex.quote(str(directory))} && mkdir -m 700 -p {place} && {set_up} && {shlex.join(words)} 2>&1"

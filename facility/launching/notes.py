@@ -1,7 +1,8 @@
 """Small files by which the tasks of one job communicate, in a directory that all its nodes see.
 
 No message goes over the network: the job's working directory is on the file system that the ranks write the update
-to. Each note appears whole (rename); readers look every half second.
+to; behind a gate, one of the gate's own, which no request can write. Each note appears whole (rename); readers look
+every half second.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from facility.exchange.errors import TryAgain
 from facility.exchange.files.durable import write_text
 
 LOOK_SECONDS = 0.5
+PLACE = "CROSSFED_NOTES"
+"""Environment variable: where the notes of a gate's job are, for its directory is the coordinator's to write."""
 
 
 class Notes:

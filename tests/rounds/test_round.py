@@ -29,6 +29,7 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings
+from facility.launching.notes import PLACE
 from facility.launching.supervise import Ending
 from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
@@ -325,16 +326,20 @@ def task(number: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("mode", ["train", "rank1:raise"])
-def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str):
+@pytest.mark.parametrize(("mode", "gated"), [("train", True), ("rank1:raise", False)])
+def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str, gated: bool):
+    """Behind a gate by notes that are not in the job's directory, which the coordinator writes."""
     write_settings(site.root / "settings.json", ranks=1)
     command, job = site.command(site.send(), *STAND_IN)
     environment = os.environ | site.environment | {"STAND_IN": mode, "CROSSFED_RANKS_PER_NODE": "1,1"}
+    if gated:
+        environment[PLACE] = str(site.root / "notes")
     both = [
         subprocess.Popen(command, cwd=job, env=environment | task(number), stderr=subprocess.PIPE, text=True)
         for number in range(2)
     ]
     told = [process.communicate(timeout=60)[1] for process in both]
+    assert [bool(list(place.glob(".launch-*"))) for place in (job, site.root / "notes")] == [not gated, gated], told
     if mode == "train":
         assert [p.returncode for p in both] == [0, 0] and verify_manifest(job / "update"), told
         return

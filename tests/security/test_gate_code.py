@@ -16,6 +16,7 @@ from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.gating import approval
 from facility.gating.jobs import SCRATCH
+from facility.launching.notes import PLACE as NOTES
 from facility.rounds import evaluation
 from tests.conftest import ROOT
 from tests.security import test_gate
@@ -53,11 +54,13 @@ def test_a_job_imports_nothing_that_a_coordinator_put_beside_it(site: Gate, guar
         assert (site.workdir / "job" / "update" / "failure.json").is_file(), done.stdout
 
 
-def test_what_a_jobs_libraries_keep_is_where_no_request_leads(site: Gate):
+def test_what_a_jobs_libraries_and_tasks_keep_is_where_no_request_leads(site: Gate):
     assert site.ask(site.round())[0] == 0
     script = site.calls[-1][1] or ""
-    places = {word.partition("=")[2] for word in script.split() if word.startswith(("HOME=", "TMPDIR="))}
-    (place,) = map(Path, places)
+    own = ("HOME=", "TMPDIR=", f"{NOTES}=")
+    found = [word.partition("=")[2] for word in script.split() if word.startswith(own)]
+    assert len(found) == len(own), "the notes hold the secret that admits a rank"
+    (place,) = map(Path, set(found))
     assert place.parent == site.home / "gate" / SCRATCH and not place.is_relative_to(site.workdir)
     assert f"mkdir -m 700 -p {place} && " in script
     old, new = place.parent / "old", place.parent / "new"
