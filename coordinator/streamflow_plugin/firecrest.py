@@ -33,6 +33,7 @@ from coordinator.schedulers.firecrest import NO_ANSWER, SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN, OUTPUT_BYTES
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin import firecrest_files as files
+from coordinator.streamflow_plugin.bounded_http import FILE_BYTES
 from coordinator.streamflow_plugin.firecrest_client import Api, NotThere, Rejected, Unreachable
 from coordinator.streamflow_plugin.gate import STORAGE, request_of
 from coordinator.streamflow_plugin.lanes import TransferFailed
@@ -177,9 +178,10 @@ class FirecrestConnector(BaseConnector):
         return (path, 0) if kind else ("", 1)
 
     async def _do_sha1(self, path: str) -> tuple[str, int]:
+        """Of a small file, in memory: the engine compares the settings that it sent."""
         with tempfile.TemporaryDirectory(prefix="crossfed-") as folder:
             copy = Path(folder) / "file"
-            await self._in_thread(lambda call: files.pull(self.api, call, path, copy))
+            await self._in_thread(lambda call: files.pull(self.api, call, path, copy, most_bytes=FILE_BYTES))
             return hashlib.sha1(copy.read_bytes(), usedforsecurity=False).hexdigest(), 0
 
     async def _do_make(self, *paths: str) -> tuple[str, int]:

@@ -187,6 +187,15 @@ def test_a_download_takes_no_more_and_no_longer_than_was_listed(
     assert not (tmp_path / "back" / "weights").exists() and not list(tmp_path.glob("back/*.part"))
 
 
+def test_a_file_that_grew_to_no_end_is_not_fetched_for_its_checksum(server: Site, tmp_path: Path):  # noqa: F811
+    """The engine compares the settings that it sent, in memory."""
+    with open(tmp_path / "settings.json", "wb") as file:
+        file.truncate(100 << 20)
+    checksum = f"test -f {tmp_path}/settings.json && sha1sum {tmp_path}/settings.json | awk '{{print $1}}'"
+    assert "bytes, at most" in str(attacked(server, tmp_path, command(checksum)))
+    assert not any("download" in one for one in server.requests)
+
+
 def pushed(server: Site, tmp_path: Path) -> Path:  # noqa: F811
     """Where a model that goes over the staging area lies there, if it has arrived."""
     (tmp_path / "model").mkdir()
