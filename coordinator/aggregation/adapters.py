@@ -7,7 +7,6 @@ model holds the base's own tensors, if any, as they were, and the averaged adapt
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,8 +31,12 @@ from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint,
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
 from facility.exchange.checkpoints.writer import Layout as FileLayout
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.strict_json import read_json
+
+MOST_BYTES = 1 << 20
+"""Of an adapter_config.json."""
 
 
 def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
@@ -76,10 +79,9 @@ def _alpha(path: Path) -> float | None:
 def _claims(path: Path) -> dict[str, Any]:
     """What a facility's adapter_config.json says; empty where it cannot be read."""
     try:
-        claimed = json.loads(path.read_bytes()[:1_000_000])
-    except (OSError, ValueError, RecursionError):
+        return read_json(path, most_bytes=MOST_BYTES)
+    except ManifestError:
         return {}
-    return claimed if isinstance(claimed, dict) else {}
 
 
 def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str]) -> FileLayout:

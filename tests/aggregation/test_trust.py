@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.adapters import settings_of
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.aggregation.verify import check_update
@@ -117,6 +120,18 @@ def test_adapters_that_were_not_agreed_blame_who_sent_them(round0, tmp_path: Pat
     written = make.read_json(tmp_path / "out" / "adapter_config.json")
     assert (written["r"], written["lora_alpha"], "of" in written) == (2, 32.0, False)
     assert make.read_all(tmp_path / "out")[LAYER.format("A")].shape == (2, 30)
+
+
+@pytest.mark.parametrize("kind", ["endless", "a pipe"])
+def test_an_adapter_config_says_nothing_where_it_is_none_and_is_not_read_whole(tmp_path: Path, kind: str):
+    if kind == "a pipe":
+        os.mkfifo(tmp_path / "adapter_config.json")
+    else:
+        with open(tmp_path / "adapter_config.json", "wb") as file:
+            file.truncate(1 << 40)
+    checkpoint = SimpleNamespace(tensors={LAYER.format("A"): SimpleNamespace(shape=(2, 30))})
+    found = settings_of([SimpleNamespace(directory=tmp_path, checkpoint=checkpoint)], None)
+    assert (found.rank, found.alpha) == (2, 2.0)
 
 
 def test_two_that_disagree_without_settings_blame_nobody(round0, tmp_path: Path):
