@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import gzip
 import json
 import os
@@ -14,6 +15,7 @@ import pytest
 
 from facility.dataset import DatasetError, open_dataset
 from facility.preparing.build import Request, prepare
+from facility.preparing.images.sources import by_folder
 from facility.preparing.sources import Fields, find_sources
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
 
@@ -52,6 +54,53 @@ def test_packed_json_lines(make, expected, tmp_path: Path):
     packed.write_bytes(packed.read_bytes()[:-200])
     with pytest.raises(DatasetError, match=r"b\.jsonl\.gz cannot be read"):
         make(packed, out="cut")
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch):
+    """Makes folders of these names refuse to be listed, as those without a permission do (root may list any)."""
+    scandir = os.scandir
+
+    def close(name: str) -> None:
+        def listed(path: str | Path = "."):
+            if Path(path).name == name:
+                raise PermissionError(errno.EACCES, "denied", str(path))
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", listed)
+
+    return close
+
+
+def test_nothing_below_a_folder_is_left_out_in_silence(tmp_path: Path, closed):
+    """Neither in a folder that may not be listed, nor behind a link to a folder or to nothing; hidden ones are."""
+    root = tmp_path / "corpus"
+    (root / "part" / "deep").mkdir(parents=True)
+    (root / ".cache").mkdir()
+    (root / "names.txt").mkdir()
+    for name in ("b.txt", "part/a.txt", "part/deep/a.txt.gz", "names.txt/c.md", ".cache/x.txt", ".y.txt", "z.pdf"):
+        (root / name).write_text("x")
+    (root / "linked.txt").symlink_to(root / "z.pdf")
+    names = ["b.txt", "linked.txt", "names.txt/c.md", "part/a.txt", "part/deep/a.txt.gz"]
+    assert [one.name for one in find_sources([str(root)], split="train")] == names
+    for target, words in ((tmp_path / "nowhere", "leads to none"), (root / "part", "link to a folder")):
+        (root / "part" / "more.txt").symlink_to(target)
+        with pytest.raises(DatasetError, match=words):
+            find_sources([str(root)], split="train")
+        (root / "part" / "more.txt").unlink()
+    closed("deep")
+    with pytest.raises(PermissionError, match="deep"):
+        find_sources([str(root)], split="train")
+
+
+def test_a_class_of_images_that_may_not_be_listed_is_not_left_out(tmp_path: Path, closed):
+    for name in ("blue", "red"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.png").write_bytes(b"")
+    assert {one.label for one in by_folder(tmp_path)} == {"blue", "red"}
+    closed("blue")
+    with pytest.raises(PermissionError, match="blue"):
+        by_folder(tmp_path)
 
 
 def test_text_by_line_paragraph_and_file(make, expected, tmp_path: Path):

@@ -17,7 +17,7 @@ from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.messages.manifest import sha256_of
-from facility.preparing.sources import spelled, unicode_text
+from facility.preparing.sources import refused, spelled, unicode_text
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 METADATA = ("metadata.csv", "metadata.jsonl")
@@ -107,7 +107,7 @@ def mixed(picture: Picture) -> bytes:
 def by_folder(root: Path) -> list[Picture]:
     """Images whose class is the name of the folder they are in. Raises `DatasetError`."""
     found, strays = [], []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refused):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (Path(folder) / name).is_symlink():
