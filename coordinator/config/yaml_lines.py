@@ -14,9 +14,11 @@ from ruamel.yaml.composer import Composer
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.resolver import VersionedResolver
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.strict_json import LARGEST_WHOLE
 
 MOST_BYTES = 4 << 20
 MOST_VALUES = 100_000
@@ -115,8 +117,15 @@ class Lined:
             raise self._at(problem, error.problem_mark) from None
         except MarkedYAMLError as error:
             raise self._at(f"not valid YAML: {error.problem or error}", error.problem_mark) from None
+        except ReaderError as error:
+            line = text.count("\n", 0, error.position) + 1
+            problem = f"holds the control character U+{error.character:04X}: remove it"
+            raise ConfigurationError(problem, file=self.file, line=line) from None
         except (YAMLError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"not valid YAML: {str(error) or 'nested too deeply'}", file=self.file) from None
+        except (ArithmeticError, AttributeError, LookupError):  # of a value that is not what its tag says
+            problem = "not valid YAML: a value does not fit its tag, or an escape names no character"
+            raise ConfigurationError(problem, file=self.file) from None
 
     def _refuse_recursion(self, text: str) -> None:
         """Raise `ConfigurationError` where an alias is inside the value that it names."""
@@ -155,6 +164,8 @@ class Lined:
             return items
         if value is None or type(value) is bool:
             return value
+        if isinstance(value, int) and abs(value) > LARGEST_WHOLE:
+            raise self.error(f"{path} is a number of more than 64 bits, expected at most {LARGEST_WHOLE}", path)
         for kind in (str, int, float):
             if isinstance(value, kind):
                 return bool(value) if type(value).__name__ == "ScalarBoolean" else kind(value)

@@ -12,7 +12,7 @@ from facility.exchange.errors import ConfigurationError
 
 PLAIN = """\
 a: 1e-4
-numbers: [1.0e-4, 1.0e+4, 0, 1_000, .5, 0.5, .inf, 12345678901234567890, +1, -1, 1.]
+numbers: [1.0e-4, 1.0e+4, 0, 1_000, .5, 0.5, .inf, 1234567890123456789, +1, -1, 1.]
 words: [1e5, 12e03, 1.5e3, 09, 0o10, 04:00:00, n, y, 'x', "x\\n", x y, !!str 3]
 truths: [yes, on, off, true, ~, null]
 block: |
@@ -86,6 +86,13 @@ def test_every_key_has_its_line(tmp_path: Path):
         ("a: 1\nb: [1\nc", 3, "not valid YAML"),
         ("a: 1\n---\nb: 2", 2, "another document"),
         ("a: " + "[" * 900, None, "not valid YAML"),
+        ("a: 1\nb: [1, " + "9" * 400 + "]", 2, "b[1] is a number of more than 64 bits"),
+        ("a: 1\nb: -9223372036854775809", 2, "b is a number of more than 64 bits"),
+        ("a: 1\r\nb: x\x00y", 2, "holds the control character U+0000: remove it"),
+        ("a: 1\nb: !!bool maybe", None, "does not fit its tag"),
+        ("a: 1\nb: !!int ''", None, "does not fit its tag"),
+        ("a: 1\nb: !!set x", None, "does not fit its tag"),
+        ('a: "\\UFFFFFFFF"', None, "an escape names no character"),
         ("", None, "the file is empty"),
         ("a: 1".encode("utf-16"), None, "is UTF-16, expected plain UTF-8"),
         (b"\xef\xbb\xbfa: 1", None, "byte order mark"),
