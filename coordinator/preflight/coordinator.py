@@ -119,6 +119,10 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         decoded=not averages_encoded(federation),
         sending=federation.sending,
     )
+    for folder in (archive, work):
+        if not os.access(folder, os.W_OK | os.X_OK):
+            advice = "choose another `archive:` or `workdir:`, or fix its permissions"
+            return fail(ME, "room", f"{folder} cannot be written to", advice)
     if archive.stat().st_dev == work.stat().st_dev:
         places = {archive: need}
     else:
@@ -126,9 +130,6 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         places = {archive: need.without(IN_FLIGHT), work: in_flight}
     found = []
     for folder, part in places.items():
-        if not os.access(folder, os.W_OK):
-            advice = "choose another `archive:` or `workdir:`, or fix its permissions"
-            return fail(ME, "room", f"{folder} cannot be written to", advice)
         free, held = shutil.disk_usage(folder).free, _held(federation.archive_path) if folder == archive else 0
         if free + held < part.bytes:
             return fail(

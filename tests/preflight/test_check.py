@@ -462,6 +462,18 @@ def test_too_little_room(site: Site, monkeypatch: pytest.MonkeyPatch):
     assert "the run needs up to" in rows["coordinator"].found
 
 
+@pytest.mark.parametrize("name", ["archive", "workdir"])
+def test_a_folder_of_the_coordinator_that_takes_no_file_fails(site: Site, monkeypatch: pytest.MonkeyPatch, name: str):
+    """Both are asked, on one file system too."""
+    folder, allowed = site.root / f"closed-{name}", os.access
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: path != folder and allowed(path, mode, **more))
+    site.file.write_text(site.file.read_text() + f"{name}: {folder}\n")
+    (row,) = failing(check(site.file, link=False))
+    assert (row.subject, row.check) == ("coordinator", "room")
+    assert f"{folder} cannot be written to" in row.found
+
+
 def test_a_quota_smaller_than_the_disk_is_noticed(site: Site):
     program = site.root / "site" / "quota" / "fallocate"
     program.parent.mkdir()
