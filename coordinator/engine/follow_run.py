@@ -24,7 +24,13 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
     """Show the run until it ends; returns 0. Raises `InputError` where there has never been one."""
     snapshot = read_snapshot(workdir)
     if snapshot is None:
-        raise InputError(f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one")
+        try:
+            (workdir / FILE).read_bytes()  # raises where it is there and may not be read
+        except FileNotFoundError:
+            raise InputError(
+                f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one"
+            ) from None
+        raise InputError(f"{workdir / FILE} is damaged; a run that goes on writes it again")
     console = Console(width=None if sys.stdout.isatty() else 160)
     if as_json:
         print(json.dumps(dataclasses.asdict(snapshot)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import subprocess
 import sys
@@ -20,14 +21,15 @@ from coordinator.archive.rounds import RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.config.notifying import NotifySettings
 from coordinator.engine.expected_end import expected_end
-from coordinator.engine.live import live_lines, live_table, read_snapshot
+from coordinator.engine.follow_run import follow_run
+from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.recorder import SILENT_SECONDS, Recorder
 from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.job_progress import JobWatch, command
-from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress
 from tests.engine.engines import crossfed
@@ -304,6 +306,22 @@ def test_a_webhook_that_leads_elsewhere_is_not_followed(tmp_path: Path, caplog: 
     notifier.close()
     server.shutdown()
     assert asked == ["/hook"] and "was not sent: HTTPError" in caplog.text
+
+
+def test_a_run_that_may_not_be_looked_at_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As another account's is, whose workdir is its own."""
+    with pytest.raises(InputError, match="no run has begun here"):
+        follow_run(tmp_path)
+    (tmp_path / FILE).write_text("{")
+    with pytest.raises(InputError, match="is damaged"):
+        follow_run(tmp_path)
+
+    def denied(path: Path, *more, **others):
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(PermissionError):
+        follow_run(tmp_path)
 
 
 @pytest.mark.slow
