@@ -41,6 +41,7 @@ from typing import Any
 from facility.exchange.checkpoints.companions import OWN
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import new_directory, write_json, write_text
+from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.validation import parse, validated
 
@@ -249,6 +250,8 @@ class Archive:
         try:
             return parse(RoundFile, json.loads(path.read_text()), file=path)
         except (OSError, ValueError) as error:
+            if is_storage(error):  # nothing is wrong with the file
+                raise InputError(sentence(error, path)) from None
             raise InputError(
                 f"{path} cannot be read: {error}; restore it from a copy, or go back: `crossfed rewind --to {number}` "
                 f"repeats round {number}"
@@ -328,6 +331,8 @@ class Archive:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
+            if is_storage(error):  # nothing is wrong with the file
+                raise InputError(sentence(error, path)) from None
             raise InputError(f"{path} cannot be read: {error}; restore it from a copy, or remove it") from None
 
     def write_note(self, name: str, value: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,20 @@ def test_a_gap_in_the_rounds_is_told(tmp_path: Path, pico_llama: Path):
     archive.round_directory(0).rename(archive.round_directory(1))
     with pytest.raises(InputError, match=r"holds rounds \[1\], expected 0 to 0 without gaps"):
         start(archive, pico_llama, SETTINGS)
+
+
+@pytest.mark.parametrize("name", ["round-0000/round.json", "evaluation.json"])
+def test_what_may_not_be_read_is_not_called_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str):
+    """No advice to go back a round, or to remove a file, for what lacks a permission alone."""
+    archive = Archive(tmp_path / "archive")
+
+    def denied(path: Path, *more, **others):
+        raise PermissionError(errno.EACCES, "denied", str(path))
+
+    monkeypatch.setattr(Path, "open", denied)
+    with pytest.raises(InputError, match="correct its permissions") as caught:
+        archive.read_round(0) if "/" in name else archive.read_note("evaluation")
+    assert name in str(caught.value) and "rewind" not in str(caught.value) and "remove it" not in str(caught.value)
 
 
 def test_a_damaged_model_is_told_before_a_node_hour_is_spent(tmp_path: Path, pico_llama: Path):
