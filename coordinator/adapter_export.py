@@ -14,7 +14,7 @@ from typing import Any
 from coordinator.adapter_serving import served_by_vllm
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import Fields, read_json
 
@@ -90,7 +90,7 @@ def load_base(base: Path) -> Any:
         factory = getattr(transformers, (configuration.architectures or ["AutoModelForCausalLM"])[0])
         return factory.from_pretrained(base, dtype="auto", use_safetensors=True).eval()
     except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{base} is not a model that transformers loads: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{base} is not a model that transformers loads: {first_line(error)}") from None
 
 
 def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], configuration: dict[str, Any]) -> None:
@@ -109,7 +109,7 @@ def load_adapter(directory: Path, base: Any, names: list[str]) -> Any:
     try:
         adapted = PeftModel.from_pretrained(base, str(directory))
     except (ValueError, RuntimeError, KeyError) as error:
-        raise InputError(f"the adapters do not fit the base model: {str(error).splitlines()[0]}") from None
+        raise InputError(f"the adapters do not fit the base model: {first_line(error)}") from None
     if differing := sorted(set(get_peft_model_state_dict(adapted)) ^ set(names)):
         raise InputError(
             f"the adapters do not fit the base model: {differing[0]!r} ({len(differing)} in all) is only in one of both"

@@ -7,7 +7,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
-from facility.exchange.errors import CheckpointError, InputError, TryAgain
+from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line
 
 
 def load_published(
@@ -32,9 +32,9 @@ def load_published(
         )
     except OSError as error:
         known = InputError if Path(source).exists() else TryAgain
-        raise known(f"{source} could not be loaded: {str(error).splitlines()[0]}") from None
+        raise known(f"{source} could not be loaded: {first_line(error)}") from None
     except ValueError as error:
-        raise InputError(f"{source} is not {kind} that transformers knows: {str(error).splitlines()[0]}") from None
+        raise InputError(f"{source} is not {kind} that transformers knows: {first_line(error)}") from None
     return model, found
 
 

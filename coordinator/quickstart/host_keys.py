@@ -10,6 +10,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import append_lines
 
 SECONDS = 20
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
@@ -32,9 +33,7 @@ def trust(dialog: Dialog, name: str, login: Deployment) -> bool:
         raise InputError(f"{question} is {answer!r}, but {login.host} shows {', '.join(shown)}: ask the site")
     file = Path(login.known_hosts or "~/.ssh/known_hosts").expanduser()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    whole = not file.exists() or file.read_bytes()[-1:] in (b"", b"\n")
-    with open(file, "a", encoding="ascii") as known:
-        known.write(("" if whole else "\n") + shown[answer] + "\n")
+    append_lines(file, shown[answer] + "\n")
     return True
 
 

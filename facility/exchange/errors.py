@@ -61,6 +61,11 @@ class TryAgain(CrossFedError):
     """A transient error: the same command may succeed later."""
 
 
+def first_line(error: BaseException) -> str:
+    """Of what an exception says; its kind where it says nothing."""
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.dataset import DatasetError
+from facility.exchange.errors import first_line
 from facility.preparing.conversations import Conversation, Message
 
 Loss = Literal["all-turns", "last-turn"]
@@ -166,10 +167,9 @@ class ChatTemplate:
             ArithmeticError,
             RecursionError,
         ) as error:
-            said = str(error).partition("\n")[0] or type(error).__name__
             raise DatasetError(
                 f"the chat template of {self.origin} refuses a conversation with the roles "
-                f"{', '.join(message['role'] for message in messages)}: {said:.200}"
+                f"{', '.join(message['role'] for message in messages)}: {first_line(error):.200}"
             ) from None
         texts, found = rendered
         return texts[0], [(begin, end) for begin, end in found[0]] if spans else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CheckpointError
+from facility.exchange.errors import CheckpointError, first_line
 from facility.exchange.task_words import Task
 
 CAUSAL = "AutoModelForCausalLM"
@@ -26,7 +26,7 @@ def config_in(directory: Path) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json cannot be used: {str(error).splitlines()[0]}") from None
+        raise CheckpointError(f"{directory}/config.json cannot be used: {first_line(error)}") from None
 
 
 def named_class(config: Any) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
+from facility.exchange.errors import first_line
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.process_groups import ExchangeFailed
 
@@ -56,7 +57,7 @@ class Peers:
             old = self._open.pop(replica, None)
             if old is not None:
                 old.close()
-            raise ExchangeFailed(f"peer {replica}: {str(error).splitlines()[0]}") from None
+            raise ExchangeFailed(f"peer {replica}: {first_line(error)}") from None
 
     def close(self) -> None:
         self._closing = True

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from facility.exchange.errors import first_line
+
 SLICE_SECONDS = 0.05
 """How often a waiting rank looks whether the scheduler has called the exchange off."""
 
@@ -51,7 +53,7 @@ class Channel:
                     self.guarded(work.wait)
                     return
                 if time.monotonic() > deadline:
-                    raise ExchangeFailed(str(error).splitlines()[0]) from None
+                    raise ExchangeFailed(first_line(error)) from None
                 if self.called_off():
                     raise ExchangeFailed("called off: a member is gone") from None
 
@@ -88,7 +90,7 @@ class Channel:
         try:
             return start()
         except RuntimeError as error:
-            raise ExchangeFailed(str(error).splitlines()[0]) from None
+            raise ExchangeFailed(first_line(error)) from None
 
 
 class Channels:
@@ -156,7 +158,7 @@ class Channels:
                 else:
                     made.append(dist.ProcessGroupGloo(store, rank, size, limit))
             except RuntimeError as error:
-                problem.append(str(error).splitlines()[0])
+                problem.append(first_line(error))
 
         thread = threading.Thread(target=build, daemon=True)
         thread.start()

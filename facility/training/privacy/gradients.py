@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, first_line
 from facility.training.data.tasks import IGNORED, Task
 from facility.training.parallel.compute import Precision
 from facility.training.privacy.rows import Rows
@@ -57,8 +57,7 @@ class RecordGradients:
                 raise
             except (RuntimeError, NotImplementedError) as error:
                 self.vectorise = False
-                said = str(error).partition("\n")[0] or type(error).__name__
-                log.info("gradients of records are computed one by one: %s", said[:200])
+                log.info("gradients of records are computed one by one: %s", first_line(error)[:200])
             else:
                 return [by_record(of_rows, rows)]
         return self._one_by_one(rows)
