@@ -109,5 +109,5 @@ def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]
 def _needed(directory: Path, state: Path, round: int, evaluates: bool) -> bool:
     """Whether the round's result depends on it: the newest of its kind before the round."""
     if directory.parent == state:
-        return directory.name == f"round-{round - 1}" and not evaluates
+        return directory == latest_before(state, round) and not evaluates
     return directory == latest_before(directory.parent, round)

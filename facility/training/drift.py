@@ -137,8 +137,8 @@ def own_walk(request: RoundRequest, names: Iterable[str]) -> tuple[Checkpoint | 
     number = rounds.get(request.settings.facility)
     if number is None or number >= request.round:
         return None, None, "the mean walk holds none of this facility: its correction begins in the next round"
-    found, reason = state.read_state(request.state, request.settings, number + 1)
     path: Path = request.state / f"round-{number}"
+    found, reason = state.read_state_of(path, request.settings)
     if found is None:
         return None, None, f"the mean walk holds that of round {number}, and {reason}: no correction in this round"
     own = open_checkpoint(path)

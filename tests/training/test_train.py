@@ -115,6 +115,20 @@ def test_a_facility_that_sat_out_goes_on_at_the_right_place(tmp_path: Path, pico
     assert read_report(tmp_path / "out").position == 3 * 12
 
 
+def test_a_facility_that_missed_a_round_goes_on_with_its_own_moments(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """Not with new ones, whose first steps are small: as if it had trained round 2 after round 0."""
+    digests = []
+    for number in (0, 2, 2):
+        said = rounds_in([(str(number), arguments(tmp_path, pico_llama, dataset, round=number))])
+        digests.append(sha256_of(tmp_path / "out/model.safetensors"))
+        position = read_report(tmp_path / "out").position
+        shutil.rmtree(tmp_path / "out")
+    assert "continuing from" in said["2"][0] and "round-0" in said["2"][0]
+    assert digests[1] == digests[2] and position == 24, "the round is repeated from the same state"
+    assert json.loads((tmp_path / "state/round-2/state.json").read_text())["optimizer_steps"] == 6
+    assert sorted(p.name for p in (tmp_path / "state").iterdir()) == ["round-0", "round-2"]
+
+
 def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: Path, dataset: Path):
     truncated = save_pico(tmp_path / "truncated")
     write_manifest(truncated, Manifest(kind="model", federation="pico", round=0))

@@ -122,7 +122,7 @@ def restore(
     progress = RoundProgress(position=position)
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
         with together(ranks):
-            directory = request.state / f"round-{request.round - 1}"
+            directory = request.state / f"round-{previous.round}"
             state.load_moments(directory, engine.optimizer, engine.parts, previous.optimizer_steps)
         progress.optimizer_steps = previous.optimizer_steps
     if training.optimizer_state == "shared":
@@ -154,4 +154,4 @@ def restore_vectors(
         which = replica if len(found.replicas) == replicas else 0
         state.load_vectors(request.state / state.PAUSED, found.sync, vectors, engine.parts, replica=which)
     elif progress.optimizer_steps and previous is not None and previous.sync:
-        state.load_vectors(request.state / f"round-{request.round - 1}", previous.sync, vectors, engine.parts)
+        state.load_vectors(request.state / f"round-{previous.round}", previous.sync, vectors, engine.parts)

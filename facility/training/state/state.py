@@ -1,8 +1,9 @@
 """What a facility keeps between rounds: the optimizer's state and the position in its data, one directory a round.
 
-`round-N` is written whole when round N ends. Round N reads `round-(N-1)`, so doing round N again, after the
-coordinator died for instance, starts from the same state and ends in the same bytes. Two are kept. Tensors lie whole
-in safetensors files, so a later round may run on another number of ranks or in another layout.
+`round-N` is written whole when round N ends. Round N reads the newest of an earlier round, which is `round-(N-1)`
+unless the facility sat out that one, so doing round N again, after the coordinator died for instance, starts from the
+same state and ends in the same bytes. Two are kept. Tensors lie whole in safetensors files, so a later round may run on
+another number of ranks or in another layout.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
+from facility.rounds.kept import latest_before
 from facility.rounds.sealed import seal
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
@@ -109,12 +111,19 @@ class MidRoundCheckpoint:
 
 
 def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple[RoundState | None, str]:
-    """State that round `round` continues from, or None, and the reason."""
+    """State that round `round` continues from, which is the newest of an earlier round, or None, and the reason."""
     if round == 0:
         return None, "round 0 starts with a fresh optimizer at the beginning of the data"
-    path = directory / f"round-{round - 1}"
+    path = latest_before(directory, round)
+    if path is None:
+        return None, f"{directory} holds no earlier round (this facility sat out round {round - 1}, or it was moved)"
+    return read_state_of(path, settings)
+
+
+def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | None, str]:
+    """What one round left in its directory `path`, or None, and the reason."""
     if not (path / NAME).is_file():
-        return None, f"{path} is absent (this facility sat out round {round - 1}, or its state was moved)"
+        return None, f"{path} is absent (this facility sat out that round, or its state was moved)"
     try:
         state = parse(RoundState, json.loads((path / NAME).read_text()), file=path / NAME)
     except (OSError, ValueError, ConfigurationError) as error:
@@ -242,9 +251,11 @@ def save_state(
     publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
     if ranks.first:
         shutil.rmtree(directory / PAUSED, ignore_errors=True)
+        before = latest_before(directory, state.round)
+        begun = state.round if before is None else int(before.name.removeprefix("round-"))
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
             match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+)?", other.name)
-            if match and int(match[1]) not in (state.round - 1, state.round, needed):
+            if match and int(match[1]) not in (begun, state.round - 1, state.round, needed):
                 shutil.rmtree(other, ignore_errors=True)
 
 
