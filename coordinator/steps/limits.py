@@ -48,7 +48,7 @@ def exceeded_in(
         history,
         now,
         evaluates=settings.final_evaluation,
-        jobs=job_seconds(entries),
+        jobs=job_seconds(entries, running=True),
         waited=waited_node_seconds(entries, without_round=True),
     )
 
@@ -78,7 +78,8 @@ def exceeded(
             )
     if limits.node_hours:
         delivered = as_delivered(jobs or {}, history)
-        used = [node_seconds(entry, delivered) for entry in history]
+        nodes = nodes_of(history)
+        used = [node_seconds(entry, delivered, nodes) for entry in history]
         spent, expected = (sum(used) + waited) / 3600, _median(used) / 3600
         if spent + expected > limits.node_hours or spent >= limits.node_hours:
             return Exceeded(
@@ -112,21 +113,34 @@ def evaluation_seconds(history: Sequence[RoundFile]) -> float:
     return _median(slowest)
 
 
-def node_seconds(entry: RoundFile, jobs: Jobs | None = None) -> float:
+def node_seconds(entry: RoundFile, jobs: Jobs | None = None, nodes: Mapping[str, int] | None = None) -> float:
     """What the jobs of a round used.
 
-    As they reported; where the journal saw a facility's jobs run for longer (some failed, or ran out of time), as long
-    as it saw, times the nodes that the report tells of. A job that reports nothing counts as one node.
+    As they reported. Where the journal saw a facility's jobs run for longer (some failed, ran out of time, or go on):
+    as long as it saw, times the nodes that the report tells of, else those in `nodes` (of `nodes_of`), else one.
     """
-    return sum(_of_row(row, (jobs or {}).get((entry.round, row.facility), 0.0)) for row in entry.facilities)
+    return sum(
+        _of_row(row, (jobs or {}).get((entry.round, row.facility), 0.0), (nodes or {}).get(row.facility, 1))
+        for row in entry.facilities
+    )
 
 
-def _of_row(row: FacilityRow, seen: float) -> float:
-    return max(float(row.usage.get("node_seconds") or row.seconds), seen * row.nodes)
+def _of_row(row: FacilityRow, seen: float, nodes: int) -> float:
+    told = float(row.usage.get("node_seconds") or row.seconds)
+    return max(told, seen * (row.nodes if told else nodes))
 
 
-def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:
-    """By round and facility, how long its jobs ran, all attempts together, as the journal saw them."""
+def nodes_of(history: Sequence[RoundFile]) -> dict[str, int]:
+    """The nodes of each facility's jobs: the median of those that reported."""
+    found: dict[str, list[int]] = {}
+    for row in (row for entry in history for row in entry.facilities if row.usage.get("node_seconds")):
+        found.setdefault(row.facility, []).append(row.nodes)
+    return {name: math.ceil(statistics.median(counts)) for name, counts in found.items()}
+
+
+def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tuple[int, str], float]:
+    """By round and facility, how long its jobs ran, all attempts together, as the journal saw them. `running`: those
+    that have not ended as well, until the journal's last line: a run that was killed tells of no end."""
     begun: dict[str, Entry] = {}
     found: dict[tuple[int, str], float] = {}
     for entry in entries:
@@ -139,6 +153,10 @@ def job_seconds(entries: Sequence[Entry]) -> dict[tuple[int, str], float]:
                 if start is not None and start.round is not None:
                     key = (start.round, name)
                     found[key] = found.get(key, 0.0) + entry.time - start.time
+    for name, start in begun.items() if running else ():
+        if start.round is not None:
+            key = (start.round, name)
+            found[key] = found.get(key, 0.0) + entries[-1].time - start.time
     return found
 
 

@@ -140,6 +140,27 @@ def test_a_late_job_is_paid_for_once(began: int):
     assert found is not None, "until then, as it was seen"
 
 
+def test_jobs_that_report_nothing_are_paid_for_with_the_nodes_of_those_that_did_and_running_ones_too():
+    """a uses 4 nodes: its job of round 1 failed after an hour, that of round 2 is late and has run for another."""
+    told = [
+        Entry(time=0.0, kind="started", facility="a", round=1),
+        Entry(time=3600.0, kind="trained", facility="a", round=1),
+        Entry(time=4000.0, kind="started", facility="a", round=2),
+        Entry(time=7600.0, kind="averaged", round=2),
+    ]
+    assert job_seconds(told) == {(1, "a"): 3600.0}, "what a report shows has ended"
+    jobs = job_seconds(told, running=True)
+    assert jobs == {(1, "a"): 3600.0, (2, "a"): 3600.0}
+    rows = [
+        FacilityRow(round=0, facility="a", status="ok", seconds=3600.0, usage={"node_seconds": 4 * 3600.0}),
+        FacilityRow(round=1, facility="a", status="failed"),
+        FacilityRow(round=2, facility="a", status="late"),
+    ]
+    history = [RoundFile(round=row.round, facilities=[row], global_loss=None, decision="go on") for row in rows]
+    assert exceeded(LimitSettings(node_hours=16.01), history, NOON, evaluates=False, jobs=jobs) is None
+    assert exceeded(LimitSettings(node_hours=15.99), history, NOON, evaluates=False, jobs=jobs) is not None
+
+
 def test_an_interrupted_round_is_no_measure():
     assert seconds_of({"round": 3, "since": 100.0, "whole": True}, 3, 160.0) == 60
     assert seconds_of({"round": 3, "since": 100.0, "whole": False}, 3, 160.0) == 0
