@@ -19,10 +19,16 @@ PENDING = "changes"
 
 
 def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
-    """What differs from the latest start; [] before the first complete round, when nothing was made yet."""
+    """What differs from the latest start; [] before the first complete round, when nothing was made yet.
+
+    Raises `InputError` for what no round could go on with.
+    """
     before = archive.read_note(NOTE)
     done = len(archive.rounds())
-    return changes_of(before, described, done=done) if before and described and done else []
+    changes = changes_of(before, described, done=done) if before and described and done else []
+    if refused := [str(change) for change in changes if not change.possible]:
+        raise InputError(f"federation.yml has changed since the archive's latest round: {'; '.join(refused)}")
+    return changes
 
 
 def is_accepted(archive: Archive, described: Mapping[str, Any], changes: Sequence[Change]) -> bool:

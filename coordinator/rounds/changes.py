@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from coordinator.config.described import DIGESTS
 
+RANK = "training.lora.rank"
 FROM_NOW = "holds from the next round on"
 
 
@@ -28,6 +29,8 @@ class Change:
     follows: str
     affects: bool
     """Whether the models of later rounds differ for it."""
+    possible: bool = True
+    """False: no round can go on from what the archive holds."""
 
     def __str__(self) -> str:
         return f"{self.key}: {_shown(self.before)} -> {_shown(self.now)}; {self.follows}"
@@ -40,6 +43,8 @@ class Rule:
     pattern: str
     affects: bool
     follows: str
+    of_adapters: bool = False
+    """Whether adapters that were made before cannot be trained under it."""
 
 
 SAME_RESULTS = "results do not change"
@@ -86,10 +91,13 @@ RULES = (
     ),
     Rule(pattern=r"training\.(weight_decay|beta1|beta2|epsilon|clip_norm|proximal)", affects=True, follows=KEPT),
     Rule(
-        pattern=r"training\.lora\..*",
+        pattern=r"training\.lora\.(rank|targets|parameters|modules_to_save|dora)",
         affects=True,
-        follows="adapters of another form: optimizers begin with new state, and late updates no longer fit",
+        follows="no round can go on from adapters of another form, which those that are complete made: undo it, or "
+        "begin another federation, from base and adapters as one model (`python -m coordinator.model` with --merged)",
+        of_adapters=True,
     ),
+    Rule(pattern=r"training\.lora\..*", affects=True, follows=KEPT),
     Rule(
         pattern=r"training\.evaluation_sequences",
         affects=True,
@@ -222,7 +230,7 @@ def _common(own: Mapping[str, Sequence[Change]]) -> Iterator[Change]:
 
 
 def _renamed(change: Change, key: str) -> Change:
-    return Change(key=key, before=change.before, now=change.now, follows=change.follows, affects=change.affects)
+    return replace(change, key=key)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
@@ -232,7 +240,9 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Ch
         unknown = key not in before and (key in (*DIGESTS, "workdir") or new in ("", [], {}))
         if old != new and not unknown:
             rule = next(rule for rule in RULES if re.fullmatch(rule.pattern, key))
-            yield Change(key=key, before=old, now=new, follows=rule.follows, affects=rule.affects)
+            possible = not (rule.of_adapters and before.get(RANK))
+            follows = FROM_NOW if possible and rule.of_adapters else rule.follows
+            yield Change(key=key, before=old, now=new, follows=follows, affects=rule.affects, possible=possible)
 
 
 def _rounds(change: Change, facilities: Mapping[str, Mapping[str, Any]], done: int) -> Change:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from coordinator.config.described import described, digest_of
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.engine.render import write
+from coordinator.rounds.acceptance import NOTE, changes_since, take_over
 from coordinator.rounds.changes import Change, changes_of
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps import commit
@@ -85,6 +87,25 @@ def test_whatever_differs_is_listed_once_and_nothing_else(own: dict, names: set,
 def test_what_follows_from_a_change(values: dict[str, Any], affects: bool, words: str):
     (change,) = changed(**values)
     assert change.affects == affects and words in change.follows, change
+
+
+def test_adapters_keep_the_form_in_which_they_were_begun(tmp_path: Path):
+    """An accepted change of their rank let every facility train, or fail, after its wait in the queue, each round."""
+    before, now, scale = (copy.deepcopy(BEFORE) for _ in range(3))
+    for one, rank, alpha in ((before, 8, 16), (now, 4, 16), (scale, 8, 32)):
+        for facility in one["facilities"].values():
+            facility |= {"training.lora.rank": rank, "training.lora.alpha": alpha}
+    (change,) = changes_of(before, now, done=4)
+    assert not change.possible and "another federation" in change.follows
+    assert [one.possible for one in changes_of(BEFORE, now, done=4)] == [True, True], "the first adapters begin"
+    (change,) = changes_of(before, scale, done=4)
+    assert change.possible and "is kept" in change.follows
+    archive = Archive(tmp_path)
+    archive.write_note(NOTE, before)
+    assert changes_since(archive, now) == [], "nothing was made yet"
+    for method in (changes_since, take_over):
+        with mock.patch.object(Archive, "rounds", return_value=[0]), pytest.raises(InputError, match=r"rank: 8 -> 4"):
+            method(archive, now)
 
 
 def test_more_rounds_at_a_constant_rate_change_nothing_else():
