@@ -138,6 +138,7 @@ def test_whatever_is_summed_how(tmp_path: Path, more: dict[str, Any]):
     same(tmp_path, base, messages, settings=AggregationSettings(rule="mean", **more))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ENCODINGS)
 def test_without_the_compiled_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str):
     monkeypatch.setattr(native, "library", lambda: None)

@@ -218,6 +218,7 @@ def test_parameters_of_the_optimizer_come_with_the_choice_but_for_those_that_a_f
     ]
 
 
+@pytest.mark.slow
 def test_federations_over_other_languages_count_together(tmp_path: Path):
     """One language's seeds weigh as much as another's single one, and a way must have every run."""
     rows = []

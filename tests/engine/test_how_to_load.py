@@ -35,6 +35,7 @@ def test_an_image_classifier_is_no_language_model(tmp_path: Path):
     assert how_to_load(tmp_path / "model") == "AutoModelForImageClassification.from_pretrained"
 
 
+@pytest.mark.slow
 def test_adapters_are_exported_by_the_command_that_is_shown(tmp_path: Path):
     base = save_pico(tmp_path / "base", "llama")
     round_model(tmp_path / "round", base, "llama", whole=False)

@@ -244,6 +244,7 @@ def test_messages_as_they_are_stored_have_the_bits_of_decoded_updates(
         assert np.array_equal(mine, other)
 
 
+@pytest.mark.slow
 @compiled
 @pytest.mark.parametrize("kinds", KINDS_OF_SIX.values(), ids=KINDS_OF_SIX)
 def test_steps_have_the_same_bits_whatever_the_width_of_the_registers(narrower: ctypes.CDLL, kinds: list[str]):

@@ -364,6 +364,7 @@ ANEW: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [16, 32])
 def test_killed_anywhere_as_it_is_masked_anew_the_next_job_sends_it_and_nothing_is_trained_again(
     tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, bits: int

@@ -148,6 +148,7 @@ def test_the_same_seed_gives_the_same_placement():
     assert first.grid == second.grid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["regional", "spot"])
 def test_not_worse_than_the_published_search_on_disturbed_asymmetric_links(name):
     """Its first 105 candidates against our structured starts alone; equal times are compared in tests/bench/plan.py."""

@@ -63,6 +63,7 @@ def torch_schedule(plan: Plan, row: int, micro_batches: int) -> Any:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     seed=st.integers(0, 99),

@@ -43,6 +43,7 @@ def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, 
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(many))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_of_many_whose_times_are_unknown_there_is_a_report(many: dict[str, Any], tmp_path: Path, kind: str):
     """No event of any facility: no timeline, and everything else."""

@@ -102,6 +102,7 @@ def test_a_round_trains_on_two_ranks_and_leaves_an_update(site: Site):
     assert "ranks 0-1 of 2" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("real", [True, False], ids=["CrossFed's own trainer", "another"])
 def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site, real: bool):
     """One begins its training from a share of it, the other knows nothing of it; the second round moves nothing."""
@@ -140,6 +141,7 @@ def test_a_warning_of_the_jobs_end_ends_nothing_that_is_done_without_ranks(site:
     assert not ended_by
 
 
+@pytest.mark.slow
 def test_the_same_round_again_is_not_trained_twice(site: Site):
     model = site.send()
     result, update = site.run(model)

@@ -298,6 +298,7 @@ def test_elastic_rounds_are_those_of_the_coordinators_rule(seed: int):
     assert found.samples_per_hour == pytest.approx(3600 * steps_done / 20 / sum(lengths))
 
 
+@pytest.mark.slow
 def test_elastic_rounds_bring_more_where_queues_vary_and_nothing_where_they_do_not():
     varied = [Site(name="a", count=4, train_seconds=100, queue=Queue(kind="lognormal", seconds=100))]
     steady = [Site(name="a", count=4, train_seconds=100, queue=Queue(kind="fixed", seconds=100))]

@@ -41,6 +41,7 @@ def test_bound_of_one_is_allreduce():
     )
 
 
+@pytest.mark.slow
 def test_order_of_policies_under_stalls():
     rates = [
         run("allreduce", STALLS[0.2]),

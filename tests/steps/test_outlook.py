@@ -82,6 +82,7 @@ def test_where_no_wait_varies_nothing_is_gained_and_that_is_said(tmp_path: Path)
     assert "varied by 0.0% of a round" in found.remarks[-1] and "steps: auto" in found.remarks[-1]
 
 
+@pytest.mark.slow
 def test_a_queue_that_is_given_stands_for_those_seen(tmp_path: Path):
     history, entries = lived(STEADY)
     federation = elastic(tmp_path)
@@ -131,6 +132,7 @@ def test_check_says_that_one_facility_waits_for_nobody_and_nothing_of_steps_that
     assert check_elastic(fixed, None) == [] and check_elastic_steps(None, "a", 1.0) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hours", "verdict"), [(0.0, "ok"), (410 / 3600 + 1e-6, "ok"), (0.1, "warning")])
 def test_check_compares_the_longest_job_with_its_time_limit(tmp_path: Path, hours: float, verdict: str):
     history, entries = lived(VARIED)

@@ -37,6 +37,7 @@ def test_facilities_that_differ_by_a_tenth_are_waited_for():
     assert found.updates >= 0.95 * whole.updates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_with_random_queues_more_useful_updates_are_averaged_in_the_same_time(seed: int):
     whole = course_of(None, NAMES, drawn(seed, 1.0, 60), 60)

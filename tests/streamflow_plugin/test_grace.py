@@ -33,6 +33,7 @@ def rate(jobs: dict[str, list[float]], quorum: int, grace: float, *, usual: floa
     return useful_rate(jobs, quorum, grace, usual=usual, exponent=0.5, weights={}, most_late=most_late)
 
 
+@pytest.mark.slow
 @given(rounds=SPEEDS, quorum=st.integers(1, 4))
 def test_no_other_candidate_is_clearly_better_and_no_longer_one_as_good(rounds: list[dict[str, float]], quorum: int):
     chosen, usual, jobs = best_grace(rounds, quorum, most_late=8), usual_quorum(rounds, quorum), draws(rounds)
@@ -83,6 +84,7 @@ def test_what_would_be_too_late_is_waited_for_by_hand():
     assert rate(jobs, 3, 0.0, most_late=1) == pytest.approx((6 + 2**-0.5) / 40)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("facilities", "least"), [(4, 1.1), (8, 1.35)])
 def test_under_random_queues_it_gains_as_much_as_the_best_fixed_wait(facilities: int, least: float):
     """Log-normal queues as long as the training: discounted updates a second over waiting for all, three seeds."""

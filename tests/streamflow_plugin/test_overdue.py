@@ -188,6 +188,7 @@ def test_a_job_that_ends_late_but_within_bounds_has_the_end_that_its_scheduler_s
     assert task.result() == 0 and world.cancelled == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", ["", "#SBATCH --time=UNLIMITED"])
 def test_a_job_whose_limit_nothing_says_runs_as_long_as_its_queue_says(site: Callable[..., Site], template: str):
     world = site(template=template)
@@ -266,6 +267,7 @@ def test_a_gate_that_does_not_tell_its_limit_now_is_asked_again(site: Callable[.
     assert limits == [3600 * MOST_HOURS] * 2 + [3 * HOUR] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(LIMITS))
 def test_a_job_that_waits_for_ever_is_its_facilitys_absence_and_the_next_round_has_a_new_one(
     site: Callable[..., Site], events: list[dict[str, Any]], tmp_path: Path, name: str

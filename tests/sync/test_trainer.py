@@ -160,6 +160,7 @@ def test_a_paused_round_goes_on_under_every_policy(tmp_path: Path):
             assert json.loads(lines[-1])["kind"] == "final", (policy, log)
 
 
+@pytest.mark.slow
 def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     place = tmp_path / "round"
@@ -179,6 +180,7 @@ def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
     assert report.steps == 6 and report.loss_returned < report.loss_received - 0.05
 
 
+@pytest.mark.slow
 def test_outer_momentum_is_kept_between_rounds_where_the_optimizer_is(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data", train=200), save_pico(tmp_path / "model")
     sync = sync_of("diloco", outer_momentum=0.5)

@@ -100,6 +100,7 @@ def test_every_layout_trains_them_alike(tmp_path: Path, kind: str):
         assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < SAME, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dora", "dora of columns", "fused experts"])
 def test_their_mean_goes_on_and_loads_with_peft(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]

@@ -119,6 +119,7 @@ def train_with_trl(
     return trainer
 
 
+@pytest.mark.slow
 @needs_trl
 @pytest.mark.parametrize("family", ["chatml", "llama", "gemma", "phi", "marked"])
 def test_training_on_answers_is_trls(tmp_path: Path, family: str):
@@ -143,6 +144,7 @@ def test_training_on_answers_is_trls(tmp_path: Path, family: str):
     assert apart(out, trainer.model.state_dict()) < 1e-5
 
 
+@pytest.mark.slow
 @needs_trl
 def test_answers_are_where_trls_own_templates_mark_them(tmp_path: Path):
     """TRL ships the templates of many models, and of each a version that marks answers: here they need no marks.
@@ -185,6 +187,7 @@ def test_answers_are_where_trls_own_templates_mark_them(tmp_path: Path):
     assert {"qwen3", "gptoss"} <= refused
 
 
+@pytest.mark.slow
 @needs_trl
 @pytest.mark.parametrize("name", ["gemma3", "phi3", "mistral"])
 def test_training_with_a_models_own_template_is_trls(tmp_path: Path, name: str):

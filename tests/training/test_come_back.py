@@ -90,6 +90,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_other_settings_kept_is_of_no_use_and_ends_no_round(
     tmp_path: Path, pico_llama: Path, dataset: Path, change: str
@@ -110,6 +111,7 @@ def test_what_other_settings_kept_is_of_no_use_and_ends_no_round(
     assert largest_difference(tmp_path / "stopped/out", tmp_path / "new/out") == 0.0
 
 
+@pytest.mark.slow
 def test_every_stage_of_a_pipeline_begins_anew_where_one_holds_what_was_frozen(
     tmp_path: Path, pico_llama: Path, dataset: Path
 ):
@@ -138,6 +140,7 @@ def test_an_attempt_that_goes_on_takes_a_step_however_long_loading_took(monkeypa
             signal.signal(number, handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end, stall, ranks",
     [(signal.SIGKILL, 20.0, 2), (signal.SIGSTOP, 6.0, 2), (signal.SIGSTOP, 6.0, 4)],

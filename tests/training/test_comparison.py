@@ -41,6 +41,7 @@ def found(out: Path, models: list[str]) -> dict[tuple[str, bool], Figure]:
     return {(one.model, one.held_out): one for one in figures_of(read_manifest(out), models)}
 
 
+@pytest.mark.slow
 def test_figures_are_those_of_a_plain_evaluation_whatever_the_layout(tmp_path: Path, pico_llama: Path):
     dataset, held_out = write_dataset(tmp_path / "data"), write_dataset(tmp_path / "held", validation=6, seed=9)
     other = save_pico(tmp_path / "other", seed=5)

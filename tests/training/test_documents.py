@@ -138,6 +138,7 @@ def test_plain_text_keeps_its_documents_apart_too(tmp_path: Path):
     assert read_report(tmp_path / "r/out").loss_received == pytest.approx(total / count, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_family_that_reads_a_block_as_one_text_is_refused(tmp_path: Path):
     dataset, alone = prepare_chats(tmp_path / "a"), prepare_chats(tmp_path / "b", documents="padded")
     models = {

@@ -214,6 +214,7 @@ def test_a_round_that_pauses_ends_bit_for_bit_like_one_that_does_not(begun: Fede
     assert all(torch.equal(value, walks[1][name]) for name, value in walks[0].items())
 
 
+@pytest.mark.slow
 def test_who_was_absent_comes_back_with_its_own_walk_and_who_lost_it_begins_anew(tmp_path: Path):
     federated = Federated(tmp_path, rounds=6, steps=1)
     federated.round(("north",))
@@ -238,6 +239,7 @@ def test_who_was_absent_comes_back_with_its_own_walk_and_who_lost_it_begins_anew
     assert not federated.told("north", 5).corrected and has_mean_walk(federated.models[-1])
 
 
+@pytest.mark.slow
 def test_adapters_are_corrected_from_the_third_round_on(tmp_path: Path):
     federated = Federated(tmp_path, lora={"rank": 2})
     for _ in range(3):

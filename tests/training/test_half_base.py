@@ -44,6 +44,7 @@ def trained(place: Path, bases: dict[str, Path], layout: dict[str, Any], ranks: 
     return {name: place / name / "out" for name in bases}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layout",
     [{}, {"lora": {"rank": 4, "modules_to_save": ["lm_head"]}}, {"layout": {"activation_checkpointing": "full"}}],

@@ -207,6 +207,7 @@ def test_two_ranks_of_a_resnet_normalise_each_by_its_images_and_average_their_st
     assert (one[name] - other[name]).abs().max() > 1e-4, "the ranks saw the same"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["local", "diloco", "wave", "adpsgd", "central_ps"])
 def test_replicas_of_a_resnet_under_other_policies_train_and_average_their_statistics(
     tmp_path: Path, data, models, policy
@@ -222,6 +223,7 @@ def test_replicas_of_a_resnet_under_other_policies_train_and_average_their_stati
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_resnet_paused_in_a_round_ends_as_if_it_had_not_been(tmp_path: Path, data, models, ranks):
     rounds_in([("whole", arguments(tmp_path / "whole", models["resnet"], data))], ranks=ranks)

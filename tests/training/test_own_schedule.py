@@ -18,6 +18,7 @@ OWN = "tests.training.outside_schedule:forwards_first"
 STAGES = {"stages": 2, "units": [[0, 2], [2, 6]]}
 
 
+@pytest.mark.slow
 def test_two_stages_train_under_it_as_under_the_one_that_it_is_made_of(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     cases = [

@@ -146,6 +146,7 @@ def test_the_reference_is_measured_once_and_stays_that_of_round_0(tmp_path: Path
     assert read_report(tmp_path / "told/out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
 
 
+@pytest.mark.slow
 @needs_trl
 @pytest.mark.parametrize("rank", [0, 4])
 def test_preferences_are_trls(tmp_path: Path, rank: int):

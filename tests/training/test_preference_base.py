@@ -33,6 +33,7 @@ NEAR = 1e-4
 """Of sums over the tokens of two answers, up to 60 nats; measured: 1.1e-5."""
 
 
+@pytest.mark.slow
 def test_above_a_base_in_half_precision_they_are_bit_for_bit_those_above_the_same_values_in_float32(tmp_path: Path):
     dataset, base = prepare_pairs(tmp_path / "data", pairs(6)), save_pico(tmp_path / "bf16", "llama", **SIZE)
     values = {name: one.bfloat16() for name, one in load_file(base / "model.safetensors").items()}

@@ -125,6 +125,7 @@ def test_replicas_under_every_policy_train_it(tmp_path: Path):
         assert report.loss_returned < report.loss_received, policy
 
 
+@pytest.mark.slow
 def test_a_paused_round_ends_as_an_uninterrupted_one(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)
     rounds_in([("whole", arguments(tmp_path / "whole", model, dataset, lora=LORA))])

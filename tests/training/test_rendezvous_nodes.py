@@ -143,6 +143,7 @@ def test_where_no_secret_is_asked_for_the_same_process_does_get_it(tmp_path: Pat
     assert (tmp_path / "sum-0").read_text() == "2 ['ours', 'stranger']"
 
 
+@pytest.mark.slow
 def test_torchrun_on_several_nodes_is_refused_without_a_directory(tmp_path: Path):
     told = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", torchrun.AGENT: "True"}
     (tmp_path / "rank.py").write_text(RANK)

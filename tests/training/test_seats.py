@@ -78,6 +78,7 @@ def same_round(one: Path, other: Path) -> None:
         assert getattr(found, figure) == pytest.approx(getattr(expected, figure), abs=1e-5), figure
 
 
+@pytest.mark.slow
 def test_a_plan_that_seats_ranks_in_another_order_and_leaves_one_idle(tmp_path: Path, pico_llama: Path):
     """Three ranks; the first stage lies on the last of them, the second on the first."""
     dataset = write_dataset(tmp_path / "data")

@@ -251,6 +251,7 @@ def classes_alike(tmp_path: Path, layouts: dict[str, dict[str, Any]]) -> None:
             assert largest_difference(one, tmp_path / f / name / "out") < 1e-5, (f, name)
 
 
+@pytest.mark.slow
 def test_decoders_classify_padded_rows_alike_in_a_pipeline(tmp_path: Path):
     """The last stage gets activations, and pools by the token ids all the same."""
     classes_alike(tmp_path, {"pipeline": PIPELINE})
@@ -286,6 +287,7 @@ def test_a_bert_of_160_blocks_splits_and_trains(tmp_path: Path):
     assert weights(tmp_path / "out").keys() == weights(model).keys()
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_changes_nothing(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     kinds = ("none", "selective", "full")
@@ -297,6 +299,7 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path):
         assert largest_difference(tmp_path / "none/out", tmp_path / kind / "out") < 1e-5
 
 
+@pytest.mark.slow
 def test_a_family_that_no_stage_can_hold_is_refused_in_one_sentence_and_mamba_gets_adapters(tmp_path: Path):
     words, text = write_masked_words(tmp_path / "words"), write_dataset(tmp_path / "data")
     save = partial(save_tiny, factory="AutoModelForMaskedLM")

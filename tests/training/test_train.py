@@ -246,6 +246,7 @@ def test_half_precision_overflow_names_the_tensor(tmp_path: Path, pico_llama: Pa
     assert "model.norm.weight" in said["over"][0] and "65504" in said["over"][0]
 
 
+@pytest.mark.slow
 def test_half_precision_is_half_the_bytes(tmp_path: Path, pico_llama: Path, dataset: Path):
     half = {"export_dtype": "bfloat16", "compute_dtype": "bfloat16"}
     cases = [
@@ -278,6 +279,7 @@ def test_proximal_training_stays_closer_to_the_received_model(tmp_path: Path, pi
     assert moved(tmp_path / "held/out") < 0.5 * moved(tmp_path / "free/out")
 
 
+@pytest.mark.slow
 def test_the_report_tells_mfu_of_a_given_peak_and_the_time_in_collectives(
     tmp_path: Path, pico_llama: Path, dataset: Path
 ):

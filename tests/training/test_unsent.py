@@ -25,6 +25,7 @@ def unsent(directory: Path, model: Path, *, shape: tuple[int, ...] | None = None
     return rest
 
 
+@pytest.mark.slow
 def test_a_round_from_received_and_unsent_is_one_from_their_sum(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data")
     received = save_pico(tmp_path / "received", tie_word_embeddings=True)

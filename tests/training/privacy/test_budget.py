@@ -20,6 +20,7 @@ def steps(count: int, noise: float) -> Releases:
     return Releases(count=count, noise_multiplier=noise, sampling_rate=RATE)
 
 
+@pytest.mark.slow
 def test_without_a_crash_the_noise_stays_and_the_end_is_the_stated_epsilon():
     noise = choose([], PLANNED)
     assert choose([steps(20, noise)], 40) == noise
@@ -27,6 +28,7 @@ def test_without_a_crash_the_noise_stays_and_the_end_is_the_stated_epsilon():
     assert 0.99 * SETTINGS.epsilon < epsilon_of([steps(PLANNED, noise)], SETTINGS.delta) <= SETTINGS.epsilon
 
 
+@pytest.mark.slow
 def test_steps_that_are_made_again_are_paid_for_by_those_to_come():
     noise = choose([], PLANNED)
     before = [steps(30, noise)]  # of which ten were lost
@@ -52,7 +54,7 @@ ORDERS = {
 """Steps that are left by the settings of an attempt, those of them that it takes, and its sampling rate."""
 
 
-LONG = ("rewound to the middle", "rounds of unlike steps")
+LONG = ("rewound to the middle", "rounds of unlike steps", "with other batches")
 """Orders whose accounts take seconds to work out."""
 
 
