@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from coordinator.config.notifying import is_private_address
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.text import Line
 from facility.exchange.validation import validated
@@ -14,8 +15,7 @@ FIRECREST = "firecrest"
 """`deployment.type` of such a facility."""
 API = "firecrest-api"
 """Type in streamflow.yml of what its queue is wrapped around."""
-HERE = ("http://127.0.0.1", "http://localhost")
-SECURE = re.compile(r"https://[^\s/@]+(/\S*)?")
+SECURE = re.compile(r"https?://[^\s/@]+(/\S*)?")
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 REQUIRED = ("system", "token_url", "client_id", "client_secret_file")
 
@@ -48,7 +48,7 @@ class FirecrestAccess:
                 raise ConfigurationError(f"{name} is missing, expected beside firecrest.url", key=name)
         for name in ("url", "token_url"):
             address = getattr(self, name)
-            if not SECURE.fullmatch(address) and not address.startswith(HERE):
+            if not SECURE.fullmatch(address) or not is_private_address(address):
                 raise ConfigurationError(f"{name} is {address!r}, expected an https:// address", key=name)
         for name in ("system", "account"):
             if (value := getattr(self, name)) and not WORD.fullmatch(value):

@@ -11,6 +11,7 @@ import yaml
 
 from coordinator.config.ahead import AheadSettings
 from coordinator.config.federation import read_federation
+from coordinator.config.firecrest import FirecrestAccess
 from coordinator.engine.render import render
 from coordinator.rounds.changes import RULES
 from facility.exchange.errors import ConfigurationError
@@ -83,3 +84,29 @@ def test_it_can_be_changed_while_a_federation_lives():
 
     rule = next(one for one in RULES if re.fullmatch(one.pattern, "submit_ahead.wait"))
     assert not rule.affects
+
+
+@pytest.mark.parametrize(
+    ("address", "taken"),
+    [
+        ("https://api.example.org/v2", True),
+        ("http://localhost:8000/v2", True),
+        ("http://127.0.0.1:8000", True),
+        ("http://[::1]:8000/v2", True),
+        ("http://localhost.example.org/v2", False),
+        ("http://127.0.0.1.example.org/v2", False),
+        ("http://localhost@example.org/v2", False),
+        ("http://localhost:x@example.org", False),
+        ("http://api.example.org", False),
+        ("https://a@example.org", False),
+        ("https://", False),
+    ],
+)
+@pytest.mark.parametrize("key", ["url", "token_url"])
+def test_the_secret_goes_to_an_encrypted_address_or_to_this_machine(key: str, address: str, taken: bool):
+    values = FIRECREST | {"client_secret_file": "f", key: address}
+    if taken:
+        assert getattr(FirecrestAccess(**values), key) == address
+    else:
+        with pytest.raises(ConfigurationError, match=f"{key} is .*, expected an https:// address"):
+            FirecrestAccess(**values)
