@@ -12,6 +12,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
 from facility.exchange.text import NAME as FACILITY_NAME
+from facility.exchange.text import NAME_WORDS
 
 HEAD = """\
 # Fill in what is in <angle brackets>. Then, in {folder}: crossfed check, crossfed run
@@ -70,10 +71,7 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
 def _check_name(option: str, name: str) -> None:
     """Raise `InputError` for what federation.yml would not take as a name."""
     if not FACILITY_NAME.fullmatch(name):
-        raise InputError(
-            f"{option} has the name {name!r}, expected 1-63 letters, digits, dots, hyphens or underscores, the first "
-            "a letter or digit"
-        )
+        raise InputError(f"{option} has the name {name!r}, {NAME_WORDS}")
 
 
 def _scalar(name: str) -> str:

@@ -28,6 +28,7 @@ from coordinator.share import share
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
+from facility.exchange.text import NAME_WORDS
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
                 surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
     else:
         if not FACILITY_NAME.fullmatch(request.name):
-            raise InputError(f"--name {request.name!r}: expected 1-63 letters, digits, dots, hyphens or underscores")
+            raise InputError(f"--name {request.name!r}: {NAME_WORDS}")
         choices = []
         for name, login in (request.facilities or _ask_facilities(dialog)).items():
             choice, survey = _facility(request, dialog, name, login)
@@ -119,7 +120,7 @@ def _ask_facilities(dialog: Dialog) -> dict[str, str]:
 def read_login(name: str, text: str, request: Request) -> Deployment:
     """Raises `InputError` for a name or login that is none."""
     if not FACILITY_NAME.fullmatch(name):
-        raise InputError(f"facility name {name!r}: expected 1-63 letters, digits, dots, hyphens or underscores")
+        raise InputError(f"facility name {name!r}: {NAME_WORDS}")
     if text == "local":
         return Deployment()
     if not (found := LOGIN.fullmatch(text)):

@@ -8,16 +8,15 @@ from typing import Annotated
 from pydantic import AfterValidator, WithJsonSchema
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+NAME_WORDS = "expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit"
+"""What `NAME` takes, for a message."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Characters that would leave the line or the script in which a text is written."""
 
 
 def _name(value: str) -> str:
     if not NAME.fullmatch(value):
-        raise ValueError(
-            "expected 1-63 letters, digits, dots, hyphens or underscores, the first a letter or digit: "
-            "a name, not a path"
-        )
+        raise ValueError(f"{NAME_WORDS}: a name, not a path")
     return value
 
 
