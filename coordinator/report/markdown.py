@@ -66,7 +66,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines += ["## Failures", "", *table(["round", "facility", "what", "reason", "what was done"], failed)]
     versions = [[name, ", ".join(f"{key} {one}" for key, one in of.items())] for name, of in data["versions"].items()]
     lines += ["## Versions", "", *table(["where", "packages"], versions)]
-    digests = [[one["name"], f"`{one['sha256']}`"] for one in last_artefacts(data)]
+    digests = [[one["name"], one["sha256"]] for one in last_artefacts(data)]
     lines += ["## Artefacts", "", *table(["what", "SHA-256"], digests)]
     return "\n".join(lines).rstrip() + "\n"
 

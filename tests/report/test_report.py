@@ -283,6 +283,7 @@ def test_markdown_has_scores_on_tasks_carbon_and_versions_and_speaks_of_no_colou
     text = markdown(data_of(add_comparison(archive, ["facility-00", "facility-01"])))
     assert "| 0 | facility-00 | made_here | acc | 0.250 | 0.01 |" in text
     assert "kg CO₂e" in text and "no counter" in text and "torch 2.13.0" in text and "colour" not in text
+    assert re.search(r"\| global model after round 0 \| [0-9a-f]{64} \|", text) and "`" not in text
 
 
 def test_training_losses_go_on_over_the_rounds_that_a_facility_took_part_in(tmp_path: Path):
