@@ -28,7 +28,19 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     rows.append(model_row)
     if model is not None:
         rows.append(_room(federation, model))
-    if differing := stale(federation):
+    differing = stale(federation)
+    root = federation.file.parent.parent
+    closed = [folder for name in differing if not _is_open(folder := _existing((root / name).parent))]
+    if closed:
+        rows.append(
+            fail(
+                ME,
+                "rendered files",
+                f"{closed[0]} cannot be written to, and crossfed run renders federation.yml there",
+                "correct its permissions, or move federation.yml to a folder of your own",
+            )
+        )
+    elif differing:
         rows.append(
             warning(
                 ME,
@@ -120,7 +132,7 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         sending=federation.sending,
     )
     for folder in (archive, work):
-        if not os.access(folder, os.W_OK | os.X_OK):
+        if not _is_open(folder):
             advice = "choose another `archive:` or `workdir:`, or fix its permissions"
             return fail(ME, "room", f"{folder} cannot be written to", advice)
     if archive.stat().st_dev == work.stat().st_dev:
@@ -140,6 +152,11 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
             )
         found.append(f"{size(free)} free at {folder}, the run needs up to {part}")
     return ok(ME, "room", "; ".join(found))
+
+
+def _is_open(folder: Path) -> bool:
+    """Whether files can be made in the folder."""
+    return os.access(folder, os.W_OK | os.X_OK)
 
 
 def _existing(folder: Path) -> Path:

@@ -474,6 +474,14 @@ def test_a_folder_of_the_coordinator_that_takes_no_file_fails(site: Site, monkey
     assert f"{folder} cannot be written to" in row.found
 
 
+def test_a_folder_that_files_cannot_be_rendered_in_fails(site: Site, monkeypatch: pytest.MonkeyPatch):
+    folder, allowed = site.file.parent, os.access
+    monkeypatch.setattr(os, "access", lambda path, mode, **more: path != folder and allowed(path, mode, **more))
+    (row,) = failing(check(site.file, link=False))
+    assert (row.subject, row.check) == ("coordinator", "rendered files")
+    assert f"{folder} cannot be written to" in row.found
+
+
 def test_a_quota_smaller_than_the_disk_is_noticed(site: Site):
     program = site.root / "site" / "quota" / "fallocate"
     program.parent.mkdir()
