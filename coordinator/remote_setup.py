@@ -24,6 +24,8 @@ from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
+SSH_FAILED = 255
+"""Exit code of ssh itself; others are those of the command there."""
 
 
 def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments: list[str]) -> None:
@@ -73,16 +75,29 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
     home = shell_word(deployment.environment.home)
-    script = (
-        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C "
-        "code.new && { [ ! -d code ] || mv code code.old; } && mv code.new code && rm -rf code.old"
+    arrive = (
+        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C code.new"
     )
+    swap = f"cd {home} && {{ [ ! -d code ] || mv code code.old; }} && mv code.new code && rm -rf code.old"
     packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)
-    sent = subprocess.run([*ssh_command(deployment), shlex.join(["bash", "-c", script])], stdin=packing.stdout)
+    sent = subprocess.run(_there(deployment, arrive), stdin=packing.stdout).returncode
     if packing.stdout is not None:
         packing.stdout.close()
-    if packing.wait() or sent.returncode:
-        raise TryAgain(f"the code could not be sent to {deployment.host}: {sent.returncode}; is its file system full?")
+    packed = packing.wait()
+    if packed and not sent:
+        raise TryAgain(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
+    for code in (sent, 0 if sent else subprocess.run(_there(deployment, swap), stdin=subprocess.DEVNULL).returncode):
+        if code == SSH_FAILED:
+            raise TryAgain(f"the connection to {deployment.host} broke while the code was sent; ssh says above why")
+        if code:
+            raise TryAgain(
+                f"{deployment.host} could not keep the code in {deployment.environment.home}/code (code {code}); the "
+                "lines above say why: a full file system, a quota, or a folder that is another account's?"
+            )
+
+
+def _there(deployment: Deployment, script: str) -> list[str]:
+    return [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
 
 
 def setup_command(deployment: Deployment, *, wheelhouse: bool, arguments: list[str]) -> str:

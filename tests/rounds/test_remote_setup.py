@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import read_federation
+from coordinator.preflight.row import ok
 from coordinator.remote_setup import set_up
 from coordinator.share import share
 from facility.exchange.errors import InputError, TryAgain
@@ -70,6 +71,28 @@ def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
         set_up(federation, "far", bundle=tmp_path, arguments=[])
     with pytest.raises(TryAgain, match="ended with code 2"):
         set_up(federation, "far", bundle=None, arguments=["--python", "no-such-python"])
+
+
+@pytest.mark.parametrize(
+    ("program", "does", "words"),
+    [
+        ("ssh", 'cat >/dev/null; case "${@: -1}" in *tar*) exit 255 ;; esac', "the connection to .* broke"),
+        ("tar", 'case $1 in xf) cat >/dev/null; exit 2 ;; *) exec /bin/tar "$@" ;; esac', "could not keep the code in"),
+        ("tar", '/bin/tar "$@"; case $1 in cf) exit 2 ;; esac', "tar could not pack the code on this machine"),
+    ],
+)
+def test_who_failed_is_named_as_the_code_is_sent_and_the_old_code_stays(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, does: str, words: str
+):
+    monkeypatch.setattr("coordinator.remote_setup.check_connection", lambda *_: ok("far", "connection", "answers"))
+    kept = far / "it's a home" / "code" / "kept"
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    (tmp_path / "bin" / program).write_text(f"#!/bin/bash\n{does}\n")
+    (tmp_path / "bin" / program).chmod(0o755)
+    with pytest.raises(TryAgain, match=words):
+        set_up(read_federation(tmp_path / "workflow" / "federation.yml"), "far", bundle=None, arguments=[])
+    assert kept.exists()
 
 
 def test_a_tokenizer_in_a_hubs_cache_is_shared(far: Path, tmp_path: Path):
