@@ -187,4 +187,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main, level="info"))
+    sys.exit(exit_on_error(main, in_job=True))

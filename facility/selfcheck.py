@@ -195,7 +195,7 @@ def main() -> int:
         material(folder, arguments.ranks)
         run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)
         print(verdict(folder, time.monotonic() - began))
-    except CrossFedError:
+    except (CrossFedError, OSError, KeyboardInterrupt):
         print(f"what the job left is in {folder}", file=sys.stderr)
         raise
     shutil.rmtree(folder)

@@ -115,4 +115,4 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main, level="info"))
+    sys.exit(exit_on_error(main, in_job=True))

@@ -33,4 +33,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main, level="info"))
+    sys.exit(exit_on_error(main, in_job=True))

@@ -66,26 +66,26 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def exit_on_error(main: Callable[[], int | None], *, level: str = "warning") -> int:
+def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
-    `level`: what is logged unless the user asks otherwise; jobs and steps, whose output is a log file, log `info`. Of
-    other commands, which a person types, that is also done with a path that does not fit, and with Ctrl-C.
+    `level`: what is logged unless the user asks otherwise. `in_job`: a job or step of the workflow, whose output is a
+    log file: it logs `info`. Of other commands, which a person types, a path that does not fit is such a line, too, and
+    Ctrl-C ends them with a word.
     """
-    configure_logging(default=level)
-    typed = level == "warning"
+    configure_logging(default="info" if in_job else level)
     try:
         return main() or ExitCode.OK
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT
     except OSError as error:
-        if not (is_storage(error) or (typed and is_path(error))):
+        if not (is_storage(error) or (not in_job and is_path(error))):
             raise
         print(f"error: {sentence(error)}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:
-        if not typed:
+        if in_job:
             raise
         print("interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED

@@ -85,7 +85,7 @@ def test_a_path_that_does_not_fit_is_one_line_of_a_command_and_a_job_s_traceback
     said = capsys.readouterr().err
     assert words in said and said.startswith("error: ") and said.count("\n") == 1
     with pytest.raises(OSError):
-        exit_on_error(write, level="info")
+        exit_on_error(write, in_job=True)
 
 
 def test_an_interrupted_command_says_so_in_a_word(capsys):
@@ -95,4 +95,12 @@ def test_an_interrupted_command_says_so_in_a_word(capsys):
     assert exit_on_error(main) == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
     with pytest.raises(KeyboardInterrupt):
-        exit_on_error(main, level="info")
+        exit_on_error(main, in_job=True)
+
+
+def test_a_command_that_logs_much_is_still_one_that_a_person_types(capsys):
+    def main() -> None:
+        raise KeyboardInterrupt
+
+    assert exit_on_error(main, level="info") == ExitCode.INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"

@@ -143,7 +143,7 @@ def end(main: Callable[[], int]) -> NoReturn:
     rank that fails does not wait for the others, which notice its closed connections.
     """
     try:
-        code = exit_on_error(main, level="info")
+        code = exit_on_error(main, in_job=True)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
     except BaseException as error:
