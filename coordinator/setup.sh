@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set the coordinator up: its environment, and the initial model, fetched or converted, and checked by loading it.
 # A second run changes nothing and takes seconds.
+[ -n "${BASH_VERSION:-}" ] || { echo "error: this is a script for bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 unset CDPATH  # with it, cd prints
 
@@ -44,6 +45,7 @@ while [ $# -gt 0 ]; do
     shift 2
 done
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python"
+[ "$("$python" -c 'print(6 * 7)')" = 42 ] || fail "$python does not run, see above, or is no Python; name another by --python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python"
 
 if ! "$venv/bin/python" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or its Python is gone
@@ -60,7 +62,7 @@ else
     from=()
     if [ -n "$wheelhouse" ]; then from=(--no-index --find-links "$wheelhouse" --no-build-isolation); fi
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" ${from[@]+"${from[@]}"} -e "$here[coordinator]" \
-        || fail "pip could not install; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+        || fail "pip could not install, see above: $venv has no room (disk, quota), or an index lacks a package; on a host without internet use --wheelhouse (crossfed bundle makes one)"
     echo "$stamp" >"$venv/.coordinator"
 fi
 if [ -n "$model" ]; then

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Set a facility up: Python environment, caches, env.sh for the job templates, tokenised dataset, self-check.
 # Run it on a login node, from a checkout or an unpacked bundle. A second run changes nothing and takes seconds.
+[ -n "${BASH_VERSION:-}" ] || { echo "error: this is a script for bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 umask 077  # what is made here is text that may not leave: nobody else's to read
 unset CDPATH  # with it, cd prints
@@ -34,6 +35,7 @@ TEXT
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 
+if [ -z "${HOME:-}" ]; then unset HOME; HOME=$(echo ~); export HOME; fi  # cron and containers set none: the account's
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$HOME/crossfed python=python3 conda= as_is= torch=auto torch_index= wheelhouse= template= check=yes
 gate= coordinator= authorized=$HOME/.ssh/authorized_keys
@@ -51,7 +53,7 @@ while [ $# -gt 0 ]; do
         --torch-index) torch_index=$2; shift 2 ;;
         --wheelhouse) wheelhouse=$2; shift 2 ;;
         --template) template=$2; shift 2 ;;
-        --fill) fills+=(--fill "$2"); shift 2 ;;
+        --fill) [[ $2 = ?*=* ]] || fail "--fill is '$2', expected NAME=VALUE"; fills+=(--fill "$2"); shift 2 ;;
         --no-self-check) check=; shift ;;
         --gate) gate=$2; shift 2 ;;
         --coordinator) coordinator=$2; shift 2 ;;
@@ -65,7 +67,7 @@ done
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh
-[ -z "$template" ] || [ -f "$template" ] || fail "--template $template does not exist"
+[ -z "$template" ] || [ -f "$template" ] || fail "--template $template is no file, and no template has that name; there are: $(cd "$here/templates" && printf '%s ' *.sh | sed 's/\.sh / /g; s/ $//')"
 
 if [ -n "$gate" ]; then  # one line: what follows it would be a line of authorized_keys without the gate
     ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
@@ -85,7 +87,7 @@ elif [ -f "$here/../bundle.json" ]; then
     fail "the bundle in $(dirname "$here") has no SHA256SUMS, so that nothing says whether it is whole; copy it again"
 fi
 
-mkdir -p "$home"/{cache,state}
+mkdir -p "$home"/{cache,state} || fail "--home $home cannot be made, see above; name a directory of yours, on a file system with room, that the nodes see"
 home=$(cd "$home" && pwd)
 [ -z "$gate" ] || case "$home" in *[[:space:]\"\'\\\$\`\;\&\|\<\>\(\)\*\?\[\]\#\!]*) fail "--home $home holds a blank, a quote or another character that means something to a shell, which a forced command in authorized_keys cannot quote; name another" ;; esac
 exec 9>>"$home/.setup.lock"
@@ -118,6 +120,7 @@ set -eu
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
 python=$(command -v "$python")
 [[ $python = /* ]] || python=$PWD/$python
+[ "$("$python" -c 'print(6 * 7)')" = 42 ] || fail "$python does not run, see above, or is no Python; name another by --python, or load one by --module"
 "$python" -c "$RECENT" || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python, or load one by --module"
 if [ -n "$template" ]; then  # before minutes go into packages
     PYTHONPATH=$here "$python" - "$template" ${fills[@]+"${fills[@]}"} <<'PYTHON' || exit 2
@@ -146,7 +149,7 @@ else
     if ! "$run" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or the Python that it was made with is gone
         say "making $home/venv with $("$python" --version)"
         rm -f "$home"/.setup-stamp "$home"/.imports "$home"/.self-check  # they are of another one
-        "$python" -m venv --clear "$home/venv" || fail "$python could not make $home/venv, see above; name another by --python, load one by --module, or use one that has the packages by --as-is"
+        "$python" -m venv --clear "$home/venv" || fail "$python could not make $home/venv, see above; is there room for it (disk, quota)? Else name another by --python, load one by --module, or use one that has the packages by --as-is"
     fi
 fi
 
@@ -185,9 +188,9 @@ print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]
 PYTHON
     pip=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
     if [ -f "$wheelhouse/requirements.txt" ]; then
-        "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "the wheelhouse does not fit $("$run" --version) on $(uname -m), or is not what its digests say; bundle again with that --python-version and --platform"
+        "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "pip could not install the wheelhouse, see above: $home has no room (disk, quota), or the wheelhouse does not fit $("$run" --version) on $(uname -m) or is not what its digests say; then bundle again with that --python-version and --platform"
     elif [ -n "$wheelhouse" ]; then
-        "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "the wheelhouse lacks a package for $("$run" --version) on $(uname -m); bundle again with that --python-version and --platform"
+        "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "pip could not install, see above: $home has no room (disk, quota), or the wheelhouse lacks a package for $("$run" --version) on $(uname -m); then bundle again with that --python-version and --platform"
     else
         got=yes lock=$here/facility/requirements.lock
         if grep -q "^# for:.* $("$run" -c "$PLACE")\( \|$\)" "$lock"; then
@@ -197,13 +200,13 @@ PYTHON
             say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
         fi
         if [ -n "$got" ] && [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
-            [ "$torch" = cpu ] || fail "torch for $torch cannot be had from $torch_index; name another by --torch-index"
-            say "packages: $torch_index does not answer; taking the default index's torch, which runs on CPUs too"
+            [ "$torch" = cpu ] || fail "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index, or make room in $home"
+            say "packages: $torch_index gives none; taking the default index's torch, which runs on CPUs too"
         fi
         if [ -z "$got" ] || ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
             base=$python
-            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install, or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
-            say "packages: no index gives what is asked for; using those of $base, which has what a facility needs (as --as-is does)"
+            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install, see above: $home has no room (disk, quota), or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+            say "packages: pip could not install what is asked for, see above; using those of $base, which has what a facility needs (as --as-is does)"
             run=$base as_is=yes
         fi
     fi

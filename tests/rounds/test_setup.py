@@ -132,7 +132,12 @@ def make_tokenizer(folder: Path, text: Path) -> None:
         ("facility", ["--python", "OLD"], "Python 3.8.1 is too old, expected 3.11 or newer"),
         ("facility", ["--torch", "tpu"], "expected auto, cuda, rocm or cpu"),
         ("facility", ["--wheelhouse", "/nowhere"], "crossfed bundle"),
-        ("facility", ["--template", "/nowhere.sh"], "does not exist"),
+        ("facility", ["--template", "/nowhere.sh"], "is no file, and no template has that name; there are: deucalion"),
+        ("facility", ["--template", "/tmp"], "/tmp is no file"),
+        ("facility", ["--fill", "account"], "--fill is 'account', expected NAME=VALUE"),
+        ("facility", ["--python", "/bin/true"], "/bin/true does not run, see above, or is no Python"),
+        ("facility", ["--home", "/dev/null/x"], "--home /dev/null/x cannot be made, see above"),
+        ("coordinator", ["--python", "/bin/true"], "/bin/true does not run, see above, or is no Python"),
         (
             "facility",
             ["--template", str(ROOT / "templates" / "slurm.sh"), "--fill", "partition=x"],
@@ -147,13 +152,22 @@ def make_tokenizer(folder: Path, text: Path) -> None:
 )
 def test_mistakes_in_setting_up(tmp_path: Path, side: str, options: list[str], message: str):
     old = tmp_path / "old"
-    old.write_text('#!/bin/bash\n[ "$1" = --version ] && echo Python 3.8.1\nexit 1\n')
+    old.write_text("#!/bin/bash\ncase $* in --version) echo Python 3.8.1 ;; *print*) echo 42 ;; *) exit 1 ;; esac\n")
     old.chmod(0o755)
     options = [str(old) if word == "OLD" else word for word in options]
     home = ["--home", str(tmp_path / "home")] if side == "facility" and "--home" not in options else []
     result = setup(side, *home, *options, HOME=str(tmp_path))
     assert result.returncode == 2 and message in result.stderr, result.stderr
     assert not (tmp_path / "home" / "venv").exists()
+
+
+@pytest.mark.parametrize("side", ["facility", "coordinator"])
+def test_the_script_says_that_it_is_for_bash_and_needs_no_home_in_the_environment(side: str):
+    script = str(ROOT / side / "setup.sh")
+    posix = subprocess.run(["dash", script], capture_output=True, text=True) if shutil.which("dash") else None
+    assert posix is None or (posix.returncode == 2 and f"this is a script for bash: bash {script}" in posix.stderr)
+    bare = subprocess.run(["env", "-i", f"PATH={os.environ['PATH']}", "bash", script, "-h"], capture_output=True)
+    assert bare.returncode == 0 and bare.stdout.startswith(b"usage: bash")
 
 
 @pytest.mark.slow
