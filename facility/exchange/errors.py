@@ -13,6 +13,7 @@ An `assert` marks our own mistakes, never the user's.
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,8 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     Ctrl-C ends them with a word.
     """
     configure_logging(default="info" if in_job else level)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale without a letter, a file name that is no text
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main() or ExitCode.OK
     except CrossFedError as error:

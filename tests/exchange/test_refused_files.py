@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +106,11 @@ def test_a_command_that_logs_much_is_still_one_that_a_person_types(capsys):
 
     assert exit_on_error(main, level="info") == ExitCode.INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_what_the_terminal_s_encoding_lacks_is_printed_by_its_number():
+    text = "import sys; from facility.exchange.errors import exit_on_error as e; e(lambda: print(sys.argv[1]))"
+    for encoding, argument, told in (("ascii", "ε…", b"\\u03b5\\u2026"), ("utf-8", "a\udcff", b"a\\udcff")):
+        variables = os.environ | {"PYTHONIOENCODING": encoding}
+        done = subprocess.run([sys.executable, "-c", text, argument], env=variables, capture_output=True)
+        assert (done.returncode, done.stdout.strip()) == (0, told), done.stderr
