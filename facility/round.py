@@ -29,13 +29,14 @@ from facility.launching.notes import PLACE, Notes
 from facility.launching.place import attempt_of
 from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
-from facility.rounds.dataset_budget import reserve_budget
+from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
 from facility.rounds.failing import earliest, fail
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
 from facility.rounds.kept import default_directory
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
+from facility.rounds.released import check_remembered
 
 log = logging.getLogger("facility.round")
 
@@ -44,7 +45,8 @@ def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
     check_order(job)
     round = OneRound(job)
-    reserve_budget(job.settings, job.dataset)
+    reserve_budget(job.settings, job.dataset, state=job.state)
+    check_remembered(round.received, job.settings, job.state)
     with round.finished.alone(job.round):
         round.sweep()
         if job.kind == ALONE:
@@ -56,6 +58,7 @@ def run(job: Job) -> Ending:
         round.prepare()
         job.notes.write("first", GO)
         ending = round.train()
+        count_released(job.settings, job.dataset, job.state)
         if ending.code == Outcome.DONE:
             round.compress()
             round.describe()

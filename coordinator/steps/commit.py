@@ -37,7 +37,7 @@ from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.decide import Decision, decide
 from coordinator.steps.final import compare_next
-from coordinator.steps.following import asks_ahead, within
+from coordinator.steps.following import asks_ahead, tell_released, within
 from coordinator.steps.global_loss import (
     global_losses,
     later_than,
@@ -292,6 +292,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         aggregation=dataclasses.asdict(round.record),
     )
     found = asks_ahead(archive, settings, round.round_file, directory)
+    tell_released([*history, found], directory)
     round.round_file, round.decision, round.limited = within(archive, settings, found, decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.archive.journal import Journal
@@ -14,6 +15,7 @@ from coordinator.steps.elastic import ends_ahead
 from coordinator.steps.even import steps_ahead
 from coordinator.steps.limits import Exceeded, exceeded_in
 from facility.exchange.messages.manifest import read_manifest, with_extra
+from facility.exchange.messages.privacy import RELEASED
 from facility.exchange.messages.steps import ENDS
 from facility.exchange.messages.steps import KEY as STEPS
 
@@ -32,6 +34,17 @@ def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: Roun
                 with_extra(directory / name, ENDS, ends.by_facility(time.time()))
     seconds = 0.0 if ends is None else round(ends.seconds, 3)
     return dataclasses.replace(round_file, next_steps=ahead.steps, next_steps_reason=ahead.reason, next_end=seconds)
+
+
+def tell_released(history: Sequence[RoundFile], directory: Path) -> None:
+    """Say in the new model how many noised steps each facility has told of: one whose ledger holds fewer, for it was
+    restored from a backup, would spend its privacy budget again."""
+    told: dict[str, int] = {}
+    for row in (row for entry in history for row in entry.facilities if row.privacy):
+        told[row.facility] = max(told.get(row.facility, 0), row.privacy["steps"])
+    for name in ("model", "message"):
+        if told and (directory / name).is_dir():
+            with_extra(directory / name, RELEASED, told)
 
 
 def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:

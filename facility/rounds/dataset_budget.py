@@ -16,8 +16,9 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from facility.dataset import NAME, open_dataset
@@ -28,6 +29,7 @@ from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.kept import shared_directory
+from facility.rounds.released import check_count, steps_released
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +44,17 @@ class Reserved:
     epsilon: float
     delta: float
     unit: Unit
+    steps: int = 0
+    """Noised steps in its ledger as its last job began or ended."""
 
 
-def reserve_budget(settings: FacilitySettings, dataset: Path, environment: Mapping[str, str] = os.environ) -> None:
-    """Enter this federation's stated budget in the dataset's account. Raises `InputError` where it does not fit."""
+def reserve_budget(
+    settings: FacilitySettings, dataset: Path, environment: Mapping[str, str] = os.environ, *, state: Path
+) -> None:
+    """Enter this federation's stated budget in the dataset's account, and how much its ledger holds by now.
+
+    Raises `InputError` where the budget does not fit, or the ledger in `state` holds less than it did.
+    """
     limit, asked = limit_of(environment), settings.differential
     if asked is None:
         if limit:
@@ -54,24 +63,48 @@ def reserve_budget(settings: FacilitySettings, dataset: Path, environment: Mappi
                 "settings ask for no differential privacy: nothing would bound what they spend"
             )
         return
-    path = account_path(dataset)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(path.with_suffix(".lock"), "a") as lock:
-        take_lock(lock, path)
+    path, name = account_path(dataset), f"{settings.federation}/{settings.facility}"
+    with alone(path):
         account = read_account(path)
-        name = f"{settings.federation}/{settings.facility}"
         before = account.pop(name, None)
         mine = Reserved(
             epsilon=max(asked.epsilon, before.epsilon if before else 0.0),
             delta=max(asked.delta, before.delta if before else 0.0),
             unit=asked.unit,
+            steps=steps_released(state),
         )
+        if before is not None:
+            check_count(state, before.steps, f"the dataset's account {path}")
         if limit:
             check_fits(mine, account, limit, units=units_in(dataset, asked.unit))
         if mine != before:
-            write_json(path, {other: asdict(one) for other, one in sorted((account | {name: mine}).items())})
+            write_account(path, account | {name: mine})
+        if before is None or mine.epsilon > before.epsilon:
             total = math.fsum(one.epsilon for one in account.values()) + mine.epsilon
             log.info("federations on this dataset have reserved epsilon %g in all (%s)", total, path)
+
+
+def count_released(settings: FacilitySettings, dataset: Path, state: Path) -> None:
+    """Enter how much the ledger holds after a job trained, where a budget is reserved; what hinders it is logged."""
+    if settings.differential is None:
+        return
+    path, name = account_path(dataset), f"{settings.federation}/{settings.facility}"
+    try:
+        with alone(path):
+            account = read_account(path)
+            if name in account and (steps := steps_released(state)) > account[name].steps:
+                write_account(path, account | {name: replace(account[name], steps=steps)})
+    except (InputError, OSError) as error:
+        log.warning("the dataset's account does not say how much was released by now: %s", error)
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Hold the account's lock."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with open(path.with_suffix(".lock"), "a") as lock:
+        take_lock(lock, path)
+        yield
 
 
 def units_in(dataset: Path, unit: Unit) -> int:
@@ -128,6 +161,10 @@ def read_account(path: Path) -> dict[str, Reserved]:
             f"{path} is damaged ({error}): how much federations have reserved of this dataset's privacy budget is not "
             "known, so nothing more is released; restore the file from a backup"
         ) from None
+
+
+def write_account(path: Path, account: Mapping[str, Reserved]) -> None:
+    write_json(path, {name: asdict(one) for name, one in sorted(account.items())})
 
 
 def limit_of(environment: Mapping[str, str]) -> float:

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.privacy import DATASET_LIMIT, DifferentialSettings
-from facility.rounds.dataset_budget import account_path, read_account, reserve_budget
+from facility.exchange.messages.manifest import Manifest
+from facility.exchange.messages.privacy import DATASET_LIMIT, RELEASED, DifferentialSettings
+from facility.rounds.dataset_budget import account_path, count_released, read_account, reserve_budget
+from facility.rounds.released import check_remembered, ledger_path
 from tests.training.federation import write_dataset
 
 
@@ -21,11 +23,16 @@ def dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_dataset(tmp_path / "site" / "data")
 
 
-def reserve(dataset: Path, federation: str, epsilon: float, limit: str = "", **changes: object) -> None:
+def reserve(
+    dataset: Path, federation: str, epsilon: float, limit: str = "", *, steps: int = 0, **changes: object
+) -> None:
     """`epsilon` 0: a federation without differential privacy."""
     asked = DifferentialSettings(**({"epsilon": epsilon, "delta": 1e-6} | changes)) if epsilon else None  # type: ignore[arg-type]
     settings = SimpleNamespace(federation=federation, facility="north", differential=asked)
-    reserve_budget(settings, dataset, {DATASET_LIMIT: limit} if limit else {})  # type: ignore[arg-type]
+    ledger = ledger_path(state := dataset.parent / ".crossfed" / federation / "north")
+    ledger.parent.mkdir(parents=True, exist_ok=True)
+    ledger.write_text('{"kind": "training"}\n' * steps + '{"kind": "validation"}\n')
+    reserve_budget(settings, dataset, {DATASET_LIMIT: limit} if limit else {}, state=state)  # type: ignore[arg-type]
 
 
 def reserved(dataset: Path) -> dict[str, float]:
@@ -100,4 +107,41 @@ def test_a_limit_that_is_none_is_refused(dataset: Path, text: str):
 def test_the_account_is_json_that_an_owner_can_read(dataset: Path):
     reserve(dataset, "heron", 2.0)
     told = json.loads(account_path(dataset).read_text())
-    assert told == {"heron/north": {"epsilon": 2.0, "delta": 1e-6, "unit": "document"}}
+    assert told == {"heron/north": {"epsilon": 2.0, "delta": 1e-6, "unit": "document", "steps": 0}}
+
+
+def test_a_ledger_that_was_removed_or_restored_releases_nothing_more(dataset: Path):
+    """It holds less than the account saw, at the beginning or the end of a job, or than its reports have told."""
+    reserve(dataset, "heron", 2.0, steps=4)
+    settings = SimpleNamespace(federation="heron", facility="north", differential=object())
+    state = dataset.parent / ".crossfed" / "heron" / "north"
+    ledger_path(state).write_text('{"kind": "training"}\n' * 8 + '{"kind": "training"')
+    count_released(settings, dataset, state)  # type: ignore[arg-type]
+    assert read_account(account_path(dataset))["heron/north"].steps == 8, "a line that was cut off was not used"
+    before = account_path(dataset).read_bytes()
+    for steps in (0, 7):
+        with pytest.raises(
+            InputError, match=f"holds {steps} noised steps, and the dataset's account .* count 8: it was"
+        ):
+            reserve(dataset, "heron", 2.0, steps=steps)
+    assert account_path(dataset).read_bytes() == before
+    reserve(dataset, "heron", 2.0, steps=8)
+
+    def received(told: object) -> Manifest:
+        return Manifest(kind="model", federation="heron", round=2, extra={RELEASED: told})
+
+    for told in ({"north": 8}, {"north": 0}, {"south": 9}, {"north": "9"}, {"north": True}, {"north": -9}, [9], None):
+        check_remembered(received(told), settings, state)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="holds 8 noised steps, and this facility's own reports .* count 9: it was"):
+        check_remembered(received({"north": 9}), settings, state)  # type: ignore[arg-type]
+    settings.differential = None
+    check_remembered(received({"north": 9}), settings, state)  # type: ignore[arg-type]
+
+
+def test_an_account_of_an_earlier_version_counts_no_steps_yet(dataset: Path):
+    reserve(dataset, "heron", 2.0)
+    account = json.loads(account_path(dataset).read_text())
+    del account["heron/north"]["steps"]
+    account_path(dataset).write_text(json.dumps(account))
+    reserve(dataset, "heron", 2.0, steps=3)
+    assert json.loads(account_path(dataset).read_text())["heron/north"]["steps"] == 3

@@ -24,7 +24,8 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_heade
 from facility.exchange.checkpoints.delta import FILE, encode
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import read_manifest, write_manifest
-from facility.exchange.messages.report import Failure
+from facility.exchange.messages.privacy import DETAILS, RELEASED
+from facility.exchange.messages.report import Failure, read_report
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 
@@ -272,3 +273,29 @@ def receive_unread(update: Path, model: Path) -> Failure | None:
             facility=update.name, round=0, model=model, evaluation=False, settings=AggregationSettings(), content=False
         ),
     )
+
+
+def test_the_next_model_tells_of_how_many_noised_steps_the_coordinator_has_reports(
+    begun: tuple[Archive, Path], tmp_path: Path
+):
+    """The most that each has told of, also of one that left none in this round: its ledger may not hold fewer."""
+    archive, model = begun
+    following, _, _ = close(
+        archive, model, [noised(tmp_path / "a", model, "a", 4), noised(tmp_path / "b", model, "b", 5)]
+    )
+    assert read_manifest(following).extra[RELEASED] == {"a": 4, "b": 5}
+    absent = failure(tmp_path / "b1", "b", number=1)
+    updates = [noised(tmp_path / "a1", following, "a", 9, number=1), absent]
+    close(archive, following, updates, dataclasses.replace(SETTINGS, retries=0, minimum_facilities=1), number=1)
+    assert read_manifest(archive.model_for(2)).extra[RELEASED] == {"a": 9, "b": 5}
+
+
+def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0) -> Path:
+    """An update whose report tells of so many noised steps."""
+    write_update(directory, model, name, round=number)
+    figures = dict.fromkeys(("epsilon", "delta", "clip", "spent", "spent_on_validation", "noise_multiplier"), 0.1)
+    figures |= {"sampling_rate": 0.1, "validation_deviation": 0.1}
+    told = read_report(directory)
+    report.write(directory, dataclasses.replace(told, details={DETAILS: figures | {"unit": "block", "steps": steps}}))
+    write_manifest(directory, read_manifest(directory))
+    return directory

@@ -8,6 +8,7 @@ from annotated_types import Gt, Lt
 
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.layout import LayoutSettings
+from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.strict_json import Fields
 from facility.exchange.validation import AtLeastOne, Positive, validated
 
@@ -16,6 +17,9 @@ DETAILS = "privacy"
 """In a report's details: `PrivacyReport`."""
 DATASET_LIMIT = "CROSSFED_DATASET_EPSILON"
 """Environment variable of a site: the most epsilon that all federations on one dataset may spend together."""
+RELEASED = "released"
+"""In the `extra` of a model's manifest: by facility, the noised steps of which its reports tell."""
+MOST_STEPS = 10**12
 WITHHELD = -1.0
 """In place of a training loss, which is not noised."""
 
@@ -79,8 +83,17 @@ def privacy_of(details: dict[str, Any]) -> PrivacyReport | None:
         )
     }
     return PrivacyReport(
-        unit=found.one_of("unit", "document", ("document", "block")), steps=found.whole("steps", most=10**12), **numbers
+        unit=found.one_of("unit", "document", ("document", "block")),
+        steps=found.whole("steps", most=MOST_STEPS),
+        **numbers,
     )
+
+
+def steps_reported(received: Manifest, facility: str) -> int:
+    """How many noised steps of a facility the sender of a model has reports of; 0: none, or nothing sensible."""
+    told = received.extra.get(RELEASED)
+    steps = told.get(facility) if isinstance(told, dict) else None
+    return steps if type(steps) is int and 0 < steps <= MOST_STEPS else 0
 
 
 def check_layout(layout: LayoutSettings, *, ranks: int = 1) -> None:

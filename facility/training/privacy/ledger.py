@@ -20,8 +20,8 @@ from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
 from facility.exchange.validation import parse, validated
+from facility.rounds.released import ledger_path
 
-FOLDER, NAME = "privacy", "released.jsonl"
 Kind = Literal["training", "validation"]
 
 
@@ -49,7 +49,7 @@ class Ledger:
 
     @property
     def path(self) -> Path:
-        return Path(self.state) / FOLDER / NAME
+        return ledger_path(self.state)
 
     def releases(self, kind: Kind) -> list[Releases]:
         """All of one kind; equal ones in a row together."""
