@@ -25,6 +25,11 @@ from facility.exchange.masking.roster import Roster
 from facility.exchange.messages.masking import MaskingSettings
 
 NAME = "answered.jsonl"
+WAY_OUT = (
+    "expected the same facilities, settings, data and amounts as then. A federation that begins anew from the same "
+    "model with others needs another `name`, or another model, to which all its facilities agree"
+)
+"""Where an answer is refused. What two such sums say together, nothing here bounds: people decide."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +72,25 @@ class Ledger:
                 os.fsync(file.fileno())
             fsync_directory(self.path.parent)
 
+    def check(self, roster: Roster, settings: MaskingSettings) -> None:
+        """Raise `InputError` where no sum under this roster could be answered after what was: before it is trained."""
+        for earlier in self.entries():
+            if not set(earlier.survivors) <= set(roster.keys):
+                survivors, weighing = roster.members, ""
+            else:
+                survivors, weighing = earlier.survivors, weighing_of(roster, earlier.survivors, settings)
+            asked = Entry(
+                run=roster.agreement.run,
+                round=roster.agreement.round,
+                base_sha256=roster.agreement.base_sha256,
+                generation="",
+                request="",
+                survivors=survivors,
+                weighing=weighing,
+            )
+            if reason := conflict(earlier, asked):
+                raise InputError(f"{reason}. So nothing is trained")
+
     def entries(self) -> list[Entry]:
         """All answers. Raises `InputError` where the file is damaged: then nothing is answered."""
         if not self.path.exists():
@@ -96,14 +120,14 @@ def conflict(earlier: Entry, asked: Entry) -> str:
     if earlier.survivors != asked.survivors:
         return (
             f"round {asked.round} was answered for the sum over {', '.join(earlier.survivors)}; a second sum, over "
-            f"{', '.join(asked.survivors)}, would give away the difference"
+            f"{', '.join(asked.survivors)}, would give away the difference; {WAY_OUT}"
         )
     same_sum = earlier.weighing != "" and earlier.weighing == asked.weighing
     if not same_sum and earlier.request != asked.request:
         return (
             f"round {asked.round} was answered for another weighted sum over {', '.join(earlier.survivors)}: sums of "
             "the same updates under other weights, amounts of training, seeds, data, clips or bits would give away "
-            "single ones"
+            f"single ones; {WAY_OUT}"
         )
     return ""
 

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,12 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
     federation.answer("alpha", federation.settle(roster, received))
     shutil.rmtree(federation.archive.path / "unmasking")
     second = federation.roster([federation.keys(name) for name in federation.names])
+    memory = Ledger(state=federation.state("alpha"))
+    memory.check(federation.read(second), federation.masking)  # the same sum may come of it
+    without = federation.roster([federation.keys(name) for name in ("alpha", "beta")])
+    with pytest.raises(InputError, match="would give away the difference; expected the same.* nothing is trained"):
+        memory.check(federation.read(without), federation.masking)
+    second = federation.roster([federation.keys(name) for name in federation.names])
     two = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in ("alpha", "beta")}
     request = federation.settle(second, two)
     with pytest.raises(InputError, match="would give away the difference"):
@@ -110,6 +117,9 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
     else:
         federation.largest_step /= 2
     second = federation.roster([federation.keys(name) for name in federation.names])
+    for name in ("alpha", "beta"):
+        with nullcontext() if name == "beta" else pytest.raises(InputError, match="needs another `name`.* is trained"):
+            Ledger(state=federation.state(name)).check(federation.read(second), federation.masking)
     sent = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in federation.names}
     request = federation.settle(second, sent)
     assert read_request(request).survivors == list(federation.names)
