@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import settings_copy
+from facility.masking.request_copy import private_manifest
 from facility.masking.site_rules import SiteRules
 
 BY_NAME = ("optimizer", "policy", "schedule", "encoding", "model_encoding")
@@ -69,14 +71,15 @@ def approve(session: Session, request: Request) -> Approved:
     model = confined(request["model"], session.workdir, follow=True)
     roster = confined(request["roster"], session.workdir, follow=True) if "roster" in request.given else None
     number = int(request["round"])
-    with settings_copy(session) as copy:
+    with settings_copy(session) as copy, ExitStack() as stack:
         try:
             copy.take(confined(request["settings"], session.workdir, follow=True))
             check_length(model / NAME, MANIFEST_BYTES)
-            manifest = sha256_of(model / NAME)
+            signed = stack.enter_context(private_manifest(model))  # what is verified is what is read of it
+            manifest = sha256_of(signed / NAME)
             settings = copy.read(session)
             order = verify_order(
-                model,
+                signed,
                 copy.path,
                 federation=settings.federation,
                 facility=settings.facility,

@@ -23,6 +23,7 @@ from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, staying
 from facility.gating.grammar import Request
+from facility.gating.held import places_of
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -46,7 +47,8 @@ def submit(session: Session, request: Request) -> int:
     try:
         approved = approve(session, request)
         clear_update(directory)
-        job = reserve(session, session.job_name(approved.federation), directory, run=approved.run)
+        name, reads = session.job_name(approved.federation), places_of(approved.model)
+        job = reserve(session, name, directory, run=approved.run, reads=reads)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
@@ -105,10 +107,12 @@ def enqueue(session: Session, text: str, job: JobEntry) -> str:
     return id
 
 
-def reserve(session: Session, name: str, directory: Path, *, run: str = "", waits: bool = False) -> JobEntry:
+def reserve(
+    session: Session, name: str, directory: Path, *, run: str = "", reads: Sequence[str] = (), waits: bool = False
+) -> JobEntry:
     """Enter the job into the ledger before it exists, so that two requests at once cannot share the last hours.
 
-    `waits`: for its round, in that directory; a second one of its name is refused.
+    `reads`: paths of its model. `waits`: for its round, in that directory; a second one of its name is refused.
     """
     policy = session.policy
     queue.note_ends(session)
@@ -129,6 +133,7 @@ def reserve(session: Session, name: str, directory: Path, *, run: str = "", wait
             nodes=policy.nodes,
             hours=policy.hours,
             run=run,
+            reads=list(reads),
             waited_in=str(directory) if waits else "",
         )
         ledger.jobs.append(job)

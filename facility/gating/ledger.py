@@ -42,6 +42,8 @@ class JobEntry:
     """Run of the federation that it trained for."""
     waited_in: str = ""
     """Directory of the gate's own in which it waits, or waited, for its round; '': it was submitted with one."""
+    reads: list[str] = field(default_factory=list)
+    """Paths of its round's model: no request alters them before it has ended."""
 
     @property
     def waits(self) -> bool:

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from facility.exchange.messages.progress import FILE as PROGRESS
-from facility.gating.confine import UPDATE, below, confined, plain, staying
+from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
+from facility.gating.held import writable
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -95,7 +96,7 @@ def make(session: Session, request: Request) -> int:
 
 def remove(session: Session, request: Request) -> int:
     for word in request.more:
-        _clear(below(word, session.workdir))
+        _clear(writable(word, session))
     return 0
 
 
@@ -109,7 +110,7 @@ def _clear(path: Path) -> None:
 def link(session: Session, request: Request) -> int:
     """Not to what may leave: a job would write there, its output for one, through the link."""
     source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
-    target = below(request["target"], session.workdir)
+    target = writable(request["target"], session)
     _clear(target)
     os.symlink(source, target)
     return 0
@@ -117,7 +118,7 @@ def link(session: Session, request: Request) -> int:
 
 def put_tree(session: Session, request: Request) -> int:
     """A tar stream of directories and regular files becomes the directory; what stood there is replaced."""
-    place = below(request["path"], session.workdir)
+    place = writable(request["path"], session)
     _clear(place)
     place.mkdir(mode=0o700, parents=True)
     stream = _Bounded()
@@ -168,7 +169,7 @@ def _write(target: Path, source: IO[bytes], size: int) -> None:
 
 
 def put_file(session: Session, request: Request) -> int:
-    place = below(request["path"], session.workdir)
+    place = writable(request["path"], session)
     _clear(place)
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with os.fdopen(os.open(place, NEW, 0o600), "wb") as file:
@@ -181,14 +182,18 @@ def put_file(session: Session, request: Request) -> int:
 
 def put_piece(session: Session, request: Request) -> int:
     """A range of a file that put-tree or put-file made."""
-    place = below(request["path"], session.workdir)
+    place = writable(request["path"], session)
     offset, left = int(request["offset"]), int(request["length"])
+    seen = _version(session.ledger)
     file = os.open(place, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         while left:
             block = _input().read(min(BLOCK, left))
             if not block:
                 raise OSError(f"{place}: the connection ended {left} bytes too early")
+            if (now := _version(session.ledger)) != seen:  # a job may have been submitted since, which reads there
+                writable(request["path"], session)
+                seen = now
             done = 0
             while done < len(block):
                 done += os.pwrite(file, block[done:], offset + done)
@@ -197,6 +202,14 @@ def put_piece(session: Session, request: Request) -> int:
         os.close(file)
     _say(f"{ARRIVED}\n")
     return 0
+
+
+def _version(ledger: Path) -> tuple[int, int] | None:
+    """Differs once the file was written again."""
+    try:
+        return (found := ledger.stat()).st_ino, found.st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def sizes(session: Session, request: Request) -> int:

@@ -1,4 +1,5 @@
-"""Private copies of a request to unmask, and of a roster: what is checked is what is used, whoever can write them.
+"""Private copies of a request to unmask, of a roster, and of a model's manifest: what is checked is what is used,
+whoever can write them.
 
 Only the files that one has are read, each up to a limit, and no link is followed.
 """
@@ -17,6 +18,7 @@ from facility.exchange.masking.roster import MOST_BYTES as MOST_AGREEMENT
 from facility.exchange.masking.shares import MOST_BYTES as MOST_SHARES
 from facility.exchange.masking.shares import MOST_MEMBERS
 from facility.exchange.masking.unmasking import REQUEST, ROSTER, SHARES
+from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, SIGNATURE
 
 MOST_SMALL = 1 << 20
@@ -34,6 +36,14 @@ def private_copy(request: Path) -> Iterator[Path]:
 def private_roster(roster: Path) -> Iterator[Path]:
     """The same of a roster."""
     with _copied(Path(roster), _files_of_roster(Path(roster)), "roster") as copy:
+        yield copy
+
+
+@contextmanager
+def private_manifest(model: Path) -> Iterator[Path]:
+    """The same of a model's manifest, and of its signature where there is one."""
+    files = [(NAME, MANIFEST_BYTES), (SIGNATURE, MOST_SMALL)]
+    with _copied(Path(model), files if os.path.lexists(Path(model) / SIGNATURE) else files[:1], "model") as copy:
         yield copy
 
 

@@ -1,0 +1,152 @@
+"""The model of a job that is not over stays as it was signed: the job compares it once, and reads it much later."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from facility import gate
+from facility.exchange.messages import order
+from facility.exchange.messages.manifest import read_manifest, with_run, write_manifest
+from facility.gating import approval, queue, transfers
+from facility.gating.ledger import changed, read_ledger
+from facility.gating.policy import read_policy
+from facility.gating.session import Session
+from tests.security.test_gate import KEY, Gate, packed, site  # noqa: F401 (a fixture)
+
+ALTER = [
+    ("put-piece {}/model.safetensors 0 7", b"unlike!"),
+    ("put-file {}/model.safetensors 600", b"unlike!"),
+    ("put-file {}/more 600", b"unlike!"),
+    ("put-tree {}", packed(manifest=b"{}")),
+    ("put-tree {}/..", packed(manifest=b"{}")),
+    ("remove {}/manifest.json", b""),
+    ("remove {}", b""),
+    ("remove {}/..", b""),
+    ("link {w}/else {}/model.safetensors", b""),
+    ("link {w}/else {}", b""),
+    ("put-piece {w}/else/weights 0 7", b"unlike!"),
+    ("remove {w}/else", b""),
+]
+"""Requests that would exchange what a job reads; `else` holds a file to which the model links."""
+
+
+def content(site: Gate) -> dict[str, bytes]:  # noqa: F811
+    places = [site.workdir / "in" / "model", site.workdir / "else"]
+    return {str(path): path.read_bytes() for place in places for path in sorted(place.iterdir())}
+
+
+def submitted(site: Gate) -> Path:  # noqa: F811
+    """A job in the queue whose model has a link to a file elsewhere in the workdir; returns the model."""
+    model, other = site.workdir / "in" / "model", site.workdir / "else"
+    for place in (model, other):
+        place.mkdir(parents=True)
+    (other / "weights").write_bytes(b"1234567")
+    (model / "linked.safetensors").symlink_to(other / "weights")
+    assert site.ask(site.round())[0] == 0
+    site.active = "17\n"
+    return model
+
+
+@pytest.mark.parametrize(("request_", "data"), ALTER)
+def test_no_request_alters_the_model_of_a_job_before_that_is_over(site: Gate, request_: str, data: bytes):  # noqa: F811
+    model = submitted(site)
+    request_ = f"crossfed-gate {request_.format(model, w=site.workdir)}".replace("/model/..", "")
+    before = content(site)
+    code, _, error = site.ask(request_, data)
+    assert code == 77 and "the model of job 17, which is not over" in error
+    assert content(site) == before and site.log()[-1]["what"] == "refused"
+    site.active = ""
+    assert site.ask(request_, data)[0] == 0, "once it is over, whatever the coordinator likes"
+
+
+def test_what_lies_beside_the_model_may_be_written_meanwhile(site: Gate):  # noqa: F811
+    submitted(site)
+    for word in ("in/other", "in/model2", "next"):
+        assert site.ask(f"crossfed-gate put-file {site.workdir}/{word} 600", b"x")[0] == 0
+
+
+def test_a_piece_that_began_before_its_job_and_comes_after_is_refused(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    """The connection stays open until the job has compared the model."""
+    model, request = site.workdir / "in" / "model", site.round()
+
+    class Late(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            assert queue_job(site, request)
+            return super().read(size)
+
+    monkeypatch.setattr(transfers, "_input", lambda: Late(b"unlike!"))
+    code, _, error = site.ask(f"crossfed-gate put-piece {model}/model.safetensors 0 7")
+    assert code == 77 and "which is not over" in error
+    assert (model / "model.safetensors").read_bytes() == b"weights"
+
+
+def queue_job(site: Gate, request: str) -> bool:  # noqa: F811
+    """As another connection's request that submits a job."""
+    session = Session(policy=read_policy(site.home / "policy.yml"), key=KEY, state=site.home / "gate")
+    done = gate.serve(session, request) == 0
+    site.active = "17\n"
+    return done
+
+
+def test_a_job_that_a_killed_gate_never_submitted_holds_nothing_for_ever(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    submitted(site)
+    ledger = site.home / "gate" / "ledger.json"
+    with changed(ledger) as (found, _):
+        found.jobs[0].id = "reserved-1.0"
+    remove = f"crossfed-gate remove {site.workdir}/in/model"
+    site.active = ""
+    assert site.ask(remove)[0] == 77, "it may be about to be submitted"
+    with changed(ledger) as (found, _):
+        found.jobs[0].submitted -= 700
+    site.active = "18\n"
+    assert site.ask(remove)[0] == 77, "it was submitted, and the gate killed before it could note its name"
+    site.active = ""
+    assert site.ask(remove)[0] == 0
+    assert read_ledger(ledger).jobs[0].ended
+
+
+def test_on_a_host_without_a_queue_processes_say_whether_it_is_over(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    model = submitted(site)
+    site.policy(scheduler="ssh")
+    there = [1]
+    monkeypatch.setattr(queue, "processes", lambda name: there)
+    with changed(site.home / "gate" / "ledger.json") as (found, _):
+        found.jobs[0].id, found.jobs[0].submitted = "reserved-1.0", found.jobs[0].submitted - 700
+    assert site.ask(f"crossfed-gate remove {model}")[0] == 77
+    there.clear()
+    assert site.ask(f"crossfed-gate remove {model}")[0] == 0
+
+
+def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_verified(
+    site: Gate,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Signed is a model that the policy does not list; what is read of it says that it is another."""
+    request, model = site.round(), site.workdir / "in" / "model"
+    listed = site.folder / "listed"
+    shutil.copytree(model, listed)
+    site.policy(models=[read_manifest(listed).content_sha256])
+    (model / "model.safetensors").write_bytes(b"other weights")
+    write_manifest(model, read_manifest(listed))
+    with_run(model, "b" * 32)
+    site.sign()
+    signed = (model / "manifest.json").read_bytes()
+    real, check = order.verify, approval.check_settings
+
+    def exchange(*arguments, **options):
+        found = real(*arguments, **options)
+        (model / "manifest.json").write_bytes((listed / "manifest.json").read_bytes())
+        return found
+
+    def restore(*arguments, **options):
+        (model / "manifest.json").write_bytes(signed)
+        return check(*arguments, **options)
+
+    monkeypatch.setattr(order, "verify", exchange)
+    monkeypatch.setattr(approval, "check_settings", restore)
+    code, _, error = site.ask(request)
+    assert code == 77 and "not among the policy's models" in error, error
