@@ -11,7 +11,16 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
-from facility.exchange.masking.roster import Agreement, Keys, Roster, base_of, read_keys, read_roster, write_roster
+from facility.exchange.masking.roster import (
+    Agreement,
+    Keys,
+    Roster,
+    base_of,
+    check_signers,
+    read_roster,
+    read_signed_keys,
+    write_roster,
+)
 from facility.exchange.masking.walks import odd_ones
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.report import read_failure
@@ -52,12 +61,15 @@ def make_roster(
     masking = settings_of(settings)
     found: dict[str, Path] = {}
     read: dict[str, Keys] = {}
+    signers: dict[str, str] = {}
     refused: dict[str, str] = {}
     for path in keys:
         try:
-            one = _usable(path, settings, model, number)
+            one, signer = _usable(path, settings, model, number)
             if one.facility in found:
                 raise InputError(f"{one.facility!r} left keys twice")
+            check_signers(signers | {one.facility: signer})
+            signers[one.facility] = signer
             found[one.facility], read[one.facility] = path, one
         except (CrossFedError, OSError) as error:
             refused[str(path)] = clean(str(error), 300)
@@ -77,11 +89,11 @@ def make_roster(
     return refused
 
 
-def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int) -> Keys:
-    """Raises `InputError` where the keys may not take part."""
+def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int) -> tuple[Keys, str]:
+    """The keys, and who signed them. Raises `InputError` where they may not take part."""
     if (failure := read_failure(path)) is not None:
         raise InputError(f"{failure.facility}: {failure.reason}")
-    keys = read_keys(path, resolve(settings.aggregation.allowed_signers))
+    keys, signer = read_signed_keys(path, resolve(settings.aggregation.allowed_signers))
     if keys.facility not in settings.facilities:
         raise InputError(f"keys of {keys.facility!r}, which is not of this federation")
     if (keys.federation, keys.round) != (settings.federation, number):
@@ -92,7 +104,7 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
             f"the keys of {keys.facility!r} claim {keys.samples:,} samples and {keys.tokens:,} tokens, its settings "
             f"allow {weight_limit.samples:,} and {weight_limit.tokens:,} ({weight_limit.why})"
         )
-    return keys
+    return keys, signer
 
 
 def _clips(archive: Archive, number: int) -> dict[str, float]:

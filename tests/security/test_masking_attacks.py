@@ -18,11 +18,19 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from coordinator.masking import rosters
 from coordinator.masking.rosters import make_roster
 from facility.exchange.checkpoints.second_moments import Factors
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.masking import roster as roster_file
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.moments import Units, seed_of
-from facility.exchange.masking.roster import Roster, read_keys, read_roster
+from facility.exchange.masking.roster import (
+    Keys,
+    Roster,
+    read_agreement,
+    read_keys,
+    read_roster,
+    write_keys,
+    write_roster,
+)
 from facility.exchange.masking.streams import MaskBuffer
 from facility.exchange.masking.unmasking import read_answer, read_request, shares_path, write_answer, write_request
 from facility.exchange.masking.walks import check_walks, walk_of
@@ -589,6 +597,44 @@ def test_a_facility_that_signs_other_settings_is_left_out_of_the_roster_and_the_
     roster = four.read(out)
     assert roster.members == list(federation.names)
     check_walks(roster, "alpha")
+
+
+@pytest.mark.parametrize("point", ["00" * 32, "01" + "00" * 31, "ec" + "ff" * 30 + "7f"])
+def test_a_public_key_that_makes_all_secrets_alike_is_its_own_facilitys_absence(federation: Masking, point: str):
+    """The others' jobs would train, and fail as they mask with it."""
+    names = (*federation.names, "delta")
+    four = Masking(root=federation.root / "four", signers=federation.signers, names=names)
+    keys = [four.keys(name) for name in names]
+    told = json.loads((keys[-1] / roster_file.KEYS).read_text()) | {"public_key": point, "told": "0" * 64}
+    lie = four.place("keys")
+    lie.mkdir()
+    write_keys(lie, Keys(**told), federation.signers.parent / "delta")
+    out = four.place("roster")
+    out.mkdir()
+    refused = make_roster(out, archive=four.archive, settings=four.settings, model=four.model(), keys=[*keys[:3], lie])
+    assert list(refused.values()) == ["the public key of 'delta' is none: all keys give the same secret"]
+    assert four.read(out).members == list(federation.names)
+
+
+def test_one_signing_key_is_one_facility(federation: Masking):
+    """Its holder would know two of three updates, and the sum gives it the third."""
+    text = federation.signers.read_text()
+    gammas = next(line for line in text.splitlines() if line.startswith("gamma"))
+    federation.signers.write_text(f"{text}{gammas.replace('gamma', 'beta', 1)}\n")
+    keys = [federation.keys(name, signer="gamma" if name == "beta" else None) for name in federation.names]
+    out, by_hand = federation.place("roster"), federation.place("roster")
+    out.mkdir()
+    by_hand.mkdir()
+    make_roster(out, archive=federation.archive, settings=federation.settings, model=federation.model(), keys=keys[:1])
+    write_roster(by_hand, read_agreement(out), dict(zip(federation.names, keys, strict=True)))
+    shutil.rmtree(out)
+    out.mkdir()
+    with pytest.raises(ManifestError, match="'beta' and 'gamma' sign with one key .SHA256:.*a key of its own"):
+        federation.read(by_hand)
+    refused = make_roster(
+        out, archive=federation.archive, settings=federation.settings, model=federation.model(), keys=keys
+    )
+    assert [reason[:38] for reason in refused.values()] == ["'beta' and 'gamma' sign with one key ("]
 
 
 def test_an_answer_to_another_request_does_not_count(begun):

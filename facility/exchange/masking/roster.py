@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.masking.weights import scaled
@@ -77,10 +79,15 @@ def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
 
 def read_keys(directory: Path, signers: Path) -> Keys:
     """Keys whose signature is that of the facility they name. Raises `ManifestError`."""
+    return read_signed_keys(directory, signers)[0]
+
+
+def read_signed_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
+    """The same, with the fingerprint of the key that signed."""
     manifest = verify_manifest(directory)
     if manifest.kind != KIND or manifest.facility is None or set(manifest.files) != {KEYS}:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
-    verify(directory, manifest.facility, signers)
+    signer = verify(directory, manifest.facility, signers)
     path = directory / KEYS
     found = Fields(raw=read_json(path, most_bytes=64_000), where=str(path)).only(_names(Keys) - {"told"})
     extra = Fields(raw=manifest.extra, where=str(directory / NAME))
@@ -99,7 +106,25 @@ def read_keys(directory: Path, signers: Path) -> Keys:
     )
     if (keys.facility, keys.federation, keys.round) != (manifest.facility, manifest.federation, manifest.round):
         raise ManifestError(f"{path} and its manifest name different facilities, federations or rounds")
-    return keys
+    try:  # with a point of small order everybody's secret is the same, and the others' jobs would fail over it
+        X25519PrivateKey.generate().exchange(X25519PublicKey.from_public_bytes(bytes.fromhex(keys.public_key)))
+    except ValueError:
+        raise ManifestError(f"the public key of {keys.facility!r} is none: all keys give the same secret") from None
+    return keys, signer
+
+
+def check_signers(signers: Mapping[str, str]) -> None:
+    """Raise `ManifestError` where two facilities sign with one key: whoever holds it knows two updates of a sum.
+
+    `signers`: fingerprints by facility.
+    """
+    by_key: dict[str, str] = {}
+    for name, key in sorted(signers.items()):
+        if key and (other := by_key.setdefault(key, name)) != name:
+            raise ManifestError(
+                f"{other!r} and {name!r} sign with one key ({key}): to secure aggregation they are one facility, which "
+                "would take part twice; give each a key of its own"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +188,9 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
     agreement = read_agreement(directory)
     keys: dict[str, Keys] = {}
     digests: dict[str, str] = {}
+    signed_with: dict[str, str] = {}
     for path in sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []:
-        one = read_keys(path, signers)
+        one, signed_with[path.name] = read_signed_keys(path, signers)
         if one.facility != path.name or one.facility not in settings.facilities:
             raise ManifestError(f"{path} holds the keys of {one.facility!r}, expected one of {settings.facilities}")
         if (one.federation, one.round) != (agreement.federation, agreement.round):
@@ -174,6 +200,7 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
             )
         keys[one.facility] = one
         digests[one.facility] = hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
+    check_signers(signed_with)
     if len({one.public_key for one in keys.values()}) < len(keys):
         raise ManifestError(f"{directory} has one key for two facilities")
     found = (agreement.bits, agreement.threshold)
