@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
-import os
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any, Literal
 
 from facility.dataset import DatasetError
 from facility.preparing.conversations import SURROGATE, columns_of, conversation_of, preference_of
+from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -103,7 +103,7 @@ def find_sources(arguments: list[str], *, split: str, streaming: bool = False) -
 
 def _sources_of(argument: str, split: str, streaming: bool) -> list[Source]:
     """The sources of one input."""
-    path = Path(argument).expanduser()
+    path = path_of(argument)
     if argument.startswith(HUB):
         return [_hub(argument.removeprefix(HUB), split, streaming)]
     if path.is_file():
@@ -111,7 +111,7 @@ def _sources_of(argument: str, split: str, streaming: bool) -> list[Source]:
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return [_saved(path, split)]
     if path.is_dir():
-        files = _files_below(path)
+        files = files_below(path, JSON_LINES + TEXT + PARQUET)
         if not files:
             raise DatasetError(
                 f"{path} holds no file that can be read; expected {', '.join(JSON_LINES + TEXT + PARQUET)}"
@@ -135,32 +135,6 @@ def read(source: Source, fields: Fields) -> Iterator[Document]:
         raise DatasetError(f"{source.path} is not UTF-8 text: {error}; convert it first") from None
     except (OSError, EOFError, zlib.error) as error:
         raise DatasetError(f"{source.path} cannot be read: {error}") from None
-
-
-def refused(error: OSError) -> None:
-    """For `os.walk`, which would leave out a folder that may not be read."""
-    raise error
-
-
-def _files_below(root: Path) -> list[Path]:
-    """All files of known kinds but hidden ones, sorted. Raises `DatasetError` for what would be left out in silence."""
-    found = []
-    for folder, folders, names in os.walk(root, onerror=refused):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in folders:
-            if (Path(folder) / name).is_symlink():
-                raise DatasetError(
-                    f"{Path(folder) / name} is a link to a folder, which is not followed: remove it, and give the "
-                    "folder that it leads to beside this one"
-                )
-        for name in names:
-            path = Path(folder) / name
-            if name.startswith(".") or not _kind(path):
-                continue
-            if not path.is_file():
-                raise DatasetError(f"{path} is not a regular file, or leads to none: remove it")
-            found.append(path)
-    return sorted(found)
 
 
 def _kind(path: Path) -> Literal["jsonl", "text", "parquet"] | None:

@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.prepare import main
 from facility.preparing.images.build import ImageRequest, prepare_images
 from facility.preparing.images.decode import ImageLimits
+from facility.preparing.images.sources import find_images
 from facility.rounds.dataset_check import check_dataset
 from tests.training.images import PROCESSOR, SIDE
 
@@ -234,6 +235,29 @@ def test_links_that_leave_the_folder_and_links_to_folders_are_refused(tmp_path: 
         (root / name).symlink_to(target)
         with pytest.raises(DatasetError, match=sentence):
             prepare_images(asked(root, processor, tmp_path / "out"))
+
+
+def test_what_a_folder_of_images_holds_beside_them_is_not_left_out_in_silence(
+    tmp_path: Path, processor: Path, caplog: pytest.LogCaptureFixture
+):
+    """Classes beside a Parquet file were not read, nor Parquet files in folders; a hidden one was."""
+    root = folders(tmp_path / "images", each=3)
+    (root / ".hidden.parquet").write_bytes(b"")
+    assert len(find_images([str(root)], "label")[0].files) == 9
+    (root / "data").mkdir()
+    (root / "data" / "a.parquet").write_bytes(b"")
+    with pytest.raises(
+        DatasetError, match=r"holds Parquet files \(1, such as data/a.parquet\) and images \(9, such as"
+    ):
+        prepare_images(asked(root, processor, tmp_path / "out"))
+    (root / "data" / "a.parquet").unlink()
+    lines = [f"{name}/{number}.png,{name}" for name in COLOURS for number in range(3)]
+    (root / "metadata.csv").write_text("\n".join(["file_name,label", *lines[1:]]))
+    prepare_images(asked(root, processor, tmp_path / "out"))
+    assert "1 images are not in metadata.csv and are left out, such as" in caplog.text
+    (root / "metadata.csv").write_text("\n".join(["file_name,label", *lines, "blue/0.png,red"]))
+    with pytest.raises(DatasetError, match="names 'blue/0.png' as 'blue' and as 'red'"):
+        prepare_images(asked(root, processor, tmp_path / "twice"))
 
 
 def test_classes_can_be_given_and_a_facility_may_lack_some(tmp_path: Path, processor: Path):

@@ -15,7 +15,7 @@ import pytest
 
 from facility.dataset import DatasetError, open_dataset
 from facility.preparing.build import Request, prepare
-from facility.preparing.images.sources import by_folder
+from facility.preparing.images.sources import find_images
 from facility.preparing.sources import Fields, find_sources
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
 
@@ -93,14 +93,34 @@ def test_nothing_below_a_folder_is_left_out_in_silence(tmp_path: Path, closed):
         find_sources([str(root)], split="train")
 
 
-def test_a_class_of_images_that_may_not_be_listed_is_not_left_out(tmp_path: Path, closed):
-    for name in ("blue", "red"):
+def test_the_walks_of_texts_and_of_images_refuse_the_same(tmp_path: Path, closed):
+    def text() -> list[str]:
+        return [one.name for one in find_sources([str(tmp_path)], split="train")]
+
+    def images() -> list[str]:
+        return sorted(one.name for source in find_images([str(tmp_path)], "label") for one in source.files)
+
+    for name in ("blue", "red", ".git"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "1.png").write_bytes(b"")
-    assert {one.label for one in by_folder(tmp_path)} == {"blue", "red"}
+        for file in ("1.PNG", "1.txt", ".1.png", ".1.txt"):
+            (tmp_path / name / file).write_bytes(b"")
+    assert (text(), images()) == (["blue/1.txt", "red/1.txt"], ["blue/1.PNG", "red/1.PNG"])
+    for ending, find in ((".txt", text), (".png", images)):
+        for target, words in ((tmp_path / "nowhere", "leads to none"), (tmp_path / "red", "link to a folder")):
+            (tmp_path / "blue" / f"more{ending}").symlink_to(target)
+            with pytest.raises(DatasetError, match=words):
+                find()
+            (tmp_path / "blue" / f"more{ending}").unlink()
     closed("blue")
-    with pytest.raises(PermissionError, match="blue"):
-        by_folder(tmp_path)
+    for find in (text, images):
+        with pytest.raises(PermissionError, match="blue"):
+            find()
+
+
+def test_a_name_that_begins_with_a_tilde_and_is_no_account_is_a_file(make, expected, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.jsonl").rename(tmp_path / "~no-such-account.jsonl")
+    assert (make("~no-such-account.jsonl") == expected).all()
 
 
 def test_text_by_line_paragraph_and_file(make, expected, tmp_path: Path):

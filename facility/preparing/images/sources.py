@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
-import os
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +17,15 @@ from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.messages.manifest import sha256_of
-from facility.preparing.sources import refused, spelled, unicode_text
+from facility.preparing.sources import spelled, unicode_text
+from facility.preparing.walking import files_below, path_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 METADATA = ("metadata.csv", "metadata.jsonl")
 PARQUET = ".parquet"
 SPLIT_NAMES = ("train", "training", "validation", "valid", "val", "test")
 MOST_METADATA_BYTES = 1 << 30
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,17 +88,34 @@ def find_images(arguments: list[str], label_field: str) -> list[ImageSource]:
     """Turn command-line inputs into sources. Raises `DatasetError` for what holds no images."""
     found = []
     for argument in arguments:
-        path = Path(argument).expanduser()
+        path = path_of(argument)
         if path.is_file() and path.name.lower().endswith(PARQUET):
             found.append(ImageSource(name=spelled(path.name), table=path))
         elif not path.is_dir():
             raise DatasetError(f"{path}: expected a folder of images or a Parquet file")
-        elif tables := sorted(p for p in path.glob(f"*{PARQUET}") if p.is_file()):
-            found += [ImageSource(name=spelled(f"{path.name}/{table.name}"), table=table) for table in tables]
         else:
-            files = described(path, label_field) or by_folder(path)
-            found.append(ImageSource(name=spelled(path.name), files=sorted(files, key=mixed)))
+            found += in_folder(path, label_field)
     return found
+
+
+def in_folder(root: Path, label_field: str) -> list[ImageSource]:
+    """A folder's Parquet files, or its images as one source. Raises `DatasetError` where it holds both, or neither."""
+    files = files_below(root, (*SUFFIXES, PARQUET))
+    tables = [path for path in files if path.name.lower().endswith(PARQUET)]
+    images = [path for path in files if not path.name.lower().endswith(PARQUET)]
+    if tables and images:
+        raise DatasetError(
+            f"{root} holds Parquet files ({len(tables)}, such as {tables[0].relative_to(root)}) and images "
+            f"({len(images)}, such as {images[0].relative_to(root)}): which of them are meant is not known; give a "
+            "folder of one kind"
+        )
+    if tables:
+        return [
+            ImageSource(name=spelled(f"{root.name}/{table.relative_to(root).as_posix()}"), table=table)
+            for table in tables
+        ]
+    pictures = described(root, label_field, images) or by_folder(root, images)
+    return [ImageSource(name=spelled(root.name), files=sorted(pictures, key=mixed))]
 
 
 def mixed(picture: Picture) -> bytes:
@@ -104,31 +123,22 @@ def mixed(picture: Picture) -> bytes:
     return hashlib.blake2b(picture.name.encode(), digest_size=16).digest()
 
 
-def by_folder(root: Path) -> list[Picture]:
-    """Images whose class is the name of the folder they are in. Raises `DatasetError`."""
+def by_folder(root: Path, images: list[Path]) -> list[Picture]:
+    """The images, whose class is the name of the folder they are in. Raises `DatasetError`."""
     found, strays = [], []
-    for folder, folders, names in os.walk(root, onerror=refused):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in folders:
-            if (Path(folder) / name).is_symlink():
-                raise DatasetError(f"{Path(folder) / name} is a link to a folder, which is not followed: remove it")
-        for name in sorted(names):
-            path = Path(folder) / name
-            if name.startswith(".") or not name.lower().endswith(SUFFIXES):
-                continue
+    for path in images:
+        if path.is_symlink():  # folders above it are none: the walk refuses them
             inside(root, path)
-            if not path.is_file():
-                raise DatasetError(f"{path} is not a regular file: remove it")
-            relative = path.relative_to(root)
-            if len(relative.parts) < 2:
-                strays.append(relative.as_posix())
-            else:
-                label = relative.parts[0]
-                if label != spelled(label):
-                    raise DatasetError(
-                        f"{spelled(str(root / label))}: the folder's name is a class, and is no UTF-8 text: rename it"
-                    )
-                found.append(Picture(name=spelled(relative.as_posix()), label=label, path=path))
+        relative = path.relative_to(root)
+        if len(relative.parts) < 2:
+            strays.append(relative.as_posix())
+            continue
+        label = relative.parts[0]
+        if label != spelled(label):
+            raise DatasetError(
+                f"{spelled(str(root / label))}: the folder's name is a class, and is no UTF-8 text: rename it"
+            )
+        found.append(Picture(name=spelled(relative.as_posix()), label=label, path=path))
     if strays:
         raise DatasetError(
             f"{root} holds {strays[0]!r} beside its folders ({len(strays)} such image(s)): an image's class is the "
@@ -146,8 +156,11 @@ def by_folder(root: Path) -> list[Picture]:
     return found
 
 
-def described(root: Path, label_field: str) -> list[Picture]:
-    """Images named in `metadata.csv` or `metadata.jsonl`; none where there is no such file. Raises `DatasetError`."""
+def described(root: Path, label_field: str, images: list[Path]) -> list[Picture]:
+    """Images named in `metadata.csv` or `metadata.jsonl`; none where there is no such file. Raises `DatasetError`.
+
+    `images`: those that are there. How many of them the file does not name is logged.
+    """
     present = [root / name for name in METADATA if (root / name).is_file()]
     if not present:
         return []
@@ -169,6 +182,15 @@ def described(root: Path, label_field: str) -> list[Picture]:
         found.append(Picture(name=name, label=label_of(record.get(label_field), place, label_field), path=path))
     if not found:
         raise DatasetError(f"{file} names no image")
+    labels: dict[Path, str] = {}
+    for one in found:
+        assert one.path is not None
+        if labels.setdefault(one.path, one.label) != one.label:
+            raise DatasetError(f"{file} names {one.name!r:.200} as {labels[one.path]!r:.60} and as {one.label!r:.60}")
+    if unnamed := [path for path in images if path not in labels]:
+        log.warning(
+            "%s: %d images are not in %s and are left out, such as %s", root, len(unnamed), file.name, unnamed[0]
+        )
     return found
 
 

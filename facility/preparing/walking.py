@@ -1,0 +1,46 @@
+"""The files below a folder that is given as an input, of texts and of images alike: all of them, or an error."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from facility.dataset import DatasetError
+
+
+def files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Files whose names end in one of the suffixes, whatever the case, sorted by path; hidden ones are left out.
+
+    Raises `DatasetError` for what would otherwise be left out in silence (a link to a folder, a link to nothing, a
+    socket or device), and `OSError` for a folder that may not be listed.
+    """
+    found = []
+    for folder, folders, names in os.walk(root, onerror=refused):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in folders:
+            if os.path.islink(os.path.join(folder, name)):
+                raise DatasetError(
+                    f"{Path(folder) / name} is a link to a folder, which is not followed: remove it, and give the "
+                    "folder that it leads to beside this one"
+                )
+        for name in names:
+            if name.startswith(".") or not name.lower().endswith(suffixes):
+                continue
+            path = Path(folder, name)
+            if not path.is_file():
+                raise DatasetError(f"{path} is not a regular file, or leads to none: remove it")
+            found.append(path)
+    return sorted(found)
+
+
+def path_of(argument: str) -> Path:
+    """The path that an argument names, a home directory before it written out; `~name` of no account is a file."""
+    try:
+        return Path(argument).expanduser()
+    except RuntimeError:
+        return Path(argument)
+
+
+def refused(error: OSError) -> None:
+    """For `os.walk`, which would leave out a folder that may not be read."""
+    raise error
