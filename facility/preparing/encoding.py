@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -238,7 +239,16 @@ _encode: Callable[[list[Document]], EncodedBatch] | None = None
 
 def _start(encoding: Encoding) -> None:
     global _encode
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _encode = encoder(encoding)
+
+
+def _end_with_parent() -> None:
+    """End this process with the one that started it; after SIGKILL of that it would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _work(documents: list[Document]) -> EncodedBatch:
