@@ -55,8 +55,8 @@ class NearDuplicates:
         """Whether the text repeats an earlier one; if not, it is remembered."""
         return self.earlier(text) is not None
 
-    def earlier(self, text: str) -> Literal["here", "elsewhere"] | None:
-        """Where the text is already; None where it was new, and is remembered now."""
+    def earlier(self, text: str, *, remember: bool = True) -> Literal["here", "elsewhere"] | None:
+        """Where the text is already; None where it was new. It is remembered then, unless it is not to be kept."""
         exact = exact_digest(text)
         if exact in self._exact:
             return "here"
@@ -65,8 +65,10 @@ class NearDuplicates:
             for one in sorted(self._near(own)):
                 if float((self._signatures[one] == own).mean()) >= self.similarity:
                     return "elsewhere" if one < self.elsewhere else "here"
-            self._remember(own)
-        self._exact.add(exact)
+            if remember:
+                self._remember(own)
+        if remember:
+            self._exact.add(exact)
         return None
 
     def _bands(self, own: Signature) -> Iterator[tuple[dict[bytes, int | tuple[int, ...]], bytes]]:

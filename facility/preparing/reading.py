@@ -132,11 +132,11 @@ class Reading:
                 if not document.text.strip():
                     self.empty[split] += 1
                     continue
-                if place := self._place_of(document):
+                full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]
+                if place := self._place_of(document, kept=split not in full):
                     (self.duplicates if place == "here" else self.elsewhere)[split] += 1
                     continue
                 seen += 1
-                full = [name for name, cap in caps.items() if cap and self.documents[name] >= cap]
                 if self._enough(origin, full, shared):
                     break
                 if split not in full:
@@ -167,11 +167,14 @@ class Reading:
         self.earlier.decide()
         return 0.5
 
-    def _place_of(self, document: Document) -> str | None:
-        """Where the document's text is already; None where it is new, or where that is not asked."""
+    def _place_of(self, document: Document, *, kept: bool) -> str | None:
+        """Where the document's text is already; None where it is new, or where that is not asked.
+
+        `kept`: it has room in its split. One that has none is no earlier document of another, here or at a facility.
+        """
         if isinstance(self.earlier, NearDuplicatesOnDisk):
             return self.earlier.earlier()
-        return self.earlier.earlier(_content(document)) if self.earlier is not None else None
+        return self.earlier.earlier(_content(document), remember=kept) if self.earlier is not None else None
 
     def _enough(self, origin: str, full: list[str], shared: bool) -> bool:
         """Whether reading on would add nothing that was asked for."""
