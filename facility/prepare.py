@@ -27,12 +27,13 @@ from facility.dataset import IMAGES, PreparedDataset
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
+from facility.preparing.sources import spelled
 
 LINE_SECONDS = 30.0
 """Between two lines of progress in a log."""
 
 if TYPE_CHECKING:
-    from facility.preparing.build import Prepared
+    from facility.preparing.output import Prepared
 
 
 def parser() -> argparse.ArgumentParser:
@@ -269,7 +270,7 @@ def progress_lines(
 
 def summary(dataset: PreparedDataset, reused: bool) -> str:
     manifest = dataset.manifest
-    lines = [f"{dataset.directory}: {'prepared before by the same command' if reused else 'prepared'}"]
+    lines = [f"{spelled(str(dataset.directory))}: {'prepared before by the same command' if reused else 'prepared'}"]
     if manifest.task == IMAGES:
         return "\n".join([*lines, *summary_of_images(dataset)])
     for name, split in manifest.splits.items():
@@ -369,7 +370,11 @@ def main(argv: list[str] | None = None) -> int:
     with progress_bar() as progress:
         prepared = prepare_images_of(options, progress) if options.task == IMAGES else prepare_text(options, progress)
     if options.json:
-        report = {"path": str(options.out), "reused": prepared.reused, **dataclasses.asdict(prepared.dataset.manifest)}
+        report = {
+            "path": spelled(str(options.out)),
+            "reused": prepared.reused,
+            **dataclasses.asdict(prepared.dataset.manifest),
+        }
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
         print(summary(prepared.dataset, prepared.reused))

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from facility.dataset import (
     NAME,
@@ -25,19 +21,29 @@ from facility.dataset import (
     Task,
     open_dataset,
 )
-from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
+from facility.preparing.output import Prepared, check_out, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.resuming import part_of
-from facility.preparing.shared_signatures import read_salt, write_signatures
+from facility.preparing.shared_signatures import read_salt, read_signatures, write_signatures
 from facility.preparing.sources import Fields, Source, find_sources
 from facility.preparing.template import Template, parse_template
-from facility.preparing.tokenizer import copy_tokenizer, length_limit, load_tokenizer, tokenizer_sha256, vocabulary_size
+from facility.preparing.tokenizer import (
+    copy_tokenizer,
+    file_digests,
+    ids_of,
+    length_limit,
+    load_tokenizer,
+    tokenizer_sha256,
+    unlike,
+    vocabulary_size,
+)
 from facility.preparing.writing import write_splits
 
 DEFAULT_TEMPLATE: dict[Task, str] = {
@@ -171,30 +177,13 @@ class Request:
                 f"near_duplicates is {self.near_duplicates} and signatures are exchanged: expected the similarity from "
                 "which on documents count as equal, above 0 and below 1, such as 0.8"
             )
+        if (shared := self.share_signatures) is not None and (shared.is_dir() or not shared.parent.is_dir()):
+            raise DatasetError(f"--share-signatures is {shared}: expected a file, in a directory that is there")
 
     @property
     def sharing(self) -> Documents:
         """How documents share a block."""
         return self.documents or ("separate" if self.task in ("chat", "preference") else "joined")
-
-
-class Asked(Protocol):
-    """What of a request decides whether a dataset that is there is taken."""
-
-    @property
-    def out(self) -> Path: ...
-    @property
-    def replace(self) -> bool: ...
-    @property
-    def streaming(self) -> bool: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A dataset and whether it was there already."""
-
-    dataset: PreparedDataset
-    reused: bool
 
 
 def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
@@ -203,6 +192,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     `progress(source, share, documents)` is called as documents are read: share of all sources in [0, 1]. Nothing is
     left behind on an error. Raises `DatasetError`; `TryAgain` when a worker process dies.
     """
+    check_out(request.out, [*request.inputs, *request.validation])
     template = parse_template(request.template if request.template is not None else DEFAULT_TEMPLATE[request.task])
     sources, entries = _found(request)
     wanted: dict[str, Any] = {
@@ -221,36 +211,55 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         tokenizer = load_tokenizer(request.tokenizer)
         chat = chat_encoding(tokenizer, request.tokenizer, request.chat_template, request.loss)
         wanted |= {"template": "", "chat_template_sha256": chat.template.sha256}
-    if request.out.exists() and any(request.out.iterdir() if request.out.is_dir() else [request.out]):
-        found = recognised(request, wanted)
-        if found is not None:
-            if not request.allow_overlap:
-                check_overlap(found.manifest.splits["validation"])
-            if request.share_signatures is not None and not request.share_signatures.is_file():
-                raise DatasetError(
-                    f"{request.out} was prepared before, and {request.share_signatures} is not there: --replace makes "
-                    "both again"
-                )
-            return Prepared(dataset=found, reused=True)
+    if (found := _there(request, wanted)) is not None:
+        return found
     tokenizer = tokenizer or load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer, chat)
-    known = all(entry.sha256 for entry in entries)
-    with published(request.out) as directory, part_of(request.out, wanted, known=known) as part:
-        reading = Reading(request, sources, progress or (lambda *_: None), part.directory)
-        parts = write_splits(request, reading, tokenizer, encoding, part)
-        part.deliver(directory)
-        copy_tokenizer(request.tokenizer, directory / TOKENIZER)
-        if chat is not None and request.chat_template is not None and chat.template.source:
-            (directory / TOKENIZER / "chat_template.jinja").write_text(chat.template.source, encoding="utf-8")
-        manifest = DatasetManifest(
-            **wanted,
-            vocabulary_size=len(tokenizer),
-            **parts,
-            versions={name: importlib.metadata.version(name) for name in LIBRARIES},
-        )
-        write_json(directory / NAME, dataclasses.asdict(manifest))
-        _share(request, reading)
+    known, versions = (
+        all(entry.sha256 for entry in entries),
+        {name: importlib.metadata.version(name) for name in LIBRARIES},
+    )
+    with part_of(request.out, wanted | {"made by": [file_digests(request.tokenizer), versions]}, known=known) as part:
+        if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
+            return found
+        with published(request.out) as directory:
+            reading = Reading(request, sources, progress or (lambda *_: None), part.directory)
+            parts = write_splits(request, reading, tokenizer, encoding, part)
+            part.deliver(directory)
+            copy_tokenizer(request.tokenizer, directory / TOKENIZER)
+            if chat is not None and request.chat_template is not None and chat.template.source:
+                (directory / TOKENIZER / "chat_template.jinja").write_text(chat.template.source, encoding="utf-8")
+            manifest = DatasetManifest(**wanted, vocabulary_size=ids_of(tokenizer), **parts, versions=versions)
+            write_json(directory / NAME, dataclasses.asdict(manifest))
+            _share(request, reading)
     return Prepared(dataset=open_dataset(request.out), reused=False)
+
+
+def _there(request: Request, wanted: dict[str, Any]) -> Prepared | None:
+    """The dataset at `out`, where the same request made it. Raises `DatasetError` where another one did."""
+    found = recognised(request, wanted, lambda dataset: _other_tokenizer(request, dataset))
+    if found is None:
+        return None
+    if not request.allow_overlap:
+        check_overlap(found.manifest.splits["validation"])
+    if request.share_signatures is not None and request.salt is not None:
+        again = "--replace makes both again"
+        if not request.share_signatures.is_file():
+            raise DatasetError(
+                f"{request.out} was prepared before, and {request.share_signatures} is not there: {again}"
+            )
+        try:
+            read_signatures(request.share_signatures, read_salt(request.salt))
+        except DatasetError as error:
+            raise DatasetError(f"{request.out} was prepared before, and {error}; {again}") from None
+    return Prepared(dataset=found, reused=True)
+
+
+def _other_tokenizer(request: Request, found: PreparedDataset) -> list[str]:
+    """What of a tokenizer differs that its digest does not cover; [] where nothing does."""
+    if found.manifest.tokenizer_sha256 != tokenizer_sha256(request.tokenizer):
+        return []  # named already
+    return ["tokenizer, its special tokens or how it cuts text"] * unlike(request.tokenizer, found.tokenizer_directory)
 
 
 def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]]:
@@ -260,7 +269,9 @@ def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]
         "validation": find_sources(request.validation, split=request.validation_split, streaming=request.streaming),
     }
     entries = [_entry(source, split) for split in SPLITS for source in sources[split]]
-    both = {e.sha256 for e in entries if e.split == "train"} & {e.sha256 for e in entries if e.split == "validation"}
+    # An empty file is no text, and of a dataset that is streamed nothing is known: their documents are compared.
+    train, validation = ({e.sha256 for e in entries if e.split == split and e.size and e.sha256} for split in SPLITS)
+    both = train & validation
     if both:
         names = sorted({entry.name for entry in entries if entry.sha256 in both})
         raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
@@ -271,23 +282,6 @@ def _share(request: Request, reading: Reading) -> None:
     """Write the signatures that another facility was promised."""
     if request.share_signatures is not None and request.salt is not None and reading.earlier is not None:
         write_signatures(request.share_signatures, reading.earlier.own(), read_salt(request.salt))
-
-
-@contextmanager
-def published(out: Path) -> Iterator[Path]:
-    """A temporary directory that becomes `out` at the end; an `out` that exists is there, whole, until that moment."""
-    if out.is_dir() and not any(out.iterdir()):
-        out.rmdir()
-    if not out.exists():
-        with new_directory(out) as directory:
-            yield directory
-        return
-    newer, older = (out.with_name(f".{out.name}.{word}-{os.getpid()}") for word in ("new", "old"))
-    with new_directory(newer) as directory:
-        yield directory
-    os.rename(out, older)
-    os.rename(newer, out)
-    shutil.rmtree(older)
 
 
 def _entry(source: Source, split: str) -> SourceEntry:
@@ -328,28 +322,13 @@ def _care(request: Request) -> dict[str, Any]:
     return {name: value for name, value in used.items() if value}
 
 
-def recognised(request: Asked, wanted: dict[str, Any]) -> PreparedDataset | None:
-    """The dataset at `out` if the same request made it; None if replaceable; else an error naming the differences."""
-    if not (request.out / NAME).is_file():
-        raise DatasetError(f"{request.out} exists and is not a prepared dataset: choose another --out")
-    try:
-        found = open_dataset(request.out)
-    except DatasetError as error:
-        if request.replace:
-            return None
-        raise DatasetError(f"{error}; --replace makes it again") from None
-    # A streamed dataset has no fingerprint that says what it holds: it is never recognised.
-    differing = [name for name, value in wanted.items() if getattr(found.manifest, name) != value]
-    if request.streaming and any(not entry.size for entry in wanted["sources"]):
-        differing.append("sources (streamed: not known until they are read)")
-    if not differing:
-        return found
-    if request.replace:
-        return None
-    raise DatasetError(
-        f"{request.out} holds a dataset prepared otherwise (differing: {', '.join(differing)}); --replace makes it "
-        "again"
-    )
+def _check_length(request: Request, tokenizer: Any) -> None:
+    """Raise `DatasetError` for blocks in which nothing could be predicted, or no text has room."""
+    least = {"causal-lm": 2, "chat": 2, "preference": 4}.get(request.task, 1)
+    if request.task == "classification":
+        least = 1 + int(tokenizer.num_special_tokens_to_add(pair=request.fields.pair is not None))
+    if request.block_tokens < least:
+        raise DatasetError(f"block_tokens is {request.block_tokens}, expected {least} or more for {request.task}")
 
 
 def _checked_encoding(request: Request, template: Template, tokenizer: Any, chat: ChatEncoding | None) -> Encoding:
@@ -363,15 +342,16 @@ def _checked_encoding(request: Request, template: Template, tokenizer: Any, chat
                 f"template {template.source!r} uses {{{name}}}, but the tokenizer in {request.tokenizer} has no {name} "
                 f"token: give a --template without {{{name}}}, or set the token in tokenizer_config.json"
             )
+    _check_length(request, tokenizer)
     directories = [request.tokenizer, *([request.model] if request.model is not None else [])]
     limit = length_limit(tokenizer, *directories)
     if limit is not None and request.block_tokens > limit[0]:
         raise DatasetError(
             f"blocks of {request.block_tokens} tokens are longer than the limit of {limit[0]} ({limit[1]})"
         )
-    if request.model is not None and (size := vocabulary_size(request.model)) is not None and len(tokenizer) > size:
+    if request.model is not None and (size := vocabulary_size(request.model)) is not None and ids_of(tokenizer) > size:
         raise DatasetError(
-            f"the tokenizer in {request.tokenizer} has {len(tokenizer)} tokens, the model in {request.model} {size}: "
+            f"the tokenizer in {request.tokenizer} has {ids_of(tokenizer)} ids, the model in {request.model} {size}: "
             "they do not belong together"
         )
     classification = request.task == "classification"

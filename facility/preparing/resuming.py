@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import SPLITS, DatasetError
+from facility.exchange.errors import TryAgain
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
 
@@ -67,31 +68,53 @@ class Part:
         self._saved = time.monotonic()
 
     def deliver(self, directory: Path) -> None:
-        """Move the arrays to the data set's directory."""
+        """Move the arrays to the data set's directory; from then on there is nothing to go on from."""
+        (self.directory / STATE).unlink(missing_ok=True)
         for path in sorted(self.directory.glob("*.npy")):
             os.rename(path, directory / path.name)
 
 
 @contextmanager
 def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Part]:
-    """The folder in which `out` grows. An error removes it, a signal leaves it; `known`: the sources have digests.
+    """The folder in which `out` grows. An error removes it, a signal or `TryAgain` leaves it.
 
+    `known`: the sources have digests.
     Raises `DatasetError` where another process writes there.
     """
+    out = Path(os.path.realpath(out))  # beside the directory itself, where `out` is a link to one
     directory = out.with_name(f".{out.name}.part")
-    directory.mkdir(parents=True, exist_ok=True)
     words = json.dumps(wanted, sort_keys=True, default=vars)
     request = hashlib.sha256(words.encode()).hexdigest() if known else f"not known {time.time_ns()}"
-    lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    lock = _locked(directory)
     try:
-        with suppress(OSError):  # a file system without locks: then nothing keeps two of them apart
-            if not take_lock(lock, directory, wait=False):
-                raise DatasetError(f"{directory} is written by another process: wait for it, or end it")
         try:
             yield Part(directory, request)
+        except TryAgain:
+            raise  # the same command goes on from here
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)
             raise
         shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(lock)
+
+
+def _locked(directory: Path) -> int:
+    """The descriptor of the folder, made where it is missing, whose lock this process holds. Raises `DatasetError`."""
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # another process has just ended
+        try:
+            with suppress(OSError):  # a file system without locks: then nothing keeps two of them apart
+                if not take_lock(lock, directory, wait=False):
+                    raise DatasetError(f"{directory} is written by another process: wait for it, or end it")
+            with suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(lock), os.stat(directory)):
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)  # removed by another process, which ended before the lock was held

@@ -10,6 +10,7 @@ from typing import Any
 from facility.dataset import DatasetError
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.messages.manifest import sha256_of
 
 FILES = (
     "tokenizer.json",
@@ -46,6 +47,37 @@ def tokenizer_sha256(directory: Path) -> str:
     """Which tokenizer a directory holds, as `dataset.json` says it; raises `DatasetError` where it holds none."""
     tokenizer_files(directory)
     return tokenizer_digest(directory) or ""
+
+
+def ids_of(tokenizer: Any) -> int:
+    """The ids lie below this; a vocabulary with holes has fewer tokens."""
+    return max([len(tokenizer), *(number + 1 for number in tokenizer.get_vocab().values())])
+
+
+def file_digests(directory: Path) -> dict[str, str]:
+    """Digest of each of the tokenizer's own files, by name; those that do not decide ids (chat templates) left out."""
+    others = ("chat_template.jinja", "preprocessor_config.json")
+    return {path.name: sha256_of(path) for path in tokenizer_files(directory) if path.name not in others}
+
+
+def unlike(one: Path, other: Path) -> bool:
+    """Whether two tokenizers of the same vocabulary encode otherwise, or name other special tokens.
+
+    Files of equal bytes are not loaded; what transformers writes otherwise when it saves them again is no difference.
+    """
+    if not other.is_dir():
+        return True
+    if file_digests(one) == file_digests(other):
+        return False
+    first, second = (load_tokenizer(directory) for directory in (one, other))
+    return bool(_encodes_by(first) != _encodes_by(second))
+
+
+def _encodes_by(tokenizer: Any) -> tuple[Any, ...]:
+    """Special tokens with their ids, and the pipeline of a fast tokenizer."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    specials = {name: tokenizer.convert_tokens_to_ids(one) for name, one in tokenizer.special_tokens_map.items()}
+    return specials, json.loads(backend.to_str()) if backend is not None and hasattr(backend, "to_str") else None
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:

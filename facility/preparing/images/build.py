@@ -32,9 +32,9 @@ from facility.dataset import (
 from facility.exchange.checkpoints.image_processor import FILE
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
-from facility.preparing.build import Prepared, published, recognised
 from facility.preparing.images.decode import MOST_PIXELS, Decoder, ImageLimits
 from facility.preparing.images.sources import ImageSource, Picture, find_images
+from facility.preparing.output import Prepared, check_out, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import RowWriter
 from facility.preparing.reading import Progress
@@ -119,6 +119,7 @@ class ImageRequest:
 
 def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -> Prepared:
     """Make the dataset, or recognise it. Nothing is left behind on an error. Raises `DatasetError`."""
+    check_out(request.out)
     decoder = Decoder(request.processor, request.limits)
     sources = {
         "train": find_images(request.inputs, request.label_field),
@@ -135,12 +136,10 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
         "pixels": decoder.pixels,
         "sources": entries,
     }
-    if request.out.exists() and any(request.out.iterdir() if request.out.is_dir() else [request.out]):
-        found = recognised(request, wanted)
-        if found is not None:
-            if not request.allow_overlap:
-                check_overlap(found.manifest.splits["validation"])
-            return Prepared(dataset=found, reused=True)
+    if (found := recognised(request, wanted)) is not None:
+        if not request.allow_overlap:
+            check_overlap(found.manifest.splits["validation"])
+        return Prepared(dataset=found, reused=True)
     with published(request.out) as directory:
         writing = Writing(request, decoder, directory)
         writing.write(sources, progress or (lambda *_: None))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from facility.dataset import PreparedDataset
 
 if TYPE_CHECKING:
-    from facility.preparing.build import Prepared
+    from facility.preparing.output import Prepared
 
 
 def add_images(arguments: argparse.ArgumentParser) -> None:

@@ -1,0 +1,108 @@
+"""The directory of a dataset: recognised where the same request made it, or put in its place, whole, at the end."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from facility.dataset import NAME, DatasetError, PreparedDataset, open_dataset
+from facility.exchange.files.durable import new_directory
+from facility.preparing.walking import path_of
+
+
+class Asked(Protocol):
+    """What of a request decides whether a dataset that is there is taken."""
+
+    @property
+    def out(self) -> Path: ...
+    @property
+    def replace(self) -> bool: ...
+    @property
+    def streaming(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A dataset and whether it was there already."""
+
+    dataset: PreparedDataset
+    reused: bool
+
+
+@contextmanager
+def published(out: Path) -> Iterator[Path]:
+    """A temporary directory that becomes `out` at the end; an `out` that exists is there, whole, until that moment.
+
+    A link is followed: what it leads to is made or replaced.
+    """
+    out = Path(os.path.realpath(out))
+    if out.is_dir() and not any(out.iterdir()):
+        out.rmdir()
+    if not out.exists():
+        with new_directory(out) as directory:
+            yield directory
+        return
+    newer, older = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
+    for left in (newer, older):  # by a run that was killed between the two moves below
+        if left.is_dir():
+            shutil.rmtree(left)
+    with new_directory(newer) as directory:
+        yield directory
+    os.rename(out, older)
+    os.rename(newer, out)
+    shutil.rmtree(older)
+
+
+def check_out(out: Path, inputs: Sequence[str] = ()) -> None:
+    """Raise `DatasetError` for a directory that cannot be made under its name, or one that the next run would read.
+
+    `inputs`: as they are given, of which those that are folders are read whole.
+    """
+    if out.name in ("", ".."):
+        raise DatasetError(f"--out is {str(out)!r}, expected the name of a directory to make, such as prepared/it")
+    target = Path(os.path.realpath(out))
+    for folder in (path_of(argument) for argument in inputs):
+        root = Path(os.path.realpath(folder))
+        if folder.is_dir() and target.is_relative_to(root):
+            if not any(part.startswith(".") for part in target.relative_to(root).parts):
+                raise DatasetError(
+                    f"--out {out} lies in the input {folder}, all of which is read: its JSON files would be taken for "
+                    "text the next time; choose another place"
+                )
+
+
+def recognised(
+    request: Asked,
+    wanted: dict[str, Any],
+    also: Callable[[PreparedDataset], list[str]] = lambda _: [],
+) -> PreparedDataset | None:
+    """The dataset at `out` if the same request made it; None if replaceable, or if there is none; else an error naming
+    the differences. `also`: what differs that the manifest does not say."""
+    if not request.out.exists() or (request.out.is_dir() and not any(request.out.iterdir())):
+        return None
+    if not (request.out / NAME).is_file():
+        raise DatasetError(f"{request.out} exists and is not a prepared dataset: choose another --out")
+    try:
+        found = open_dataset(request.out)
+    except DatasetError as error:
+        if request.replace:
+            return None
+        raise DatasetError(f"{error}; --replace makes it again") from None
+    # A streamed dataset has no fingerprint that says what it holds: it is never recognised.
+    differing = [name for name, value in wanted.items() if getattr(found.manifest, name) != value]
+    if request.streaming and any(not entry.size for entry in wanted["sources"]):
+        differing.append("sources (streamed: not known until they are read)")
+    differing += also(found)
+    if not differing:
+        return found
+    if request.replace:
+        return None
+    raise DatasetError(
+        f"{request.out} holds a dataset prepared otherwise (differing: {', '.join(differing)}); --replace makes it "
+        "again"
+    )
