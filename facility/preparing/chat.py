@@ -6,6 +6,7 @@ stays text, also where it spells a special token, so that no message can end a t
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ class ChatEncoder:
         tokens = self.reads.get_added_tokens_decoder()
         self.special = {number: token.content for number, token in tokens.items() if token.special}
         self.spellings = sorted(set(self.special.values()) - {""}, key=len, reverse=True)
+        self.in_json = {form for one in self.spellings for form in (one, json.dumps(one, ensure_ascii=False)[1:-1])}
 
     def __call__(self, text: str) -> list[EncodedChat]:
         """Encode a conversation as `Conversation.to_json` wrote it; a pair of answers gives two.
@@ -98,6 +100,12 @@ class ChatEncoder:
                 "the data hold messages, and the tokenizer has no chat template: give --chat-template FILE, or a "
                 "tokenizer with chat_template.jinja"
             )
+        if len(conversation.messages) > 2 or conversation.tools:
+            what = "tools" if conversation.tools else f"the {conversation.messages[0]['role']} message"
+            raise DatasetError(
+                f"plain prompts and completions have no place for {what} of a record ({conversation.texts[0]!r:.60}): "
+                "give a chat template, or put it into the prompt"
+            )
         prompt, completion = conversation.texts
         body = self.spells.encode(prompt + completion, add_special_tokens=True)
         begin = len(prompt)
@@ -114,7 +122,7 @@ class ChatEncoder:
 
     def _plane(self, text: str) -> int | None:
         """The private plane to use, where a message spells a special token; None where none does."""
-        if not any(spelling in text for spelling in self.spellings):
+        if not any(spelling in text for spelling in self.in_json):
             return None
         for plane in PLANES:
             if not any(plane <= ord(character) < plane + len(self.spellings) for character in text):
@@ -173,14 +181,14 @@ def _encoded(ids: list[int], loss: list[bool]) -> EncodedChat:
 
 
 def _mapped(conversation: Conversation, change: Callable[[str], str]) -> Conversation:
-    """The conversation with every text of its messages and tools changed."""
+    """The conversation with every text of its messages and tools changed, keys too."""
 
     def walk(value: Any) -> Any:
         if isinstance(value, str):
             return change(value)
         if isinstance(value, list):
             return [walk(one) for one in value]
-        return {key: walk(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return {change(key): walk(one) for key, one in value.items()} if isinstance(value, dict) else value
 
     messages = [{"role": m["role"]} | {k: walk(v) for k, v in m.items() if k != "role"} for m in conversation.messages]
     return Conversation(

@@ -58,6 +58,8 @@ FIELDS = (
 KEPT = ("name", "tool_calls", "tool_call_id", "reasoning_content", "thinking", "reasoning")
 """Keys of a message that templates read, beside role and content."""
 SURROGATE = re.compile("[\\ud800-\\udfff]")
+MOST_NESTED = 100
+"""Objects within each other, of a tool's schema or a call's arguments."""
 SHAPES = (
     "`messages` (OpenAI), `conversations` (ShareGPT), `prompt` and `completion`, or `instruction` and `output` (Alpaca)"
 )
@@ -115,6 +117,8 @@ def preference_of(record: Any, place: str) -> Conversation:
     if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
         raise DatasetError(f"{place}: found {record!r:.60}, expected an object with chosen, rejected and prompt")
     prompt, sides = record.get("prompt"), [record["chosen"], record["rejected"]]
+    if prompt is not None and all(isinstance(side, list) for side in sides):
+        prompt, sides = _prompted(prompt, sides, place)
     if prompt is None:
         if not all(isinstance(side, list) for side in sides):
             raise DatasetError(f"{place}: no field 'prompt', and chosen and rejected are no lists of messages")
@@ -125,6 +129,27 @@ def preference_of(record: Any, place: str) -> Conversation:
     if not chosen.answers or not rejected.answers:
         return dataclasses.replace(chosen, answers=[])
     return dataclasses.replace(chosen, rejected=rejected.messages, rejected_texts=rejected.texts)
+
+
+def _prompted(prompt: Any, sides: list[Any], place: str) -> tuple[Any, list[Any]]:
+    """Prompt and answers, where the answers are messages that may hold the prompt themselves.
+
+    UltraFeedback and others have a `prompt` beside whole conversations: it would be asked twice. None as the prompt:
+    the sides are whole. Raises `DatasetError` where it is not known what a text beside whole conversations is.
+    """
+    if isinstance(prompt, list):
+        held = bool(prompt) and all(side[: len(prompt)] == prompt for side in sides)
+        return (None if held else prompt), sides
+    first = [side[0] if side and isinstance(side[0], dict) else {} for side in sides]
+    if any(ROLES.get(str(one.get("role", one.get("from"))).lower()) == "assistant" for one in first):
+        return prompt, sides
+    asked = [one.get("content", one.get("value")) for side in sides for one in side if isinstance(one, dict)]
+    if isinstance(prompt, str) and prompt.strip() and asked.count(prompt) < len(sides):
+        raise DatasetError(
+            f"{place}: chosen and rejected are whole conversations, and none of their messages is the prompt "
+            f"{prompt!r:.60}: leave the prompt out, or give it as a list of messages that come before them"
+        )
+    return None, sides
 
 
 def conversation_of(record: Any, place: str) -> Conversation:
@@ -262,6 +287,34 @@ def _calls(calls: Any, where: str) -> list[Any]:
             function["arguments"] = _parsed(function["arguments"], "arguments of a tool call", where)
         result.append(call | ({"function": function} if function else {}))
     return result
+
+
+def check_depth(value: Any, place: str) -> None:
+    """Raise `DatasetError` for objects and lists within each other beyond what can be written as text again."""
+    level = [value]
+    for _ in range(MOST_NESTED):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, dict | list)
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise DatasetError(f"{place}: tools or tool calls hold more than {MOST_NESTED} objects within each other")
+
+
+def without_absent(value: Any) -> Any:
+    """A record of a table without the keys that have no value.
+
+    A column of objects has the keys of all rows, those that a row lacks as null: its tools and calls would be given
+    arguments that it never had. (TRL's `remove_none_values`.)
+    """
+    if isinstance(value, list):
+        return [without_absent(one) for one in value]
+    if isinstance(value, dict):
+        return {key: without_absent(one) for key, one in value.items() if one is not None}
+    return value
 
 
 def _tools(tools: Any, place: str) -> list[Any] | None:

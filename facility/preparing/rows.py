@@ -12,6 +12,9 @@ from facility.preparing.encoding import EncodedBatch
 from facility.preparing.packing import RowWriter
 from facility.preparing.sources import Document
 
+MOST_DIGITS = 400
+"""Of labels that are ordered as numbers."""
+
 
 def pad_token_id(tokenizer: Any, directory: Path) -> int:
     """The id that fills rows; a tokenizer without one fills with its end token (the lengths tell them apart)."""
@@ -31,7 +34,7 @@ def class_names(splits: list[dict[str, None]], named: list[str] | None = None) -
             raise DatasetError(f"documents have the labels {surplus[:5]}, which --classes does not name: {named[:20]}")
         return named
     train, *others = splits
-    numeric = all(name.removeprefix("-").isdecimal() for name in train)
+    numeric = all(name.removeprefix("-").isdecimal() and len(name) <= MOST_DIGITS for name in train)
     names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))
     if surplus := sorted({name for other in others for name in other} - set(train)):
         raise DatasetError(f"validation holds the labels {surplus[:5]}, which training does not; it has {names[:20]}")

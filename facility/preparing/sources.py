@@ -16,7 +16,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.dataset import DatasetError
-from facility.preparing.conversations import SURROGATE, columns_of, conversation_of, preference_of
+from facility.exchange.errors import first_line
+from facility.preparing.conversations import (
+    SURROGATE,
+    check_depth,
+    columns_of,
+    conversation_of,
+    preference_of,
+    without_absent,
+)
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
@@ -185,6 +193,7 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
 def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
     if fields.chat:
         conversation = preference_of(record, place) if fields.pairs else conversation_of(record, place)
+        check_depth([conversation.messages, conversation.rejected, conversation.tools], place)
         text = unicode_text(conversation.to_json(), "the conversation, its tools and calls included,", place)
         return Document(text=text, done=done)
     if not isinstance(record, dict):
@@ -278,7 +287,7 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
             for batch in file.iter_batches(batch_size=1024, columns=columns):
                 for record in batch.to_pylist():
                     number += 1
-                    yield _document(record, fields, f"{path}: row {number}", number / rows)
+                    yield _document(_row(record, fields), fields, f"{path}: row {number}", number / rows)
     except pyarrow.ArrowException as error:
         raise DatasetError(f"{path} is not a readable Parquet file: {error}") from None
 
@@ -288,5 +297,19 @@ def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:
     if dataset.column_names or not fields.chat:
         dataset = dataset.select_columns(fields.columns(list(dataset.column_names or fields.names), source.name))
     rows = len(dataset) if hasattr(dataset, "__len__") else 0
-    for number, record in enumerate(dataset, start=1):
-        yield _document(record, fields, f"{source.name}: row {number}", number / rows if rows else 0.0)
+    for number, record in enumerate(_records(dataset, source.name), start=1):
+        done = number / rows if rows else 0.0
+        yield _document(_row(record, fields), fields, f"{source.name}: row {number}", done)
+
+
+def _records(dataset: Any, name: str) -> Iterator[Any]:
+    """The records of a dataset. Raises `DatasetError` where it cannot be read on: a damaged file, a network."""
+    try:
+        yield from dataset
+    except Exception as error:  # whatever its format, or the hub's client, raises
+        raise DatasetError(f"{name} cannot be read: {type(error).__name__}: {first_line(error):.200}") from None
+
+
+def _row(record: Any, fields: Fields) -> Any:
+    """A record of a table; of conversations without the keys that are there for other rows only."""
+    return without_absent(record) if fields.chat else record
