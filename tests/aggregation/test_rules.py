@@ -19,6 +19,7 @@ from coordinator.aggregation.rules import (
     ties,
     trimmed_mean,
 )
+from coordinator.aggregation.rules.contract import RoundUpdates
 from coordinator.aggregation.server_optimizers import fedadagrad, fedadam, fedavgm, fedyogi, nesterov, slowmo
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.settings import AggregationSettings, split_rule
@@ -228,7 +229,19 @@ def test_ties_by_hand():
     # Thresholds 1: 0.5 is trimmed. Signs elected: +, -, and a tie that gives 0.
     steps = f32([3, -4, 2, 0.5], [1, 2, -2, 0.5], [-2, -2, 0, 0.5])
     # column 0: 3 + 1 - 2 > 0: mean(3, 1);  column 1: -4 + 2 - 2 < 0: mean(-4, -2);  column 2: 0
-    assert ties.combine(steps, [1, 1, 1], [1, 1, 1]).tolist() == [2, -3, 0, 0]
+    assert ties.combine(steps, [1, 1, 1], [1, 1, 1], [1, 1, 1]).tolist() == [2, -3, 0, 0]
+
+
+def test_ties_keeps_the_values_that_are_the_threshold_of_a_clipped_update():
+    """Many values of an update are its threshold: clipped, all of them still reach it, however the product rounds."""
+    moved = f32([1.25] * 4 + [0] * 4)
+    for factor in np.random.default_rng(0).uniform(0.01, 1, 200).tolist():
+        updates = RoundUpdates(
+            facilities=["a"], weights=[1.0], histograms=[magnitudes.histogram(moved[0])], clip_factors=[factor]
+        )
+        combine = ties.plan(updates, density=0.5).combine
+        clipped = moved * np.float32(factor)
+        assert combine is not None and combine(clipped, "w", 0).tolist() == clipped[0].tolist(), factor
 
 
 def test_ties_threshold_keeps_the_largest():

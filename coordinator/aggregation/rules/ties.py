@@ -33,9 +33,14 @@ DECLARATION = AggregationRule(
 )
 
 
-def combine(steps: Array, weights: Sequence[float], thresholds: Sequence[float]) -> Array:
-    """Disjoint weighted mean of the values that pass their update's threshold and have the elected sign."""
-    kept = np.where(np.abs(steps) >= np.asarray(thresholds, steps.dtype)[:, None], steps, 0)
+def combine(steps: Array, weights: Sequence[float], thresholds: Sequence[float], factors: Sequence[float]) -> Array:
+    """Disjoint weighted mean of the values that pass their update's threshold and have the elected sign.
+
+    `factors`: what clipping multiplied the steps by. The thresholds, of steps before that, are multiplied as they were,
+    in their dtype: many values of an update are its threshold, and rounded otherwise all of these would be below it.
+    """
+    limits = np.asarray(thresholds, steps.dtype) * np.asarray(factors, steps.dtype)
+    kept = np.where(np.abs(steps) >= limits[:, None], steps, 0)
     weighted = kept * np.asarray(weights, steps.dtype)[:, None]
     elected = np.sign(weighted.sum(axis=0))
     agrees = (np.sign(kept) == elected) & (kept != 0)
@@ -49,8 +54,7 @@ def plan(updates: RoundUpdates, *, density: float) -> Plan:
     assert updates.histograms is not None
     thresholds = [threshold(counts, density) for counts in updates.histograms]
     factors = updates.clip_factors or [1.0] * updates.count
-    scaled = [limit * factor for limit, factor in zip(thresholds, factors, strict=True)]
     return Plan(
-        combine=lambda steps, tensor, offset: combine(steps, updates.weights, scaled),
+        combine=lambda steps, tensor, offset: combine(steps, updates.weights, thresholds, factors),
         details={"thresholds": dict(zip(updates.facilities, thresholds, strict=True))},
     )
