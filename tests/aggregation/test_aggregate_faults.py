@@ -125,6 +125,19 @@ def test_one_value_that_is_none_is_never_hidden(tmp_path: Path, rule: str, stati
         aggregate(base=base, updates=[*updates, bad], out=tmp_path / "out", settings=settings)
 
 
+@pytest.mark.parametrize("accumulate", ["float32", "float64"])
+def test_nan_of_any_payload_is_refused_where_nothing_is_measured(tmp_path: Path, accumulate: str):
+    """Rounded to bfloat16 by an addition to its bits, this one became -0.0, and NaN stayed in the master."""
+    base = make.model(tmp_path / "base", {"w": torch.zeros(100, dtype=torch.bfloat16)})
+    sound = make.update(tmp_path / "sound", {"w": torch.ones(100)}, base=base, facility="sound")
+    tensors = {"w": torch.ones(100)}
+    tensors["w"].view(torch.int32)[3] = 0x7FFFFFFF
+    bad = make.update(tmp_path / "bad", tensors, base=base, facility="bad")
+    settings = AggregationSettings(rule="mean", statistics="off", accumulate=accumulate)
+    with pytest.raises(UpdateRefused, match="'bad'"):
+        aggregate(base=base, updates=[sound, bad], out=tmp_path / "out", settings=settings)
+
+
 def test_another_round_another_model_another_tokenizer(round0, tmp_path: Path):
     base, updates = round0
     tensors = make.read_all(updates[0])

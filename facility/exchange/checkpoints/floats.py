@@ -22,6 +22,8 @@ STORAGE: dict[str, Any] = {
     "BF16": np.dtype("<u2"),
 }
 """numpy dtype that holds each stored dtype's bytes."""
+INFINITE, ROUNDED_UP = 0x7F800000, 0x7F7F8000
+"""Bits of a float32: infinity, above which is NaN, and the least number that becomes infinity in bfloat16."""
 
 
 def widen(raw: Array, dtype: str, out: Array) -> None:
@@ -42,7 +44,7 @@ def widen(raw: Array, dtype: str, out: Array) -> None:
 def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> bool:
     """Round `values` (float32 or float64) once into `out` (STORAGE of `dtype`); `scratch`: uint32, as long.
 
-    Returns whether every value in `out` is finite.
+    Returns whether every value in `out` is finite; NaN stays NaN.
 
     float64 goes to bfloat16 by round-to-odd float32, so that it, too, is rounded only once (Boldo & Melquiond 2008).
     """
@@ -64,8 +66,11 @@ def narrow(values: Array, dtype: str, out: Array, scratch: Array) -> bool:
     np.add(scratch, bits, out=scratch)
     np.right_shift(scratch, 16, out=scratch)
     np.copyto(out, scratch, casting="unsafe")
-    # Exponents of all ones come last among the positive bit patterns, and last among all, the negative ones.
-    return not len(out) or bool(out.max() < 0xFF80 and out.view(np.int16).max() < 0x7F80)
+    np.bitwise_and(bits, 0x7FFFFFFF, out=scratch)
+    largest = scratch.max(initial=0)
+    if largest > INFINITE:  # rounded, a NaN may be a number
+        np.copyto(out, (bits >> 16) | 0x40, where=scratch > INFINITE, casting="unsafe")
+    return bool(largest < ROUNDED_UP)
 
 
 def to_odd_float32(values: Array) -> Array:

@@ -510,17 +510,19 @@ static inline __attribute__((always_inline)) uint32_t nearest(float value)
     return bits + 0x7FFF + (bits >> 16 & 1);
 }
 
-/* float32 to bfloat16. Returns whether all of `out` is finite. */
+/* float32 to bfloat16. Returns whether all of `out` is finite. NaN stays NaN, whatever its lower bits would be rounded to. */
 int crossfed_narrow(int64_t n, const float *restrict values, uint16_t *restrict out)
 {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {
-        uint32_t rounded = nearest(values[i]);
-        out[i] = (uint16_t)(rounded >> 16);
-        rounded &= 0x7FFF0000;
-        largest = rounded > largest ? rounded : largest;
+        uint32_t magnitude = to_bits(values[i]) & 0x7FFFFFFF;
+        out[i] = (uint16_t)(nearest(values[i]) >> 16);
+        largest = magnitude > largest ? magnitude : largest;
     }
-    return largest < 0x7F800000;
+    for (int64_t i = 0; largest > 0x7F800000 && i < n; i++)
+        if ((to_bits(values[i]) & 0x7FFFFFFF) > 0x7F800000)
+            out[i] = (uint16_t)(to_bits(values[i]) >> 16 | 0x40);
+    return largest < 0x7F7F8000; /* what is larger is rounded to infinity */
 }
 
 /* float32 to float16, to nearest, ties to even. Returns whether all of `out` is finite; what is not, NaN too, is written as
