@@ -16,10 +16,12 @@ from facility.exchange.checkpoints.running_statistics import PATTERNS
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
 from facility.exchange.text import Line, Pattern
-from facility.exchange.validation import NonNegative, Positive, Share, ShareOrNone, validated
+from facility.exchange.validation import NonNegative, Share, ShareOrNone, validated
 
 AUTOMATIC = -1.0
 AUTO = "auto"
+Weight = Annotated[float, Ge(1e-18), Le(1e18)]
+"""Of one facility: sums of several are finite, and a share of them is more than nothing."""
 
 
 def split_rule(rule: str) -> tuple[str, str]:
@@ -101,7 +103,7 @@ class AggregationSettings:
     `rule` is `auto`, chooses a momentum, and late updates are not carried over into later rounds."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a rule or optimizer that is not shipped, by name."""
-    weights: Literal["tokens", "samples", "equal"] | dict[str, Positive[float]] = "tokens"
+    weights: Literal["tokens", "samples", "equal"] | dict[str, Weight] = "tokens"
     """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
     clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
@@ -113,7 +115,7 @@ class AggregationSettings:
     proportion. 0.5: none outweighs all others together; 1: off."""
     maximum_staleness: NonNegative[int] = 0
     """Rounds an update may be late; 0 refuses every update of another round."""
-    staleness_exponent: NonNegative[float] = 0.5
+    staleness_exponent: Annotated[float, Ge(0), Le(64)] = 0.5
     """An update s rounds late is worth (1 + s) ** -exponent of one in time: to `rounds.grace: auto`, and as its weight
     unless `rounds.late_weight` is `participation`."""
     accumulate: Literal["float32", "float64"] = "float32"

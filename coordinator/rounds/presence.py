@@ -37,6 +37,8 @@ def present_share(
     usual = fmean([*now.values(), *known.values()])
     weights = dict(now) | {name: known.get(name, usual) for name in absent}
     names, total = sorted(weights), math.fsum(weights.values())
+    if not total:  # updates of no weight are refused
+        return 1.0
     shares = [weights[name] / total for name in names]
     if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
         shares = capped(shares, settings.maximum_share)

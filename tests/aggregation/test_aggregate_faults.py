@@ -58,10 +58,23 @@ def test_the_same_facility_twice(round0, tmp_path: Path):
         aggregate(base=base, updates=[updates[0], updates[0]], out=tmp_path / "out")
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2"])
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2", 1e308, 5e-324])
 def test_given_weights_that_are_no_weights(weight):
-    with pytest.raises(ConfigurationError, match="weights.x is .*expected .*more than 0"):
+    with pytest.raises(ConfigurationError, match="weights.x is .*expected .*1e-18.*1e.?18"):
         AggregationSettings(rule="mean", weights={"x": weight})
+
+
+@pytest.mark.parametrize("wide", [1e18, 1e-18])
+def test_the_widest_weights_and_discounts_make_a_mean(tmp_path: Path, wide: float):
+    """Sums of larger ones overflowed, shares of smaller ones were 0, as were all late ones under a steep discount."""
+    base = make.model(tmp_path / "base", {"w": torch.zeros(4)}, round=1000)
+    paths = [make.update(tmp_path / n, {"w": torch.ones(4)}, base=base, facility=n, round=0) for n in "xyz"]
+    settings = AggregationSettings(
+        rule="mean", weights={"x": wide, "y": 1.0, "z": 1 / wide}, maximum_staleness=1000, staleness_exponent=64
+    )
+    record = aggregate(base=base, updates=paths, out=tmp_path / "out", settings=settings)
+    assert all(one.weight > 0 for one in record.participants)
+    torch.testing.assert_close(make.read_all(tmp_path / "out")["w"], torch.ones(4))
 
 
 def test_a_facility_without_a_given_weight(round0, tmp_path: Path):

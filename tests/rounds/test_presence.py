@@ -47,6 +47,12 @@ def test_weights_of_the_settings_count_in_place_of_reports():
     assert present_share(history, {"a": 4.0}, ["a", "b"], own) == pytest.approx(0.8)
 
 
+def test_updates_of_no_weight_are_left_to_be_refused():
+    history = past({"a": 10, "b": 10, "c": 10**12})
+    assert present_share([], {"a": 0.0}, ["a", "b"], TOKENS) == 1.0
+    assert present_share(history, {"a": 0.0, "b": 0.0}, ["a", "b", "c"], TOKENS) == 0.5
+
+
 def test_no_facility_takes_more_of_the_whole_than_the_largest_share():
     history = past({"a": 10, "b": 10, "c": 10**12})
     now = {"a": 10.0, "b": 10.0}

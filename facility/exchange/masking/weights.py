@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 def capped(weights: Sequence[float], most: float) -> list[float]:
     """Shares of which none is above `most`, the rest in their proportions; they sum to 1.
 
-    With so few updates that all would exceed it, the shares are equal.
+    With so few updates that all would exceed it, the shares are equal; what is left for weights of 0 alone is theirs in
+    equal parts.
     """
     if most * len(weights) <= 1:
         return [1 / len(weights)] * len(weights)
@@ -17,7 +18,10 @@ def capped(weights: Sequence[float], most: float) -> list[float]:
     while True:
         left = 1 - most * len(over)
         mass = math.fsum(weight for i, weight in enumerate(weights) if i not in over)
-        shares = [most if i in over else weight / mass * left for i, weight in enumerate(weights)]
+        rest = len(weights) - len(over)
+        shares = [
+            most if i in over else left * (weight / mass if mass else 1 / rest) for i, weight in enumerate(weights)
+        ]
         more = {i for i, share in enumerate(shares) if share > most} - over
         if not more:
             return shares
