@@ -42,5 +42,13 @@ def to_blame(
 def _alone(settings: CoordinatorSettings, model: Path, name: str, update: Path, scratch: Path) -> None:
     """The plain mean of one update. Raises whatever is wrong with it."""
     bytes_of(read_manifest(update))
-    plain = AggregationSettings(rule="mean", weights=settings.aggregation.weights)
+    asked = settings.aggregation
+    plain = AggregationSettings(
+        rule="mean",
+        weights=asked.weights,
+        include=asked.include,  # what an update must hold, and of which round it may be
+        exclude=asked.exclude,
+        batch_norm=asked.batch_norm,
+        maximum_staleness=asked.maximum_staleness,
+    )
     aggregate(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)

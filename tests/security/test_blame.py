@@ -9,11 +9,16 @@ from typing import Any
 
 import pytest
 
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps import blame, commit
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import drop, sort_out
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.checkpoints.patterns import Patterns
+from facility.exchange.errors import InputError
+from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.report import Failure
 from tests.pico import save_pico
 from tests.security.hostile_facility import make_update
@@ -38,25 +43,69 @@ def closed(archive: Archive, directories: list[Path], **changes: Any) -> tuple[P
     return close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
 
 
-@pytest.mark.parametrize("raised", [RuntimeError, KeyError, ValueError, ZeroDivisionError, RecursionError, TypeError])
-def test_whatever_one_update_raises_the_others_are_averaged(
-    begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
-):
-    archive, directories = begun
+def stumbles_over(monkeypatch: pytest.MonkeyPatch, name: str, raised: type[Exception]) -> None:
+    """Let the update of `name` raise as it is averaged."""
     real = commit.aggregate
 
     def stumbling(*, updates: dict[str, Path], **rest: Any) -> Any:
-        if "odd" in updates:
+        if name in updates:
             raise raised("[/] \x1b[2J")
         return real(updates=updates, **rest)
 
     monkeypatch.setattr(commit, "aggregate", stumbling)
     monkeypatch.setattr(blame, "aggregate", stumbling)
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, KeyError, ValueError, ZeroDivisionError, RecursionError, TypeError])
+def test_whatever_one_update_raises_the_others_are_averaged(
+    begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
+):
+    archive, directories = begun
+    stumbles_over(monkeypatch, "odd", raised)
     closed(archive, directories)
     rows = {row.facility: row for row in archive.read_round(0).facilities}
     assert {name: row.status for name, row in rows.items()} == {"honest": "ok", "odd": "refused", "other": "ok"}
     assert "cannot be averaged" in rows["odd"].reason and rows["odd"].reason.isprintable()
     assert not [entry for entry in archive.path.iterdir() if entry.name.startswith(".")]
+
+
+@pytest.mark.parametrize("asked", [{"exclude": ["*lm_head*"]}, {"include": ["*layers*"]}])
+def test_whose_update_it_is_is_found_where_updates_hold_a_part_of_the_model(
+    begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, asked: dict[str, list[str]]
+):
+    archive, directories = begun
+    settings = AggregationSettings(rule="mean", **asked)
+    for directory in directories:
+        held, manifest = open_checkpoint(directory), read_manifest(directory)
+        patterns = Patterns(tuple(settings.include), tuple(settings.exclude))
+        kept = {name: held.read(name) for name in held.tensors if patterns.federated(name)}
+        assert 0 < len(kept) < len(held.tensors)
+        (directory / "model.safetensors").unlink()
+        save_tensors(directory, kept.items())
+        write_manifest(directory, dataclasses.replace(manifest, files={}))
+    stumbles_over(monkeypatch, "odd", RuntimeError)
+    closed(archive, directories, aggregation=settings)
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert {name: row.status for name, row in rows.items()} == {"honest": "ok", "odd": "refused", "other": "ok"}
+
+
+def test_a_late_update_is_not_blamed_for_being_late(begun: tuple[Archive, list[Path]], tmp_path: Path):
+    """Whatever else ends the round: an update that `rounds.late` carries over is as sound as one in time."""
+    archive, directories = begun
+    closed(archive, directories)
+    model, updates = archive.model_for(1), []
+    for name, number in zip(NAMES, (1, 0, 1), strict=True):
+        updates.append(tmp_path / f"{name}-1")
+        make_update(model, updates[-1], federation="pico", facility=name, round=number)
+    settings = CoordinatorSettings(
+        federation="pico",
+        rounds=2,
+        facilities=NAMES,
+        aggregation=AggregationSettings(rule="mean", maximum_staleness=1),
+    )
+    arrived = sort_out(updates, NAMES, 1)
+    found = blame.to_blame(InputError("too few updates"), archive, settings, model, arrived, 1)
+    assert found == {}
 
 
 def test_weights_that_vanish_before_the_mean_are_their_own_facilitys(begun: tuple[Archive, list[Path]]):
