@@ -19,6 +19,7 @@ from coordinator.aggregation.expected import Layout
 from coordinator.aggregation.factor_errors import FactorErrors
 from coordinator.aggregation.magnitudes import first_magnitudes, value_of
 from coordinator.aggregation.updates import Update
+from coordinator.aggregation.work import NotFinite
 from facility.exchange.checkpoints.adapters import (
     CONFIG,
     PREFIX,
@@ -136,8 +137,9 @@ def _write_both(name: str, values: Array, model: TensorWriter, master: TensorWri
 
 
 def _write(writer: TensorWriter, name: str, values: Array) -> None:
-    """Write a tensor in the dtype that is planned for it."""
+    """Write a tensor in the dtype that is planned for it. Raises `NotFinite` where a value does not fit that."""
     dtype = writer.places[name][2].dtype
     block = np.empty(values.size, STORAGE[dtype])
-    narrow(np.ascontiguousarray(values).reshape(-1), dtype, block, np.empty(values.size, np.uint32))
+    if not narrow(np.ascontiguousarray(values).reshape(-1), dtype, block, np.empty(values.size, np.uint32)):
+        raise NotFinite(name, dtype, None)
     writer.write(name, 0, block.data.cast("B"))

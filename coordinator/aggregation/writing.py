@@ -229,8 +229,11 @@ def _seal_model(aggregation: Aggregation, directory: Path, sent: Manifest) -> Ma
 
 
 def _copy_others(aggregation: Aggregation, model: TensorWriter, linked: Collection[str]) -> None:
-    """Copy the tensors that are not federated, but the `linked` ones, and verify files that hold no others thereby."""
-    tensors, floats = aggregation.whole.tensors, aggregation.floats
+    """Copy the tensors that are not federated, but the `linked` ones, and verify files that hold no others thereby.
+
+    Among them are those of adapters that begin in this round.
+    """
+    tensors, floats = aggregation.source.tensors | aggregation.whole.tensors, aggregation.floats
     read = {tensors[name].file for name in floats if name in tensors}
     unread = [entry for entry in tensors.values() if entry.file not in read]
     promised = aggregation.sources.hashed

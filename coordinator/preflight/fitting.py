@@ -10,8 +10,10 @@ from typing import Any, get_args
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.row import Row, fail, ok, skipped
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal_of
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
 from facility.exchange.errors import CrossFedError
@@ -36,7 +38,9 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
         rows.append(names)
         for one in federation.facilities:
             if model is not None and tasks[one.name] == task and one.training.lora.rank:
-                rows += _adapters(one.name, one.training.lora, model)
+                settings = federation.aggregation
+                patterns = Patterns(tuple(settings.include), tuple(settings.personal))
+                rows += _adapters(one.name, one.training.lora, model, patterns)
     return rows
 
 
@@ -80,8 +84,9 @@ def _names(path: Path, task: Task | None) -> tuple[Row, Any]:
     return ok(ME, "tensor names", found), model
 
 
-def _adapters(name: str, lora: LoraSettings, model: Any) -> list[Row]:
-    """What the facility's adapters name that the model has not: its job would refuse it, in the same words."""
+def _adapters(name: str, lora: LoraSettings, model: Any, patterns: Patterns) -> list[Row]:
+    """What the facility's adapters name that the model has not: its job would refuse it, in the same words; and what of
+    them `patterns` keep at the facility, without which no update would be taken."""
     try:
         layers, experts = targets_of(model, lora), parameters_of(model, lora)
     except ImportError as error:
@@ -91,4 +96,12 @@ def _adapters(name: str, lora: LoraSettings, model: Any) -> list[Row]:
     adapted = [*layers, *(one.rpartition(".")[0] for one in experts)]
     reasons = [refusal_of_saved(model, module, adapted) for module in lora.modules_to_save]
     advice = "correct training.lora.modules_to_save in federation.yml"
-    return [fail(name, "adapters", reason, advice) for reason in reasons if reason]
+    rows = [fail(name, "adapters", reason, advice) for reason in reasons if reason]
+    saved = [one for one, _ in model.named_parameters() if saves(one.rpartition(".")[0], lora.modules_to_save or HEADS)]
+    names = [*(f"{layer}{half}weight" for layer in layers for half in (A, B)), *saved]
+    kept = [PREFIX + one for one in names if not patterns.federated(PREFIX + one)]
+    if kept:
+        what = f"aggregation.include and exclude leave out {len(kept)} tensors of its adapters, such as {kept[0]!r}"
+        advice = "all that an adapter trains travels: let the patterns match none of it, or train whole models"
+        rows.append(fail(name, "adapters", what, advice))
+    return rows

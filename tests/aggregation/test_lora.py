@@ -205,6 +205,28 @@ def test_a_module_that_is_saved_whole_is_averaged_beside_the_adapters(tmp_path: 
     assert '"modules_to_save": [\n    "score"\n  ]' in (tmp_path / "m1/adapter_config.json").read_text()
 
 
+@pytest.mark.parametrize("how", ["factors", "product"])
+def test_a_module_that_is_saved_whole_and_not_federated_begins_as_in_the_base(tmp_path: Path, how: str):
+    head, own = "base_model.model.score.weight", torch.full((3, 4), 5.0)
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER), "score.weight": own})
+    settings = AggregationSettings(rule="mean", weights="equal", lora=how, exclude=["*score*"])
+    sent = [adapters(i) | {head: torch.full((3, 4), float(i))} for i in range(2)]
+    updates = [adapter_update(tmp_path / f"u{i}", tensors, base, f"f{i}") for i, tensors in enumerate(sent)]
+    aggregate(base=base, updates=updates, out=tmp_path / "m1", settings=settings)
+    assert make.read_all(tmp_path / "m1")[head].equal(own)
+
+
+def test_factors_of_a_product_that_do_not_fit_their_dtype_are_no_model(tmp_path: Path):
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)})
+    large = [{name: torch.full_like(t, 60_000.0).half() for name, t in adapters(i).items()} for i in range(2)]
+    updates = [adapter_update(tmp_path / f"u{i}", tensors, base, f"f{i}") for i, tensors in enumerate(large)]
+    with pytest.raises(InputError, match="does not fit F16"):
+        aggregate(
+            base=base, updates=updates, out=tmp_path / "m1", settings=AggregationSettings(rule="mean", lora="product")
+        )
+    assert not (tmp_path / "m1").exists()
+
+
 def test_a_module_that_nobody_asked_for_is_refused(tmp_path: Path):
     base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER), "lm_head.weight": torch.zeros(3, 4)})
     opened, manifest = open_checkpoint(base), read_manifest(base)

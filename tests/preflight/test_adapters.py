@@ -33,12 +33,12 @@ MODELS: dict[str, Callable[[Path], Path]] = {
 }
 
 
-def described(folder: Path, model: Path, lora: dict[str, Any]) -> Any:
+def described(folder: Path, model: Path, lora: dict[str, Any], aggregation: str = "") -> Any:
     """A federation of one facility that trains adapters of the model."""
     path = folder / "federation.yml"
     path.write_text(
         f"name: f\nmodel: {model}\nrounds: 1\ntraining: {{steps: 1, lora: {json.dumps({'rank': 2} | lora)}}}\n"
-        "facilities:\n  - {name: far, dataset: d}\n"
+        f"facilities:\n  - {{name: far, dataset: d}}\n{aggregation}"
     )
     return read_federation(path)
 
@@ -94,6 +94,27 @@ def test_modules_that_are_not_there_or_are_adapted_are_told_before_a_job_in_the_
         add_adapters(models["llama"], lora)
     (row,) = failing_here(described(tmp_path, models["llama"], lora))
     assert (row.subject, row.found) == ("far", str(refused.value)) and "is not a module of it" in row.found
+
+
+@pytest.mark.parametrize(
+    ("patterns", "odd"),
+    [
+        ("exclude: ['*lora_B*']", ".lora_B.weight"),
+        ("include: ['*lora_A*', '*lm_head*']", ".lora_B.weight"),
+        ("exclude: ['*layers.0*']", "layers.0.self_attn.q_proj.lora_A.weight"),
+        ("exclude: ['*lm_head*']", "base_model.model.lm_head.weight"),
+        ("exclude: ['model.*', 'lm_head*']", ""),
+        ("include: ['base_model.*']", ""),
+    ],
+)
+def test_patterns_that_keep_a_part_of_an_adapter_at_home_are_told_before_a_job(
+    tmp_path: Path, models: dict[str, Path], patterns: str, odd: str
+):
+    """No update without a part of its adapters is taken, and none is begun from a model without them."""
+    lora = {"targets": ["q_proj"], "modules_to_save": ["lm_head"]}
+    told = failing_here(described(tmp_path, models["llama"], lora, f"aggregation: {{{patterns}}}\n"))
+    assert [row.check for row in told] == (["adapters"] if odd else [])
+    assert not odd or odd in told[0].found
 
 
 BELOW = "encoder.layer.1.attention.self.query"
