@@ -85,7 +85,7 @@ class Journal:
     def read(self) -> list[Entry]:
         """All lines in order of time; half a line that a crash left is passed over."""
         try:
-            lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
+            lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError:
             return []
         found = [entry for line in lines if (entry := _entry(line)) is not None]
@@ -121,7 +121,7 @@ def _entry(line: str) -> Entry | None:
             round=raw.pop("round", None),
             detail=raw,
         )
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return None
 
 

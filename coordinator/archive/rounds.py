@@ -248,7 +248,7 @@ class Archive:
     def read_round(self, number: int) -> RoundFile:
         path = self.round_directory(number) / "round.json"
         try:
-            return parse(RoundFile, json.loads(path.read_text()), file=path)
+            return parse(RoundFile, _mapping(path), file=path)
         except (OSError, ValueError) as error:
             if is_storage(error):  # nothing is wrong with the file
                 raise InputError(sentence(error, path)) from None
@@ -327,7 +327,7 @@ class Archive:
         """A small JSON file of the archive (`stopped`, `attempts`, `evaluation`); empty when absent."""
         path = self.path / f"{name}.json"
         try:
-            return json.loads(path.read_text())
+            return _mapping(path)
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
@@ -340,6 +340,21 @@ class Archive:
 
     def drop_note(self, name: str) -> None:
         (self.path / f"{name}.json").unlink(missing_ok=True)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of the archive, in UTF-8 whatever the locale. Raises `ValueError` for anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("its lists or mappings are nested too deep") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a {type(found).__name__}, expected a mapping")
+    return found
+
+
+def _no_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number in JSON")
 
 
 def _manifest_of(model: Path) -> Manifest | None:

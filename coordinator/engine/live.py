@@ -78,10 +78,10 @@ def write_snapshot(workdir: Path, snapshot: Snapshot) -> None:
 def read_snapshot(workdir: Path) -> Snapshot | None:
     """The latest one; None where there is none."""
     try:
-        raw = json.loads((workdir / FILE).read_text())
+        raw = json.loads((workdir / FILE).read_text(encoding="utf-8"))
         raw["facilities"] = {name: FacilityState(**one) for name, one in raw["facilities"].items()}
         return Snapshot(**raw)
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 

@@ -152,3 +152,33 @@ def test_what_auto_chose_as_the_grace_is_told_of_the_rounds_that_learned_it(tmp_
     assert summary(archive)["rounds"][0]["wait"] == {"quorum": 2, "seconds": None, "learned": False}
     told = "rounds.grace is auto: 2 of 3 rounds stayed open for 60 s (median; 30 to 90) after their quorum"
     assert told in remarks(summary(archive))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"null", b"[]", b"1", b"[" * 100_000, b'{"after_round": NaN}', b"\0" * 40, b""],
+    ids=["null", "list", "number", "deep", "nan", "zeros", "empty"],
+)
+@pytest.mark.parametrize("name", ["evaluation", "stopped", "limited", "comparison", "round-0000/round"])
+def test_a_file_that_holds_something_else_than_a_mapping_is_named(name: str, content: bytes, tmp_path: Path):
+    archive = Archive(tmp_path)
+    archive.round_directory(0).mkdir()
+    record = RoundFile(round=0, facilities=[], global_loss=2.0, decision="go on")
+    write_json(archive.round_directory(0) / "round.json", dataclasses.asdict(record))
+    assert summary(archive)["rounds"]
+    (tmp_path / f"{name}.json").write_bytes(content)
+    with pytest.raises(InputError, match=f"{name}.json cannot be read: .*restore it from a copy"):
+        summary(archive)
+
+
+def test_an_archive_is_read_as_utf_8_whatever_the_locale(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`Path.read_text` alone takes the encoding of the locale, which may not be able to read it at all."""
+    archive, reason = Archive(tmp_path), "Größe überschritten: 山"
+    archive.write_note("stopped", {"reason": reason})
+    real = Path.read_text
+
+    def of_a_locale(path: Path, encoding: str | None = None, errors: str | None = None) -> str:
+        return real(path, encoding or "euc_jp", errors)
+
+    monkeypatch.setattr(Path, "read_text", of_a_locale)
+    assert archive.read_note("stopped") == {"reason": reason}
