@@ -17,6 +17,8 @@ import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
+from facility.sync.protocol import ReplicaRank
+from facility.sync.runtime.peers import Peers
 from facility.training.processes import rendezvous
 from facility.training.processes.ranks import Ranks
 from tests.distributed import free_port
@@ -194,7 +196,7 @@ def test_a_store_listens_on_the_address_of_the_job_alone():
 
 def test_a_node_whose_own_name_means_loopback_is_reached_on_its_way_out(monkeypatch: pytest.MonkeyPatch):
     """As Debian's /etc/hosts has it; where the first node's address is loopback itself, all nodes are one machine."""
-    ways = {"node1": "127.0.0.1", "127.0.0.1": "127.0.0.1", rendezvous.OUTSIDE: "198.51.100.7"}
+    ways = {"node1": "127.0.0.1", "127.0.0.1": "127.0.0.1", rendezvous.OUTSIDE[0]: "198.51.100.7"}
     monkeypatch.setattr(rendezvous, "source_address", lambda host: ways.get(host, ""))
     interfaces = {"127.0.0.1": "lo", "198.51.100.7": "eth3"}
     monkeypatch.setattr(rendezvous, "interface_of", lambda address: interfaces.get(address, ""))
@@ -209,8 +211,43 @@ def test_a_node_whose_own_name_means_loopback_is_reached_on_its_way_out(monkeypa
         assert rendezvous.own_address() == rendezvous.address_of_replicas(several) == address
     monkeypatch.setenv("MASTER_ADDR", "node1")
     assert rendezvous.address_of_replicas(ranks_of(0)) == "127.0.0.1", "on one node nothing listens to others"
-    del ways[rendezvous.OUTSIDE]
+    del ways[rendezvous.OUTSIDE[0]]
     assert rendezvous.own_address() == "node1", "without a way out its name is all that is known"
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_nodes_that_have_ipv6_alone_meet(monkeypatch: pytest.MonkeyPatch):
+    """Their names have no IPv4 address: the store, the interface and the replicas' own connections are of IPv6."""
+    monkeypatch.setattr(rendezvous, "address_of", lambda host, one_node: host)
+    store = rendezvous.serve("::1", 0, ranks_of(0), LIMIT)
+    rendezvous.join("::1", store.port, LIMIT).set("hello", "from 1")
+    assert store.get("hello") == b"from 1"
+    assert rendezvous.source_address("::1") == "::1" and rendezvous.interface_of("::1") == "lo"
+    assert rendezvous.interface_of("2001:db8::9") == ""
+    places = [ReplicaRank(replica=replica, replicas=2) for replica in range(2)]
+    peers = [Peers(store, place, "::1", 20, lambda kind, vector: vector * kind) for place in places]
+    try:
+        assert peers[0].call(1, 3, torch.ones(2)).tolist() == [3.0, 3.0]
+    finally:
+        for one in peers:
+            one.close()
+
+
+def test_a_store_is_served_in_the_family_of_the_nodes_name(monkeypatch: pytest.MonkeyPatch):
+    """IPv4 where a node has both; all interfaces of both where its name means loopback to itself."""
+    known = {"both": ["2001:db8::7", "198.51.100.7"], "six": ["2001:db8::7"], "debian": ["127.0.1.1"], "nobody": []}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: [row_of(one) for one in known[host]])
+    found = {host: rendezvous.address_of(host, one_node=False) for host in known}
+    assert found == {"both": "198.51.100.7", "six": "2001:db8::7", "debian": "", "nobody": ""}
+    monkeypatch.undo()
+    store = rendezvous.serve("localhost", 0, ranks_of(0, one_node=False), LIMIT)
+    for here in ("127.0.0.1", *(["::1"] if socket.has_dualstack_ipv6() else [])):
+        socket.create_connection((here, store.port), timeout=5).close()
+
+
+def row_of(address: str) -> tuple:
+    """One of `socket.getaddrinfo`'s rows."""
+    return (socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0))
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -38,7 +38,8 @@ class Peers:
     ) -> None:
         self.store, self.place, self.timeout_seconds, self.answer = store, place, timeout_seconds, answer
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
-        self._listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family)
         self._closing = False
         self._accepted: list[socket.socket] = []
         self._open: dict[int, socket.socket] = {}

@@ -45,8 +45,11 @@ from facility.training.processes.torchrun import (
 
 SIOCGIFADDR = 0x8915
 CHALLENGE_BYTES = 16
-OUTSIDE = "192.0.2.1"
-"""Of TEST-NET-1 (RFC 5737), which is nobody's: the way to it is the way out."""
+OUTSIDE = ("192.0.2.1", "2001:db8::1")
+"""Of TEST-NET-1 (RFC 5737) and of the IPv6 documentation prefix (RFC 3849), nobody's: the way to them is the way
+out."""
+INTERFACES = Path("/proc/net/if_inet6")
+"""Each IPv6 address of this node in hexadecimal, and as the sixth word its interface (proc_net(5))."""
 
 
 def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
@@ -123,7 +126,10 @@ def file_store(name: str, ranks: Ranks) -> dist.FileStore | None:
 
 def serve(address: str, port: int, ranks: Ranks, limit: timedelta) -> dist.TCPStore:
     """A TCPStore that listens on this node's address alone; port 0: any free one."""
-    listener = socket.create_server((address_of(address, ranks.one_node), port), backlog=4096)
+    here = address_of(address, ranks.one_node)
+    both = not here and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in here else socket.AF_INET
+    listener = socket.create_server((here, port), family=family, backlog=4096, dualstack_ipv6=both)
     bound = listener.getsockname()[1]
     return dist.TCPStore(
         address,
@@ -142,17 +148,23 @@ def join(address: str, port: int, limit: timedelta) -> dist.TCPStore:
 
 
 def address_of(host: str, one_node: bool) -> str:
-    """What to listen on to be reached as `host`: its IPv4 address here.
+    """What to listen on to be reached as `host`: its address here, IPv4 where it has one.
 
     All interfaces where several nodes know this one by a name that means loopback here, as Debian's /etc/hosts does.
     """
     if one_node:
         return "127.0.0.1"
+    found = next((address for _, address in addresses(host)), "")
+    return "" if not found or ip_address(found).is_loopback else found
+
+
+def addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
+    """The addresses of a host with their families, IPv4 first; none where its name is unknown."""
     try:
-        found = socket.gethostbyname(host)
+        found = [(one[0], str(one[4][0])) for one in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
     except OSError:
-        return ""
-    return "" if ip_address(found).is_loopback else found
+        return []
+    return sorted(found, key=lambda one: one[0] != socket.AF_INET)
 
 
 def admitted(name: str, store: dist.Store, ranks: Ranks) -> dist.Store:
@@ -238,18 +250,20 @@ def address_towards(host: str) -> str:
     """
     found = source_address(host)
     if host not in LOOPBACK and found and ip_address(found).is_loopback:
-        return source_address(OUTSIDE) or found
+        return next(filter(None, map(source_address, OUTSIDE)), found)
     return found
 
 
 def source_address(host: str) -> str:
     """The address from which a packet to `host` is sent; empty where no way is known."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # no packet is sent: only the route is looked up
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    for family, address in addresses(host):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((address, 9))  # no packet is sent: only the route is looked up
+                return str(probe.getsockname()[0])
+        except OSError:  # no way there in this family
+            continue
+    return ""
 
 
 def address_of_replicas(ranks: Ranks) -> str:
@@ -259,9 +273,13 @@ def address_of_replicas(ranks: Ranks) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has this IPv4 address; empty where none has."""
+    """Name of the network interface that has this address; empty where none has."""
     if not address:
         return ""
+    if ":" in address:
+        wanted = ip_address(address).packed.hex()
+        rows = [line.split() for line in INTERFACES.read_text().splitlines()] if INTERFACES.exists() else []
+        return next((row[5] for row in rows if row[:1] == [wanted]), "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
