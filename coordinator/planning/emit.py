@@ -114,7 +114,7 @@ def plan_on(
 
 def predicted(problem: Problem, plan: Plan) -> dict[str, Any]:
     """What the simulator says of a plan: total, parts and loads, as fields of `Plan`."""
-    result = simulate(problem, plan)
+    result = simulate(problem, plan, continued=True)
     total = result.iteration_seconds
     busiest = max(result.busy_seconds.values())
     parts = {
@@ -141,7 +141,7 @@ def predicted(problem: Problem, plan: Plan) -> dict[str, Any]:
 
 def simulated_seconds(problem: Problem, plan: Plan) -> float:
     """Seconds of one iteration, by the simulator; infinite where the plan exceeds a memory."""
-    result = simulate(problem, plan)
+    result = simulate(problem, plan, continued=True)
     limits = problem.memory
     if any(used > limits[device] * (1 + 1e-9) for device, used in result.memory_bytes.items()):
         return float("inf")

@@ -45,7 +45,7 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
         best.offer(plan, "given plan")
     shapes = shapes_of(problem, stop)
     rounds = race(problem, best, shapes, rng, stop)
-    for plan, name in one_pipeline(problem):
+    for plan, name in one_pipeline(problem, seconds=min(1.0, max(0.1, stop.left))):
         if best.plan is None or _may_win(problem, plan, best):
             best.offer(plan, name)
     if best.plan is None:
@@ -94,8 +94,11 @@ def _may_win(problem: Problem, plan: Plan, best: Best) -> bool:
     return float(cost.value(layout)[0]) < 1.25 * best.value
 
 
-def one_pipeline(problem: Problem) -> list[tuple[Plan, str]]:
-    """The even and the exact split over one pipeline of all devices, for every schedule without interleaving."""
+def one_pipeline(problem: Problem, *, seconds: float = 1.0) -> list[tuple[Plan, str]]:
+    """The even and the exact split over one pipeline of all devices, for every schedule without interleaving.
+
+    `seconds`: to prove the exact one in, at most.
+    """
     found: list[tuple[Plan, str]] = []
     samples = min(problem.whole_sizes)
     units, devices = len(problem.units), len(problem.devices)
@@ -103,7 +106,7 @@ def one_pipeline(problem: Problem) -> list[tuple[Plan, str]]:
         return found
     layouts: dict[str, list[tuple[int, int, int]]] = {"even": even_spans(units, devices)}
     try:
-        layouts["exact"] = list(plan_exact(chain_of(problem), seconds=1.0).spans)
+        layouts["exact"] = list(plan_exact(chain_of(problem), seconds=seconds).spans)
     except Infeasible:
         pass
     for name, spans in layouts.items():

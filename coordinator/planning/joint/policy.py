@@ -21,6 +21,8 @@ LEAST_GAIN = 0.1
 """Share of updates a second that a policy must add."""
 STEPS = 40
 """Of each replica, simulated."""
+DRAWS = 200_000
+"""Computations of one replica that may stall, over its unlike steps: fewer of these where each is long."""
 
 
 def policy_of(problem: Problem, plan: Plan) -> tuple[Plan, str]:
@@ -37,7 +39,8 @@ def policy_of(problem: Problem, plan: Plan) -> tuple[Plan, str]:
         latency_seconds=float(max(problem.latency[a, b] for a, b in pairs)),
         fixed_seconds=problem.runtime.agreement_seconds,
     )
-    step = pipeline_steps(layout, problem.stalls, STEPS)
+    draws = DRAWS // (2 * len(plan.stage_units) * max(plan.replica_micro_batches))
+    step = pipeline_steps(layout, problem.stalls, min(STEPS, max(2, draws)))
     gains = {
         name: over_allreduce(SyncSettings(policy=name), plan.replicas, step, steps=STEPS, costs=costs)
         for name in problem.policies

@@ -107,6 +107,8 @@ def _score(problem: Problem, best: Best, shape: Shape, count: int, how: str) -> 
         least = np.inf
         for schedule in shape.schedules if number == 0 and how == "annealed" else (cost.schedule,):
             for sync in problem.syncs if cost.replicas > 1 else problem.syncs[:1]:
+                if best.stop.left <= 0 and best.plan is not None:
+                    return
                 plan = plan_on(
                     problem,
                     grid.tolist(),

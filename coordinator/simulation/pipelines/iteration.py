@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.simulation.pipelines import collectives
+from coordinator.simulation.pipelines import collectives, steady
 from coordinator.simulation.pipelines.assembly import assemble
 from coordinator.simulation.pipelines.events import run
 from coordinator.simulation.pipelines.graph import Compute, Template, template
@@ -17,6 +17,7 @@ from coordinator.simulation.pipelines.layout import Layout
 from coordinator.simulation.pipelines.longest import Costs, times
 from coordinator.simulation.pipelines.orders import order
 from coordinator.simulation.pipelines.result import SimulationResult, Span
+from coordinator.simulation.pipelines.steady import Lengths
 from facility.exchange.schedules.ops import Kind, peak
 from facility.exchange.scheduling.policies import POLICIES
 
@@ -37,22 +38,32 @@ class _Moments:
 
 
 def simulate_layout(
-    layout: Layout, *, iterations: int = 1, stall: Stall | None = None, timeline: bool = False, engine: str = "auto"
+    layout: Layout,
+    *,
+    iterations: int = 1,
+    stall: Stall | None = None,
+    timeline: bool = False,
+    engine: str = "auto",
+    continued: bool = False,
 ) -> SimulationResult:
     """Simulate `iterations` iterations that begin together on all devices.
 
     Synchronous policies only; `sync_every` > 1 averages iterations with and without synchronisation. `engine`:
-    `auto`, `longest path` (refuses nothing, but divides no link) or `events`.
+    `auto`, `longest path` (refuses nothing, but divides no link) or `events`. `continued`: long batches from short ones
+    (`steady`), where neither stalls nor a timeline are asked for.
     """
     assert layout.sync == "none" or POLICIES.get(layout.sync).synchronous, layout.sync
-    shared = any(layout.uplinks_of(a, b) for a, b in _traffic(layout))
+    shared = bool(layout.uplinks) and any(layout.uplinks_of(a, b) for a, b in _traffic(layout))
     events = engine == "events" or (engine == "auto" and shared)
     count = iterations if stall is not None else 1
     spans: tuple[Span, ...] = ()
-    if events:
+    continued = continued and stall is None and not timeline
+    if events and continued and (found := steady.shorter(layout)) is not None:
+        moments = _continued(*found)
+    elif events:
         moments, spans = _by_events(layout, count, stall, timeline)
     else:
-        moments, spans = _by_longest_path(layout, count, stall, timeline)
+        moments, spans = _by_longest_path(layout, count, stall, timeline, continued=continued)
     every = layout.sync_every if layout.sync != "none" and POLICIES.get(layout.sync).periodic else 1
     synced = 0.0 if layout.sync == "none" else float((moments.synced - moments.pipeline).mean()) / every
     update = float((moments.finished - moments.synced).mean())
@@ -72,8 +83,8 @@ def simulate_layout(
         update_seconds=update,
         bubble_share=1 - sum(busy.values()) / (len(busy) * pipeline) if pipeline > 0 else 0.0,
         busy_seconds=busy,
-        in_flight_micro_batches={d: int(n) for d, n in _peaks(layout, np.ones(layout.chunks)).items()},
-        memory_bytes=memory_of(layout),
+        in_flight_micro_batches={d: round(n) for d, n in _peaks(layout, np.ones(layout.chunks), continued).items()},
+        memory_bytes=memory_of(layout, continued=continued),
         pipeline_bytes=pipeline_bytes,
         sync_bytes=0.0 if layout.sync == "none" else _sync_bytes(layout) / every,
         samples_per_second=sum(layout.micro_batches) * layout.micro_batch_samples / mean if mean else 0.0,
@@ -82,11 +93,11 @@ def simulate_layout(
     )
 
 
-def memory_of(layout: Layout) -> dict[int, float]:
+def memory_of(layout: Layout, *, continued: bool = False) -> dict[int, float]:
     """Device -> peak bytes; empty when the layout does not know its sizes."""
     if layout.in_flight_bytes is None or layout.static_bytes is None:
         return {}
-    peaks = _peaks(layout, layout.in_flight_bytes)
+    peaks = _peaks(layout, layout.in_flight_bytes, continued)
     fixed = {
         device: float(layout.static_bytes[stage :: layout.stages].sum())
         for stage, row in enumerate(layout.grid)
@@ -95,11 +106,18 @@ def memory_of(layout: Layout) -> dict[int, float]:
     return {device: peaks[device] + fixed[device] for device in peaks}
 
 
-def _peaks(layout: Layout, bytes_of_chunk: Array) -> dict[int, float]:
+def _peaks(layout: Layout, bytes_of_chunk: Array, continued: bool) -> dict[int, float]:
     by_chunk = tuple(float(b) for b in bytes_of_chunk)
+
+    def peaks(micro_batches: int) -> list[float]:
+        return _peaks_of(layout.schedule, layout.stages, layout.virtual_stages, micro_batches, by_chunk)
+
     result = {}
     for replica, count in enumerate(layout.micro_batches):
-        most = _peaks_of(layout.schedule, layout.stages, layout.virtual_stages, count, by_chunk)
+        if continued and (found := steady.lengths(layout, count)) is not None:
+            most = [found.continued(*pair) for pair in zip(peaks(found.low), peaks(found.high), strict=True)]
+        else:
+            most = peaks(count)
         result.update({layout.grid[stage][replica]: most[stage] for stage in range(layout.stages)})
     return result
 
@@ -162,7 +180,7 @@ def stall_table(graph: Template, layout: Layout, replicas: list[int], count: int
 
 
 def _by_longest_path(
-    layout: Layout, count: int, stall: Stall | None, timeline: bool
+    layout: Layout, count: int, stall: Stall | None, timeline: bool, *, continued: bool = False
 ) -> tuple[_Moments, tuple[Span, ...]]:
     compute, (occupied, latency) = layout.compute_table(), layout.message_tables()
     replicas, chunks = layout.replicas, layout.chunks
@@ -173,15 +191,21 @@ def _by_longest_path(
     positions: list[int] = [0] * chunks
     for micro_batches in sorted(set(layout.micro_batches)):
         columns = [r for r in range(replicas) if layout.micro_batches[r] == micro_batches]
-        graph = template(layout.schedule, layout.stages, layout.virtual_stages, micro_batches, layout.transport)
+        found = steady.lengths(layout, micro_batches) if continued else None
+        simulated = micro_batches if found is None else found.high
+        graph = template(layout.schedule, layout.stages, layout.virtual_stages, simulated, layout.transport)
         tables = [table[:, :, columns, None] for table in (compute, occupied, latency)]
         stalls = None if stall is None else stall_table(graph, layout, columns, count, stall)
-        timed = times(graph, Costs(compute=tables[0], occupied=tables[1], latency=tables[2], stalls=stalls))
-        ends = timed.end.max(axis=0)
-        pipeline[columns] = ends
+        costs = Costs(compute=tables[0], occupied=tables[1], latency=tables[2], stalls=stalls)
+        timed = times(graph, costs)
         last = list(graph.last_backward)
         positions = last
-        last_end[:, columns] = timed.end[last]
+        pipeline[columns], last_end[:, columns] = timed.end.max(axis=0), timed.end[last]
+        if found is not None:
+            short = template(layout.schedule, layout.stages, layout.virtual_stages, found.low, layout.transport)
+            before = times(short, costs).end
+            pipeline[columns] = found.continued(before.max(axis=0), pipeline[columns])
+            last_end[:, columns] = found.continued(before[list(short.last_backward)], last_end[:, columns])
         kind = Kind.BACKWARD if graph.nodes[last[0]].kind == Kind.BACKWARD else Kind.WEIGHT  # type: ignore[union-attr]
         last_seconds[:, columns] = tables[0][kind]
         if timeline:
@@ -232,6 +256,16 @@ def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) 
                 for n, (lane, name, chunk, replica) in built.labels.items()
             ]
     return _Moments(pipeline=pipeline, synced=synced, finished=synced + _update_seconds(layout)), tuple(spans)
+
+
+def _continued(found: Lengths, low: Layout, high: Layout) -> _Moments:
+    """By events, of the micro-batches that the two layouts stand for."""
+    (before, _), (after, _) = (_by_events(layout, 1, None, False) for layout in (low, high))
+    return _Moments(
+        pipeline=found.continued(before.pipeline, after.pipeline),
+        synced=found.continued(before.synced, after.synced),
+        finished=found.continued(before.finished, after.finished),
+    )
 
 
 def _update_seconds(layout: Layout) -> float:

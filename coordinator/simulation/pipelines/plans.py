@@ -138,12 +138,14 @@ def simulate(
     transport: Transport | None = None,
     overlap: bool | None = None,
     timeline: bool = False,
+    continued: bool = False,
 ) -> SimulationResult:
     """Simulate `iterations` iterations of `plan` on the devices of `problem`.
 
     `emulation` adds its stalls before every forward and backward (worker = replica) and multiplies the seconds of
     device d by its factor d. Without one, all iterations are alike. Links without sharing are computed by a longest
-    path (milliseconds), shared ones by events.
+    path (milliseconds), shared ones by events. `continued`: batches of thousands of micro-batches from shorter ones
+    (`coordinator.simulation.pipelines.steady`).
     """
     layout = layout_of(problem, plan, transport=transport, overlap=overlap)
     if not POLICIES.get(layout.sync).synchronous:
@@ -163,4 +165,4 @@ def simulate(
             def stall(replica: int, stage: int, draw: int) -> float:
                 return found.stall(replica, draw, stage=stage)
 
-    return simulate_layout(layout, iterations=iterations, stall=stall, timeline=timeline)
+    return simulate_layout(layout, iterations=iterations, stall=stall, timeline=timeline, continued=continued)
