@@ -211,6 +211,7 @@ class Round:
         finished = sync.finish()
         self._go_on_with(sync.members)
         average_statistics(engine.assembly.statistics, self.ranks, self._averaging(finished))
+        progress.optimizer_steps = self._steps_seen()
         if not finished:
             self._checkpoint()
             reason = stop.reason or "requested by another rank"
@@ -292,6 +293,14 @@ class Round:
             result = self.engine.step(batches, rate, None if self.engine.together else self.sync)
         self.sync.after_step(result.predictions)
         return result
+
+    def _steps_seen(self) -> int:
+        """Steps that this replica's moments have seen: those since they were last reset, where its policy does that."""
+        counted = self.progress.optimizer_steps
+        if self.engine.together or self.setup.layout.sync.state_policy != "reset":
+            return counted
+        here = state.steps_seen(self.engine.optimizer, self.engine.parts, counted)
+        return min(steps for replica, steps in gather(self.ranks, [self.replica, here]) if replica == self.replica)
 
     def _averaging(self, finished: bool) -> dist.ProcessGroup | None:
         """The ranks whose running statistics are averaged: all, or before the end those with the same weights."""

@@ -236,3 +236,18 @@ def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[
     for policy in policies:
         report = read_report(tmp_path / policy / "out")
         assert report.loss_returned < report.loss_received, policy
+
+
+@pytest.mark.slow
+def test_moments_that_a_policy_has_reset_begin_the_next_round_as_new_ones(tmp_path: Path):
+    """Zero moments that count as old ones make a step of another length, by Adam's correction for bias."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    sync = sync_of("local", every=2, optimizer_state="reset")
+    training: dict[str, Any] = {"layout": LAYOUTS["plain"], "sync": sync, "steps": 4, "beta2": 0.999}
+    first = arguments(tmp_path / "kept", model, dataset, **training)
+    first[first.index("--out") + 1] = str(tmp_path / "first")
+    cases = [("first", first)]
+    cases += [(name, arguments(tmp_path / name, model, dataset, 1, **training)) for name in ("kept", "new")]
+    rounds(2, cases)
+    assert json.loads((tmp_path / "kept/state/round-1/state.json").read_text())["optimizer_steps"] == 0
+    assert largest_difference(tmp_path / "kept/out", tmp_path / "new/out") == 0.0

@@ -192,6 +192,12 @@ def load_moments(
             state["step"].fill_(float(steps))
 
 
+def steps_seen(optimizer: Optimizer, parts: Sequence[LocalShard], counted: int) -> int:
+    """Steps that the moments held here have seen, of those that were `counted`; these where no moment counts them."""
+    found = [float(held["step"]) for part in parts if "step" in (held := optimizer.state.get(part.tensor, {}))]
+    return min(counted, round(max(found))) if found else counted
+
+
 def publish(
     path: Path,
     ranks: Ranks,
