@@ -43,15 +43,17 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     """Two models (this round's, and the next one arriving), one update, and the state as a round ends.
 
     As a round ends the state before it and the new one are there: two times AdamW's moments, with the walks where
-    drift is corrected (and a third time after an update that was not used); or the state before it and
-    a checkpoint in the middle of the round (master weights and moments) of a job that ran out of time. `sending`: the
-    encoding of received models: as one arrives, its message and the two models that are kept are there beside it.
+    drift is corrected (and a third time after an update that was not used); beside them until the update is complete
+    the checkpoint in the middle of the round (master weights and moments) of a job that ran out of time, and, where
+    jobs are told when to save, the older one that it takes the place of. `sending`: the encoding of received models: as
+    one arrives, its message and the two models that are kept are there beside it.
     """
     trained = model.trained(training)
     state = moments_bytes(model, training)
     walk = WALK_BYTES if training.drift_correction else 0
     moments = state if training.keep_optimizer else 0
     paused = state + (MASTER_BYTES - walk) * trained
+    again = paused if training.limits.seconds or training.limits.save_every else 0
     moments_sent = model.moments(training)
     update = model.written(training)
     encoded = training.encoding != "full"
@@ -68,7 +70,7 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
             "residuals": 2 * MASTER_BYTES * trained if encoded else 0,
             "optimizer state": moments,
             "state of the walk that is corrected by": moments if walk else 0,
-            "state of a round that ends or pauses": max(moments, paused),
+            "state of a round that ends or pauses": paused + max(moments, again),
         }
     )
 

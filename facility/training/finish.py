@@ -72,6 +72,8 @@ def finish_round(round: Round) -> None:
         writes=round.writes,
     )
     write_update(update, lambda to: add_files(round, figures, to, {name: shape for name, _, shape in tensors}))
+    if round.ranks.first:
+        state.drop_checkpoint(request.state)
 
 
 def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict[str, tuple[int, ...]]) -> None:

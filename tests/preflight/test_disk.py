@@ -19,7 +19,7 @@ from coordinator.memory.need import needed_bytes
 from coordinator.preflight.cost import check_link
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
 from coordinator.rounds.verification import averaged_as_encoded, averages_encoded
-from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.layout import LimitSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.probe import disk
 from tests.federations import write_federation
@@ -30,7 +30,9 @@ MODEL = ModelFigures(parameters=P, bytes=2 * P, vocabulary=50, positions=0, hidd
 
 
 def test_a_facility_holds_two_models_an_update_a_state_and_what_a_round_writes_at_its_end():
-    assert facility_disk(MODEL, TrainingSettings()).bytes == 2 * 2 * P + 2 * P + 8 * P + 12 * P
+    assert facility_disk(MODEL, TrainingSettings()).bytes == 2 * 2 * P + 2 * P + 8 * P + (8 + 12) * P
+    limited = TrainingSettings(limits=LimitSettings(seconds=60))
+    assert facility_disk(MODEL, limited).bytes == 2 * 2 * P + 2 * P + 8 * P + 2 * 12 * P
     without = TrainingSettings(keep_optimizer=False)
     assert facility_disk(MODEL, without).bytes == 2 * 2 * P + 2 * P + 12 * P
     message = P + 4 * P // 256
@@ -52,7 +54,7 @@ def test_an_optimizers_state_follows_from_the_shapes():
         training = TrainingSettings(optimizer=name)
         disk = facility_disk(model, training)
         assert disk.parts["optimizer state"] == state, name
-        assert disk.bytes == 2 * 2 * P + 2 * P + state + (4 * P + state), name
+        assert disk.bytes == 2 * 2 * P + 2 * P + state + (4 * P + state) + state, name
         needed = needed_bytes(model, training, 10, 1)
         assert needed - needed_bytes(model, TrainingSettings(), 10, 1) == state - 8 * P, name
     assert facility_disk(MODEL, TrainingSettings(optimizer="muon")).parts["optimizer state"] == 8 * P
@@ -61,7 +63,7 @@ def test_an_optimizers_state_follows_from_the_shapes():
 def test_correcting_drift_takes_a_walk_with_every_state_and_a_byte_a_parameter_with_every_model():
     plain, drift = TrainingSettings(), TrainingSettings(drift_correction=True)
     more = facility_disk(MODEL, drift).bytes - facility_disk(MODEL, plain).bytes
-    assert more == 2 * P + 4 * P + (8 + 4) * P  # models, the state before, and the one that the mean holds
+    assert more == 2 * P + 4 * P + (8 + 4) * P + 4 * P  # models, the state before, the one that the mean holds, the new
     there = [coordinator_disk(MODEL, {"a": one}, rule="mean", rounds=5, keep_rounds=2).bytes for one in (plain, drift)]
     assert there[1] - there[0] == (2 + 1) * P + 2 * 4 * P
     assert MODEL.mean_walk(drift) == P and MODEL.mean_walk(plain) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import time
 from pathlib import Path
@@ -13,6 +14,9 @@ from facility.exchange.messages.layout import LimitSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import read_report
+from facility.rounds.sealed import check_kept, flaw, seal
+from facility.training import finish
+from facility.training.state import state
 from facility.training.stop import Stop
 from tests.training.federation import largest_difference, started, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
@@ -57,6 +61,48 @@ def test_each_schedulers_warning_stops_before_the_next_step(number: signal.Signa
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
+
+
+def test_what_was_saved_in_a_round_stays_until_its_update_is_complete(
+    tmp_path: Path, pico_llama: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A job that is killed as it writes the update, or finds the disk full, does not lose the steps of those before."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stopped = arguments(tmp_path, pico_llama, dataset, limits={"stop_after": 2})
+    rounds_in([("stopped", stopped)], expect=Outcome.CHECKPOINTED)
+    with monkeypatch.context() as context:
+        context.setattr(finish, "write_update", full)
+        rounds_in([("full", arguments(tmp_path, pico_llama, dataset))], expect=None)
+    assert (tmp_path / "state/round-0").is_dir() and not (tmp_path / "out").exists()
+    assert "resuming after step 2" in rounds_in([("again", arguments(tmp_path, pico_llama, dataset))])["again"][0]
+    assert not (tmp_path / "state/paused").exists()
+
+
+def test_a_kill_as_one_state_takes_the_place_of_another_leaves_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """To remove the old one takes seconds where it is large, and a scheduler's kill comes when it comes."""
+
+    def killed(directory: Path, **_: object) -> None:
+        if directory.is_dir():
+            (directory / "model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    for name in ("paused", "paused.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+        seal(tmp_path / name)
+    monkeypatch.setattr(state.shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        state.replace_directory(tmp_path / "paused", tmp_path / "paused.new")
+    assert (tmp_path / "paused/model.safetensors").read_text() == "paused.new"
+    assert not flaw(tmp_path / "paused") and check_kept(tmp_path, 0) == []
+    monkeypatch.undo()
+    state.drop_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dataset: Path):

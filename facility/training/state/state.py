@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,12 +22,12 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.checksum import Checksum
-from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.durable import fsync_directory, new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.kept import latest_before
-from facility.rounds.sealed import seal
+from facility.rounds.sealed import SEAL, seal
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.shards import LocalShard, load_shards
@@ -36,6 +37,8 @@ FORMAT = 1
 PAUSE_FORMAT = 2
 NAME = "state.json"
 PAUSED = "paused"
+NEW, OLD = ".new", ".old"
+"""Ends of the names of directories that take another one's place, or gave theirs away."""
 Shapes = dict[str, tuple[int, ...]]
 """Every trained parameter of the whole model, by name on disk."""
 
@@ -218,17 +221,36 @@ def publish(
         barrier(ranks)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + ".new")
-    shutil.rmtree(new, ignore_errors=True)
+    new = path.with_name(path.name + NEW)
+    discard(new)
     with new_directory(new) as temporary:
         broadcast(ranks, str(temporary))
         hashed = create_files(temporary, slots, headers if tensors else {}, Checksum)
         known = write_mine(temporary, hashed if ranks.world == 1 else None)
         write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
         seal(temporary, known)
-    shutil.rmtree(path, ignore_errors=True)
-    os.rename(new, path)
+    replace_directory(path, new)
     barrier(ranks)
+
+
+def replace_directory(path: Path, new: Path) -> None:
+    """Put the complete directory `new` in the place of `path`, which is removed afterwards.
+
+    To remove what is large takes seconds, in which a scheduler may kill: before, it would be neither here nor there.
+    """
+    old = path.with_name(path.name + OLD)
+    discard(old)
+    with suppress(FileNotFoundError):
+        os.rename(path, old)
+    os.rename(new, path)
+    fsync_directory(path.parent)
+    discard(old)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory of the state; the seal first, so that what a kill leaves of it is not taken for damaged."""
+    (directory / SEAL).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def save_state(
@@ -256,13 +278,18 @@ def save_state(
         mine = [part for part in held if writes and not part.copy]
     publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
     if ranks.first:
-        shutil.rmtree(directory / PAUSED, ignore_errors=True)
         before = latest_before(directory, state.round)
         begun = state.round if before is None else int(before.name.removeprefix("round-"))
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
-            match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+)?", other.name)
+            match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?", other.name)
             if match and int(match[1]) not in (begun, state.round - 1, state.round, needed):
-                shutil.rmtree(other, ignore_errors=True)
+                discard(other)
+
+
+def drop_checkpoint(directory: Path) -> None:
+    """Remove the mid-round checkpoint of a round that is complete, its update included."""
+    for name in (PAUSED, f"{PAUSED}{OLD}", f"{PAUSED}{NEW}"):
+        discard(directory / name)
 
 
 def save_checkpoint(
