@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, A, B, is_adapter, saves, targeted
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, open_checkpoint
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
+from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
@@ -94,8 +95,11 @@ class ModelFigures:
         return found
 
     def written(self, training: TrainingSettings) -> int:
-        """Bytes of an update as the trainer writes it."""
-        return self.trained(training) * BYTES[training.export_dtype]
+        """Bytes of an update as the trainer writes it: what is frozen in the model's own dtype, where that is wider."""
+        item = BYTES[training.export_dtype]
+        wider = {name: ITEM_BYTES[dtype] - item for name, dtype in self.dtypes.items() if ITEM_BYTES[dtype] > item}
+        frozen = [] if training.lora.rank else [name for name in wider if matches(name, training.freeze)]
+        return self.trained(training) * item + sum(math.prod(self.shapes[name]) * wider[name] for name in frozen)
 
     def received(self, training: TrainingSettings) -> int:
         """Bytes of a model as a facility receives it: with adapters in it, or these alone where it has the base."""

@@ -59,8 +59,8 @@ def finish_round(round: Round) -> None:
     figures = measure(round)
     if walked is not None:
         figures["details"][drift.KEY] = walked.to_json()
-    adapters = held.shapes if request.training.lora.rank else None
-    tensors = outgoing_tensors(inputs.checkpoint, adapters, request.training.export_dtype)
+    adapters, dtype = bool(request.training.lora.rank), request.training.export_dtype
+    tensors = outgoing_tensors(inputs.checkpoint, held.shapes, held.names, dtype, adapters=adapters)
     update = Outgoing(
         request=request,
         checkpoint=inputs.checkpoint,

@@ -13,11 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from coordinator.memory.figures import model_figures
 from facility.dataset import DatasetManifest, SplitEntry
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.checkpoints.families import FROM_PADDING, most_positions
 from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.report import read_report
+from facility.exchange.messages.settings import TrainingSettings
 from facility.training.model import positions_in
 from tests.pico import pico_config, save_pico
 from tests.training.families import save_tiny
@@ -192,6 +194,28 @@ def test_frozen_parameters_stay_as_received(tmp_path: Path):
         still = name.startswith(("model.embed_tokens", "model.layers.0.", "model.layers.1."))
         assert before[name].equal(after[name]) == still, name
     assert largest_difference(tmp_path / "one/out", tmp_path / "pipeline/out") < 1e-5
+
+
+def test_what_is_frozen_is_not_rounded_to_a_narrower_export(tmp_path: Path):
+    """It would be averaged as a step, and a server optimizer would move it on in every round.
+
+    A tied head, and experts that are one parameter in memory and several on disk.
+    """
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 2}
+    MixtralForCausalLM(MixtralConfig(**sizes, **heads, tie_word_embeddings=True)).save_pretrained(tmp_path / "model")
+    dataset, model, frozen = write_dataset(tmp_path / "data"), tmp_path / "model", ["model.layers.0.*"]
+    half = {"export_dtype": "bfloat16", "freeze": frozen, "steps": 1}
+    rounds_in([("one", arguments(tmp_path / "one", model, dataset, **half))])
+    before, after = weights(model), weights(tmp_path / "one/out")
+    for name, tensor in after.items():
+        still = name.startswith("model.layers.0.")
+        assert tensor.dtype == (torch.float32 if still else torch.bfloat16), name
+        assert tensor.float().equal(before[name].to(tensor.dtype).float()) == still, name
+    figures = model_figures(model)
+    assert figures.written(TrainingSettings(freeze=frozen)) == sum(tensor.nbytes for tensor in after.values())
 
 
 @pytest.mark.slow

@@ -74,7 +74,7 @@ class TrainingSettings:
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of forward and backward; master weights are float32 always."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Dtype of the update that travels."""
+    """Dtype of the update that travels; what is frozen keeps the dtype that it was received in, but under float32."""
     ranks: Positive[int] = 1
     """Processes per node when no scheduler says; a scheduler's own count wins."""
     threads: NonNegative[int] = 0

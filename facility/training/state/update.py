@@ -13,10 +13,11 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.adapters import write_adapter_config
-from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.checkpoints.delta import as_message
+from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
@@ -199,13 +200,25 @@ def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) ->
 
 
 def outgoing_tensors(
-    checkpoint: Checkpoint, adapters: dict[str, tuple[int, ...]] | None, export_dtype: str
+    checkpoint: Checkpoint, trained: dict[str, tuple[int, ...]], names: Names, export_dtype: str, *, adapters: bool
 ) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(name, dtype, shape) of everything the update holds: the received tensors by their names, or adapters alone."""
+    """(name, dtype, shape) of everything the update holds: the received tensors by their names, or `adapters` alone.
+
+    `trained`: shapes of what is trained. What is not stays as received, also where the export's dtype is narrower: its
+    rounding would be averaged, and moved by a server optimizer, as if it were a step.
+    """
     dtype = DTYPES[export_dtype]
-    if adapters is not None:
-        return [(name, dtype, shape) for name, shape in sorted(adapters.items())]
-    return [(n, dtype if e.dtype in FLOATS else e.dtype, e.shape) for n, e in checkpoint.tensors.items()]
+    if adapters:
+        return [(name, dtype, shape) for name, shape in sorted(trained.items())]
+    pieces = names.conversion.pieces
+    changed = {tensor for name in trained for tensor in (pieces[name].tensors if name in pieces else (name,))}
+    changed |= {name for name, source in names.repeats.items() if source in trained}
+
+    def sent_as(entry: TensorEntry) -> str:
+        stays = entry.name not in changed and not is_running_statistic(entry.name) and dtype != "F32"
+        return entry.dtype if stays or entry.dtype not in FLOATS else dtype
+
+    return [(name, sent_as(entry), entry.shape) for name, entry in checkpoint.tensors.items()]
 
 
 def write_evaluation(
