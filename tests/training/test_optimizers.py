@@ -5,17 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from facility.exchange.checkpoints.moments import FIRST, FULL, Moment, write_moments
+from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import optimizer_of
 from facility.training.shards import LocalShard, shard_of
+from facility.training.state import moments, second_moments
 from facility.training.state.second_moments import SECOND
-from facility.training.state.state import kept_of, moments_of
+from facility.training.state.state import count_alike, kept_of, moments_of
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
@@ -173,3 +178,42 @@ def test_a_round_with_muon_goes_on_where_it_stopped_under_another_layout(tmp_pat
     rounds_in([("stopped", stopped)], expect=Outcome.CHECKPOINTED)
     rounds_in([("stopped", arguments(tmp_path / "stopped", model, dataset, **muon))], ranks=2)
     assert largest_difference(tmp_path / "quiet" / "out", tmp_path / "stopped" / "out") < 1e-5
+
+
+@pytest.mark.parametrize("form", ["factors", "full"])
+def test_a_parameter_that_no_moments_came_for_begins_like_a_new_one(form: Any, tmp_path: Path):
+    """A facility that has none of its own takes over the others' count of steps with their moments: where there are
+    none, zero moments of a thousand steps made steps several times too long. What is kept has one count for all."""
+    parts, plain = shards(), shards()
+    save_file({part.name: part.tensor.detach() for part in parts}, tmp_path / "model.safetensors")
+    settings = TrainingSettings(beta2=0.999, optimizer_state="shared", optimizer_state_form=form, first_moments="mean")
+    optimizer = optimizer_of(parts, settings)
+    factors, came = {"norm": Factors(np.ones(7, np.float32), None)}, {"norm"}
+    first = ones([Moment(name=name, form=FIRST, shape=shape) for name, shape in SHAPES.items()])
+    if form == "full":
+        wide = Moment(name="layer.wide.weight", form=FULL, shape=SHAPES["layer.wide.weight"])
+        write_moments(tmp_path, {wide: lambda _, n: np.ones((n, 9), np.float32)} | first, steps=1000)
+        came |= {wide.name}
+    else:
+        write_moments(tmp_path, first, steps=1000)
+    write_factors(tmp_path, factors, steps=1000)
+    seen, _ = second_moments.take_over(tmp_path, optimizer, parts, beta2=0.999, steps=0)
+    assert moments.take_over(tmp_path, optimizer, parts, settings, steps=seen) == 1000
+    steps(optimizer, [part.tensor for part in parts], count=2)
+    steps(new := optimizer_of(plain, settings), [part.tensor for part in plain], count=2)
+    for one, other in zip(parts, plain, strict=True):
+        assert torch.equal(one.tensor, other.tensor) == (one.name not in came), one.name
+    before = {id(part): {kind: value.clone() for kind, value in optimizer.state[part.tensor].items()} for part in parts}
+    count_alike(optimizer, parts, 1002)
+    for part in parts:
+        state, had = optimizer.state[part.tensor], before[id(part)]
+        assert float(state["step"]) == 1002
+        for kind, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.999)):
+            corrected = had[kind] / (1 - beta ** float(had["step"]))
+            torch.testing.assert_close(state[kind] / (1 - beta**1002), corrected)
+    count_alike(new, plain, 2)
+    assert all(float(new.state[part.tensor]["step"]) == 2 for part in plain)
+
+
+def ones(found: list[Moment]) -> dict[Moment, Any]:
+    return {m: lambda _, n, w=m.width: np.ones((n, w), np.float32) for m in found}

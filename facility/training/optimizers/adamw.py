@@ -57,3 +57,18 @@ def moments_of(state: dict[str, Any], part: LocalShard) -> list[LocalShard]:
         for moment in MOMENTS:
             state[moment] = torch.zeros_like(part.tensor)
     return [dataclasses.replace(part, name=f"{m}.{part.name}", tensor=state[m]) for m in MOMENTS]
+
+
+@torch.no_grad()
+def even_out(state: dict[str, Any], betas: Sequence[float], steps: int) -> None:
+    """Make the moments of a parameter that has seen fewer steps those of so many: corrected for bias they are the same.
+
+    A state directory has one count for all parameters. Some have seen fewer steps: one that began later, or that had no
+    gradient in some.
+    """
+    seen = float(state["step"])
+    if not 0 < seen < steps:
+        return
+    for moment, beta in zip(MOMENTS, betas, strict=True):
+        state[moment].mul_((1 - beta**steps) / (1 - beta**seen))
+    state["step"].fill_(float(steps))

@@ -106,7 +106,7 @@ def take_over(
 
     Only those that the settings ask for. A facility without state of its own (`steps` is 0) begins with the others'
     second moments and step count, as with row and column means; its first moments begin at zero where it has no second
-    ones, which would be too small for them.
+    ones, which would be too small for them, and such a parameter counts its steps from zero.
     """
     if not has_moments(model):
         return steps
@@ -117,13 +117,17 @@ def take_over(
     if own == 0:
         return 0
     for part in parts:
-        for held in optimizer.shards(part):
+        rows, state = optimizer.shards(part), optimizer.state[part.tensor]
+        if "step" in state:
+            second = found.moments.get((part.name, False)) if shared else None
+            if second is None and not float(state["step"]):
+                continue
+            state["step"].fill_(float(own))
+        for held in rows:
             kind = held.name.partition(".")[0]
             moment = found.moments.get((part.name, kinds[kind])) if kind in kinds else None
             if moment is not None and held.tensor.numel():
                 count = len(held.tensor) if part.shape else 1
                 values = found.whole(moment, part.first, count) * np.float32(1.0 - decay(training, kind) ** own)
                 held.tensor.copy_(torch.from_numpy(values).reshape(held.tensor.shape))
-        if "step" in (state := optimizer.state[part.tensor]):
-            state["step"].fill_(float(own))
     return own

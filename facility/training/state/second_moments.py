@@ -95,8 +95,8 @@ def take_over(
     and a reason.
 
     A facility without state of its own (`steps` is 0) begins with the others' step count, since a zero step count would
-    make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own, and
-    Muon's matrices have none.
+    make AdamW divide the shared moments by 1 - beta2. Parameters that the model brings none for keep their own, or
+    begin anew where there are none either, and Muon's matrices have none.
     """
     if not has_factors(model):
         return steps, "the model brings no second moments: this facility's own are used"
@@ -106,9 +106,10 @@ def take_over(
         if SECOND not in optimizer.kept(part.name, part.shape):
             continue
         optimizer.shards(part)
-        state = optimizer.state[part.tensor]
-        state["step"] = torch.tensor(float(own), device=part.tensor.device)
-        if (one := factors.get(part.name)) is not None and part.tensor.numel():
+        state, one = optimizer.state[part.tensor], factors.get(part.name)
+        if one is not None or steps:
+            state["step"] = torch.tensor(float(own), device=part.tensor.device)
+        if one is not None and part.tensor.numel():
             values = one.rebuilt(part.first, len(part.tensor) if part.shape else 1) * np.float32(1.0 - beta2**own)
             state[SECOND].copy_(torch.from_numpy(values).reshape(part.tensor.shape))
     return own, f"second moments of {len(factors)} parameters came with the model"

@@ -28,6 +28,7 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.kept import latest_before
 from facility.rounds.sealed import SEAL, seal
+from facility.training.optimizers.adamw import even_out
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.shards import LocalShard, load_shards
@@ -195,6 +196,16 @@ def load_moments(
             state["step"].fill_(float(steps))
 
 
+def count_alike(optimizer: Optimizer, parts: Sequence[LocalShard], steps: int) -> None:
+    """Let Adam's moments of every parameter held here be those of `steps` steps."""
+    betas = {
+        id(tensor): group["betas"] for group in optimizer.param_groups for tensor in group["params"] if "betas" in group
+    }
+    for part in parts:
+        if id(part.tensor) in betas and "step" in (held := optimizer.state.get(part.tensor, {})):
+            even_out(held, betas[id(part.tensor)], steps)
+
+
 def steps_seen(optimizer: Optimizer, parts: Sequence[LocalShard], counted: int) -> int:
     """Steps that the moments held here have seen, of those that were `counted`; these where no moment counts them."""
     found = [float(held["step"]) for part in parts if "step" in (held := optimizer.state.get(part.tensor, {}))]
@@ -273,6 +284,7 @@ def save_state(
     tensors, mine = [], []
     if optimizer is not None:
         kept = kept_of(optimizer, vectors)
+        count_alike(optimizer, parts, state.optimizer_steps)
         tensors = [(f"{kind}.{name}", whole) for name, shape in shapes.items() for kind, whole in kept(name, shape)]
         held = [*moments_of(optimizer, parts), *pieces_of(parts, vectors)]
         mine = [part for part in held if writes and not part.copy]
@@ -316,6 +328,7 @@ def save_checkpoint(
         for name, shape in shapes.items()
         for kind, whole in [*kept(name, shape), ("weight", shape)]
     ]
+    count_alike(optimizer, parts, pause.replicas[replica].optimizer_steps)
     running = weights_of(statistics)
     tensors += [(f"replica-{number}.{p.name}", p.shape) for number in range(len(pause.replicas)) for p in running]
     mine = []
