@@ -20,7 +20,7 @@ from firecrest.FirecrestException import ClientsCredentialsException, FirecrestE
 from firecrest.v2 import Firecrest
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.config.firecrest import HERE
+from coordinator.config.notifying import is_private_address
 from coordinator.streamflow_plugin.bounded_http import (
     ANSWER_BYTES,
     ANSWER_SECONDS,
@@ -137,8 +137,12 @@ class Api:
         return client
 
     def _check_request(self, request: httpx.Request) -> None:
-        """Nothing goes over an open line, be it to a staging address that the server names."""
-        if request.url.scheme != "https" and not self.url.startswith(HERE):
+        """Nothing goes over an open line, be it to a staging address that the server names.
+
+        A server on this machine may name addresses on this machine without https; no other server may.
+        """
+        here = self.url.startswith("http://") and is_private_address(str(request.url))
+        if request.url.scheme != "https" and not here:
             raise httpx.UnsupportedProtocol(f"FirecREST names an address without https at {request.url.host}")
 
     def _bound(self, response: httpx.Response) -> None:
