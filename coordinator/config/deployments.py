@@ -14,8 +14,6 @@ StreamFlow's own connectors, stacked with `wraps`. Host keys are always checked,
 from __future__ import annotations
 
 import difflib
-import importlib.util
-import json
 import re
 import shlex
 from dataclasses import field, replace
@@ -25,6 +23,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, WithJsonSchema
 
 from coordinator.config.firecrest import API, FIRECREST, FirecrestAccess
+from coordinator.config.options import check_fill, check_options
 from coordinator.schedulers.none import MARK
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
@@ -35,7 +34,7 @@ from facility.exchange.messages.template_inheritance import find_template, read_
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
-HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]+\](:\d{1,5})?")
+HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(:(\d{1,5}))?|\[[0-9A-Fa-f:.]+\](:(\d{1,5}))?")
 USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 WORKDIR = re.compile(r"/[A-Za-z0-9_./@%+=:,-]*")
 QUEUES = tuple(sorted(one.name for one in schedulers().values() if isinstance(one, BatchScheduler)))
@@ -52,7 +51,6 @@ def _kind(value: str) -> str:
 
 
 Kind = Annotated[str, AfterValidator(_kind), WithJsonSchema({"type": "string", "enum": list(KINDS)})]
-SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 GATED = ("ssh", "slurm", "pbs", "flux")
 """Kinds of deployment that a gate can stand before (`facility.gating.queue`)."""
 GATE, SYSTEM = "gate", "system-ssh"
@@ -76,10 +74,13 @@ class Connection:
     """File on this machine that holds the key's passphrase; better: ssh-agent."""
 
     def __post_init__(self) -> None:
-        if self.host and not HOST.fullmatch(self.host):
+        found = HOST.fullmatch(self.host)
+        if self.host and not found:
             raise ConfigurationError(
                 f"host is {self.host!r}, expected a name or address, with :port if need be", key="host"
             )
+        if found and (port := found[2] or found[4]) and not 1 <= int(port) <= 65535:
+            raise ConfigurationError(f"host is {self.host!r}, expected a port of 1 to 65535", key="host")
         if self.user and not USER.fullmatch(self.user):
             raise ConfigurationError(f"user is {self.user!r}, expected a login name", key="user")
         if "PRIVATE KEY" in self.key or "\n" in self.key:
@@ -190,6 +191,7 @@ class Deployment(Connection):
                 "(StreamFlow does not quote it)",
                 key="workdir",
             )
+        check_fill(self.fill)
         self._check_firecrest()
         if self.ssh == "system":
             self._check_system_ssh()
@@ -208,7 +210,7 @@ class Deployment(Connection):
         if self.type in QUEUES and not self.template and not self.gate:
             raise ConfigurationError(f"template is missing, expected for instance `template: {self.type}`", key="type")
         if self.type in QUEUES:
-            _check_options(self.type, self.options)
+            check_options(self.type, self.options)
         elif self.options:
             raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
 
@@ -329,39 +331,3 @@ def _ssh(deployment: Deployment) -> dict[str, Any]:
 def _home(path: str) -> str:
     """A path on this machine; `~` is expanded, since StreamFlow may run with another HOME."""
     return str(Path(path).expanduser()) if path else ""
-
-
-def _check_option(name: str, value: Any) -> None:
-    """Reject values that a shell would not read as one plain word: StreamFlow writes options into a command line."""
-    values = [*value, *value.values()] if isinstance(value, dict) else value
-    for one in values if isinstance(values, list) else [values]:
-        if not isinstance(one, str | int | float):
-            raise ConfigurationError(f"options.{name} is {one!r}, expected text or a number", key=f"options.{name}")
-        if found := SHELL.search(str(one)):
-            raise ConfigurationError(
-                f"options.{name} is {one!r}, expected plain text; {found[0]!r} means something to the shell",
-                key=f"options.{name}",
-            )
-
-
-def _check_options(kind: str, options: dict[str, Any]) -> None:
-    """Reject options that are not in the schema of StreamFlow's connector."""
-    found = importlib.util.find_spec("streamflow")
-    if found is None or not found.submodule_search_locations:
-        return  # checked where StreamFlow is installed
-    folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
-    schema = folder / f"{kind}.json"
-    known = json.loads(schema.read_text())["$defs"]["service"]["properties"] if schema.is_file() else {}
-    for name, value in options.items():
-        _check_option(name, value)
-        if name in ("file", "jobName"):
-            raise ConfigurationError(f"options.{name} is set by CrossFed itself; remove it", key=f"options.{name}")
-        if isinstance(value, dict) != (known.get(name, {}).get("type") == "object"):
-            expected = "text or a number" if isinstance(value, dict) else 'a mapping such as {walltime: "02:00:00"}'
-            raise ConfigurationError(f"options.{name} is {value!r}, expected {expected}", key=f"options.{name}")
-        if name not in known:
-            close = difflib.get_close_matches(str(name), known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ConfigurationError(
-                f"options.{name} is not an option of StreamFlow's {kind} connector{hint}", key=f"options.{name}"
-            )

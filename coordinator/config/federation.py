@@ -32,6 +32,7 @@ from coordinator.config.compatibility import (
 )
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
+from coordinator.config.groups import KEY as GROUPS
 from coordinator.config.groups import without_groups
 from coordinator.config.masked_moments import obstacle
 from coordinator.config.notifying import NotifySettings
@@ -55,7 +56,7 @@ from facility.exchange.messages.comparison import GLOBAL
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
-from facility.exchange.validation import NonNegative, parse, validated
+from facility.exchange.validation import NonNegative, parse, unknown_key, validated
 
 BLANK = re.compile(r"<[^<>]+>")
 """What `crossfed init` leaves where the user has to write."""
@@ -222,6 +223,7 @@ def _build(lined: Lined) -> Federation:
     if empty := [path for path, text in lined.texts() if BLANK.fullmatch(text)]:
         places = ", ".join(f"{path} (line {lined.lines[path]})" for path in empty)
         raise lined.error(f"{len(empty)} value(s) in <angle brackets> are still to be filled in: {places}", empty[0])
+    _check_keys(data)
     data = dict(data)
     defaults = data.get("training") or {}
     parse(TrainingSettings, defaults, where="training")  # so that an error in them has their own line
@@ -272,6 +274,16 @@ def _build(lined: Lined) -> Federation:
             raise lined.error(f"{key}: secure aggregation runs commands at a login node; FirecREST gives none", key)
     _ = federation.ahead  # raises where it cannot work
     return federation
+
+
+def _check_keys(data: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` for an unknown key of the file itself, then for one that is not there."""
+    known = [field.name for field in dataclasses.fields(FederationFile)]
+    for key in data:
+        if key not in (*known, GROUPS):
+            raise unknown_key(FederationFile, [key], "", None)
+    if absent := [key for key in ("name", "model", "rounds", "facilities") if key not in data]:
+        raise ConfigurationError(f"{', '.join(absent)} missing, expected name, model, rounds and facilities")
 
 
 def _chosen(federation: Federation, given: dict[str, Any], given_training: list[dict[str, Any]]) -> Federation:

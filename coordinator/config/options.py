@@ -1,4 +1,4 @@
-"""`deployment.options` and `deployment.fill`: values that reach StreamFlow's command lines and a job's script as typed."""
+"""`deployment.options` and `deployment.fill`: values for StreamFlow's command lines and a job's script."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, Validatio
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.field_texts import field_text
-from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, limits
+from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -47,6 +47,12 @@ RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
 
 EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
 """Numbers such as 1e-4, which YAML 1.1 reads as text."""
+
+
+NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d+)?")
+SPELLING = 0.8
+"""Likeness from which on a key is taken for another one of its section, rather than for one of a section below."""
+BOOLEANS = ("true", "false", "yes", "no", "on", "off")
 
 
 def _float(value: Any) -> Any:
@@ -163,7 +169,7 @@ def _translated(
     path, first = min(unknown or deepest, key=lambda pair: _place(pair[0], raw))
     name, what = dotted(path, where), first["type"]
     if unknown:
-        return _unknown_key(kind, path, where, file)
+        return unknown_key(kind, path, where, file)
     if what == "missing":
         absent = [str(one["loc"][-1]) for at, one in deepest if one["type"] == "missing" and at == path]
         holder = dataclass_at(kind, path)
@@ -172,8 +178,25 @@ def _translated(
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigurationError):
         return _refused(raised, kind, path, where, file)
-    expected = str(raised) if raised is not None else _expected(what, first["input"], hint_at(kind, path))
+    hint = hint_at(kind, path)
+    expected = (
+        str(raised) if raised is not None else _expected(what, first["input"], hint) + _quotes(hint, first["input"])
+    )
     return ConfigurationError(f"{name} is {first['input']!r:.60}, {expected}", file=file, key=name)
+
+
+def _quotes(hint: Any, value: Any) -> str:
+    """What quotes would change, where text was expected and YAML read something else, or the other way round."""
+    words = allowed(hint).split(" or ")
+    if "str" in words and isinstance(value, bool):
+        return ": put it between quotes, since YAML takes yes, no, on and off for true and false"
+    if "str" in words and isinstance(value, int | float):
+        return ": put it between quotes"
+    if "bool" in words and isinstance(value, str) and value.lower() in BOOLEANS:
+        return ": remove the quotes"
+    if isinstance(value, str) and NUMBER.fullmatch(value) and {word.split()[0] for word in words} & {"int", "float"}:
+        return ": remove the quotes"
+    return ""
 
 
 def _expected(what: str, value: Any, hint: Any) -> str:
@@ -185,13 +208,20 @@ def _expected(what: str, value: Any, hint: Any) -> str:
     return "expected " + ", ".join(filter(None, ["a finite number" if endless else allowed(hint), words]))
 
 
-def _unknown_key(kind: type, path: list[Any], where: str, file: Path | str | None) -> ConfigurationError:
+def unknown_key(kind: type, path: Sequence[Any], where: str, file: Path | str | None) -> ConfigurationError:
+    """The error for the key at `path`, which `kind` does not declare: what it may have been meant for."""
     name, key = dotted(path, where), str(path[-1])
     holder = dataclass_at(kind, path[:-1])
     known = [field.name for field in dataclasses.fields(holder)] if holder is not None else []  # type: ignore[arg-type]
-    return ConfigurationError(
-        f"unknown key {name!r};{close_to(key, known)} known keys are {', '.join(known)}", file=file, key=name
-    )
+    sections = {one: dataclass_at(holder, [one]) for one in known} if holder is not None else {}
+    below = [
+        repr(dotted([*path[:-1], one, key], where))
+        for one, section in sections.items()
+        if section is not None and key in hints(section)
+    ]
+    misspelt = difflib.get_close_matches(key, known, 1, SPELLING)
+    meant = f" did you mean {' or '.join(below)}?" if below and not misspelt else close_to(key, known)
+    return ConfigurationError(f"unknown key {name!r};{meant} known keys are {', '.join(known)}", file=file, key=name)
 
 
 def _refused(

@@ -14,6 +14,7 @@ import pytest
 
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.config.options import check_options
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import read_facility_settings
 from tests.federations import write_federation
@@ -91,7 +92,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
             (
                 "    dataset: /data/b\n",
                 "    dataset: /data/b\n    deployment:\n      type: slurm\n      host: h\n      workdir: /w\n"
-                f"      template: t.sh\n      options: {{comment: {value}}}\n",
+                f"      template: t.sh\n      options: {{account: {value}}}\n",
                 18,
                 words,
             )
@@ -198,10 +199,14 @@ def test_rounds_may_say_how_they_close(tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ('{resources: {walltime: "02:00:00", select: "2:ncpus=8"}, priority: 3}', ""),
+        ('{resources: {walltime: "02:00:00", select: "2:ncpus=8"}, priority: "3"}', ""),
         ('{resources: "walltime=02:00:00"}', "expected a mapping such as"),
         ("{resources: {walltime: {a: b}}}", "expected text or a number"),
         ("{destination: {a: b}}", "expected text or a number"),
+        ("{destination: 5}", "options.destination is 5, expected text: put it between quotes"),
+        ("{destination: on}", "options.destination is True, expected text: put it between quotes"),
+        ("{priority: 3}", "options.priority is 3, expected text: put it between quotes"),
+        ('{rerunnable: "yes"}', "options.rerunnable is 'yes', expected true or false"),
     ],
 )
 def test_options_have_the_form_that_streamflow_takes(tmp_path: Path, options: str, words: str):
@@ -213,3 +218,51 @@ def test_options_have_the_form_that_streamflow_takes(tmp_path: Path, options: st
             read_federation(file)
     else:
         assert read_federation(file).facilities[0].deployment.options["resources"]["walltime"] == "02:00:00"
+
+
+def test_a_whole_number_stands_without_quotes():
+    with pytest.raises(ConfigurationError, match="options.ntasks is '4', expected a whole number, without quotes"):
+        check_options("slurm", {"ntasks": "4"})
+    check_options("slurm", {"ntasks": 4, "nodes": "4", "exclusive": True, "overcommit": False})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("3.10", "fill.python is 3.1, expected text: put it between quotes, since a number is written without"),
+        ("on", "fill.python is True, expected text: put it between quotes, since YAML takes yes, no, on and off for"),
+        ("[a, b]", r"fill.python is \['a', 'b'\], expected text or a whole number"),
+        ("", "fill.python is None, expected text or a whole number"),
+    ],
+)
+def test_what_fills_a_template_is_what_was_typed(tmp_path: Path, value: str, words: str):
+    """`3.10` reached the job's script as 3.1, `on` as True."""
+    file = tmp_path / "federation.yml"
+    deployment = f"deployment: {{type: pbs, host: h, workdir: /w, template: pbs, fill: {{python: {value}}}}}"
+    file.write_text(f"name: a\nmodel: m\nrounds: 1\nfacilities:\n  - {{name: a, dataset: /d, {deployment}}}\n")
+    with pytest.raises(ConfigurationError, match=words):
+        read_federation(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "words"),
+    [
+        ("name: a\nmodel: m\nrounds: 1\nfacilties: []\n", 4, "unknown key 'facilties'; did you mean 'facilities'"),
+        ("name: a\nmodel: m\nfacilities: [{name: a, dataset: d}]\n", 1, "rounds missing, expected name, model"),
+        ("name: a\nmodel: m\nrounds: 1\nsteps: 5\n", 4, "unknown key 'steps'; did you mean 'training.steps'"),
+        ("name: a\nmodel: m\nrounds: 1\nfacilities: [{name: no, dataset: d}]\n", 4, "put it between quotes, since"),
+        ('name: a\nmodel: m\nrounds: "3"\nfacilities: [{name: a, dataset: d}]\n', 3, "remove the quotes"),
+        (
+            "name: a\nmodel: m\nrounds: 1\nfacilities:\n- {name: a, dataset: d, deployment: {type: ssh, host: 'h:0', "
+            "workdir: /w}}\n",
+            5,
+            "host is 'h:0', expected a port of 1 to 65535",
+        ),
+    ],
+)
+def test_first_mistakes_are_told_at_their_line(tmp_path: Path, text: str, line: int, words: str):
+    file = tmp_path / "federation.yml"
+    file.write_text(text)
+    with pytest.raises(ConfigurationError, match=words) as caught:
+        read_federation(file)
+    assert caught.value.line == line
