@@ -31,6 +31,7 @@ from facility.exchange.files.durable import as_umask_allows, new_directory, writ
 from facility.exchange.files.paths import shipped
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.seeds import check_seed
 
 FORMAT = 1
 STAMP, UNFINISHED = "material.json", ".unfinished"
@@ -291,6 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print what was made as JSON")
     add_log_options(parser)
     options = parser.parse_args(argv)
+    check_seed(options.seed)
     made, there = make(options.out, seed=options.seed)
     if options.json:
         print(json.dumps(made, indent=2))

@@ -25,6 +25,7 @@ from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
+from facility.exchange.seeds import check_seed
 
 if TYPE_CHECKING:
     from coordinator.steps.outlook import Outlook
@@ -131,8 +132,7 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
     """Raise `ConfigurationError` for what would end a search at once, or lose its plan at the end."""
     if not seconds > 0:
         raise ConfigurationError(f"--seconds is {seconds}, expected more than 0")
-    if seed < 0:
-        raise ConfigurationError(f"--seed is {seed}, expected 0 or more")
+    check_seed(seed)
     if not out.parent.is_dir():
         raise ConfigurationError(f"--out {out}: there is not a directory {out.parent}; make it first")
     if out.is_dir():

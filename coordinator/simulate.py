@@ -21,6 +21,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.emulation import Emulation, read_trace
 from facility.exchange.messages.plan import read_plan
+from facility.exchange.seeds import check_seed
 
 
 def parser() -> argparse.ArgumentParser:
@@ -34,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--rounds", type=int, help="rounds of a federation (default: what its file says)")
     top.add_argument("--iterations", type=int, default=1, help="iterations of a plan (default 1)")
-    top.add_argument("--seed", type=int, default=0, help="seed of the random stalls (default 0)")
+    top.add_argument("--seed", type=int, help="seed of the random stalls (default 0, or the federation's own)")
     top.add_argument(
         "--stall-probability", type=float, default=0.0, help="of a stall before each forward and backward (default 0)"
     )
@@ -61,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; raises `CrossFedError` for bad input."""
     options = parser().parse_args(arguments)
+    check_seed(options.seed or 0)
     if options.federation is not None:
         return _federation(options)
     if options.problem is None or options.plan is None:
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
         seconds=options.stall_seconds,
         factors=_factors(options.factors),
         trace=read_trace(options.speeds) if options.speeds else {},
-        seed=options.seed,
+        seed=options.seed or 0,
     )
     result = simulate(
         problem,
@@ -104,7 +106,7 @@ def _federation(options: argparse.Namespace) -> int:
     federation = read_federation(options.federation)
     if options.rounds is not None:
         federation = dataclasses.replace(federation, rounds=options.rounds)
-    if options.seed:
+    if options.seed is not None:
         federation = dataclasses.replace(federation, seed=options.seed)
     result = simulate_federation(federation, timeline_rounds=3 if options.trace or options.html else 0)
     if options.trace:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import NonNegative, parse, validated
 
 Array = NDArray[np.float64]
 FORMAT = 1
@@ -120,7 +120,7 @@ class Federation:
     round's jobs, of which nothing is known, do one round's work."""
     least_steps: float = 0.25
     most_steps: float = 4.0
-    seed: int = 0
+    seed: NonNegative[int] = 0
     format: int = FORMAT
 
     def __post_init__(self) -> None:

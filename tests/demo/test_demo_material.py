@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from coordinator import demo as demo_material
 from coordinator.demo import Sizes, documents, make, make_model, split_documents, train_tokenizer, write_texts
 from facility.dataset import open_dataset
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import verify_manifest
 
 pytestmark = pytest.mark.xdist_group("demo material")
@@ -127,3 +127,10 @@ def test_what_is_held_out_is_not_trained_on_even_where_the_manual_repeats_itself
     assert splits["validation"] == found[every - 1 :: every]
     assert not set(splits["train"]) & set(splits["validation"])
     assert set(splits["train"]) | set(splits["validation"]) == set(found)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_a_seed_that_torch_does_not_take_is_an_error_before_anything_is_made(tmp_path: Path, seed: int):
+    with pytest.raises(ConfigurationError, match=f"--seed is {seed}, expected 0 or more, at most"):
+        demo_material.main(["--out", str(tmp_path / "demo"), "--seed", str(seed)])
+    assert not (tmp_path / "demo").exists()

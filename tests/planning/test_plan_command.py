@@ -97,6 +97,7 @@ def test_published_chain(method, tmp_path):
         ({"batch_samples": None}, [], "batch_samples is None"),
         ({}, ["--seconds", "0"], "--seconds is 0"),
         ({}, ["--seed", "-1"], "--seed is -1, expected 0 or more"),
+        ({}, ["--seed", str(2**64)], "--seed is 18446744073709551616, expected 0 or more, at most 9223372036854775807"),
         ({}, ["--devices", "config-64"], "no named sets of devices"),
         ({}, ["--method", "exact", "--previous", "absent.json"], "cannot be read"),
         ({"units": []}, [], "no units"),

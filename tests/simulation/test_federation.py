@@ -330,3 +330,20 @@ def test_a_queue_of_waits_that_were_seen_needs_them():
     for wrong in ({"kind": "seen"}, {"kind": "fixed", "waits": [1.0]}, {"kind": "seen", "waits": [-1.0]}):
         with pytest.raises(ConfigurationError, match="'seen'"):
             Queue(**wrong)
+
+
+def test_a_seed_that_no_generator_takes_is_an_error_and_zero_is_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`--seed 0` was the federation's own seed, and -1 ended in a traceback."""
+    path = tmp_path / "federation.json"
+    sites = [{"name": "a", "count": 3, "train_seconds": 100, "queue": {"kind": "exponential", "seconds": 50}}]
+    path.write_text(json.dumps({"rounds": 10, "facilities": sites, "model_megabytes": 100, "seed": 5}))
+    for seed in (-1, 2**64):
+        with pytest.raises(ConfigurationError, match=f"--seed is {seed}, expected 0 or more"):
+            main(["--federation", str(path), "--seed", str(seed)])
+    with pytest.raises(ConfigurationError, match="seed is -1, expected 0 or more"):
+        federation(seed=-1)
+    seconds = {}
+    for words in ([], ["--seed", "5"], ["--seed", "0"]):
+        assert main(["--federation", str(path), "--json", *words]) == 0
+        seconds[" ".join(words)] = json.loads(capsys.readouterr().out)["seconds"]
+    assert seconds[""] == seconds["--seed 5"] != seconds["--seed 0"]
