@@ -14,5 +14,7 @@
 {% endblock %}
 {% block environment %}
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 NCCL_NET_GDR_LEVEL=3 FI_CXI_DEFAULT_CQ_SIZE=131072
-export MIOPEN_USER_DB_PATH="/tmp/$USER-miopen-$SLURM_JOB_ID" MIOPEN_CUSTOM_CACHE_DIR="/tmp/$USER-miopen-$SLURM_JOB_ID"
+# A name that nobody guesses: kernels are loaded from there, and whoever makes the directory first fills it.
+export MIOPEN_USER_DB_PATH="$(mktemp -u "/tmp/$USER-miopen-XXXXXXXXXXXX")"
+export MIOPEN_CUSTOM_CACHE_DIR="$MIOPEN_USER_DB_PATH"
 {% endblock %}

@@ -345,3 +345,10 @@ def test_a_template_that_cannot_be_made_is_told_by_name(tmp_path: Path, text: st
         read_template(find_template("mine.sh", tmp_path))
     with pytest.raises(ConfigurationError, match="there is no template 'lmi', expected a path or one of deucalion"):
         find_template("lmi", tmp_path)
+
+
+def test_no_shipped_template_uses_a_name_in_tmp_that_others_on_the_node_can_guess():
+    """Whoever makes the directory first decides what is loaded from it; ids of jobs are no secret."""
+    for path in sorted((ROOT / "templates").glob("*.sh")):
+        for line in path.read_text().splitlines():
+            assert "/tmp/" not in line or "mktemp" in line, f"{path.name}: {line}"
