@@ -44,14 +44,14 @@ class DatasetError(InputError):
 
 @validated(frozen=True, kw_only=True)
 class SourceEntry:
-    """One file (or dataset) that the blocks were made from."""
+    """One file (or dataset, or folder of very many files) that the blocks were made from."""
 
     name: str
     """File name without its folders, or `hub:NAME`."""
     split: str
     """The split it was read for."""
     sha256: str
-    """Hex digest of the file; for a `datasets` dataset its fingerprint."""
+    """Hex digest of the file; for a `datasets` dataset its fingerprint; for a folder over its files' digests, names."""
     size: int
     """Bytes; for a `datasets` dataset its rows."""
 

@@ -27,7 +27,7 @@ from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
-from facility.preparing.output import Prepared, check_out, published, recognised
+from facility.preparing.output import Prepared, check_out, in_few, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.resuming import part_of
@@ -275,7 +275,8 @@ def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]
     if both:
         names = sorted({entry.name for entry in entries if entry.sha256 in both})
         raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
-    return sources, entries
+    given = {"train": request.inputs, "validation": request.validation}
+    return sources, [one for split in SPLITS for one in in_few(given[split], split, sources[split], entries)]
 
 
 def _share(request: Request, reading: Reading) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -10,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from facility.dataset import NAME, DatasetError, PreparedDataset, open_dataset
+from facility.dataset import NAME, DatasetError, PreparedDataset, SourceEntry, open_dataset
 from facility.exchange.files.durable import new_directory
+from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
+
+MOST_ENTRIES = 10_000
+"""Of one input in the manifest: a million would be 170 MB, which every rank of every round reads."""
 
 
 class Asked(Protocol):
@@ -56,6 +62,29 @@ def published(out: Path) -> Iterator[Path]:
     os.rename(out, older)
     os.rename(newer, out)
     shutil.rmtree(older)
+
+
+def in_few(
+    arguments: Sequence[str], split: str, sources: Sequence[Source], entries: Sequence[SourceEntry]
+) -> list[SourceEntry]:
+    """The entries of a split, those of an input of more than `MOST_ENTRIES` files as one: every rank reads them all.
+
+    `sources`: of that split, in the order of its entries.
+    """
+    of_split = [entry for entry in entries if entry.split == split]
+    found = []
+    for number, pairs in itertools.groupby(zip(sources, of_split, strict=True), key=lambda pair: pair[0].argument):
+        held = [entry for _, entry in pairs]
+        if len(held) > MOST_ENTRIES:
+            name = spelled(Path(os.path.realpath(path_of(arguments[number]))).name)
+            digest = hashlib.sha256()
+            for one in held:
+                digest.update(f"{one.sha256} {one.name}\n".encode())
+            size = sum(one.size for one in held)
+            name = f"{name} ({len(held)} files)"
+            held = [SourceEntry(name=name, split=split, sha256=digest.hexdigest(), size=size)]
+        found += held
+    return found
 
 
 def check_out(out: Path, inputs: Sequence[str] = ()) -> None:
