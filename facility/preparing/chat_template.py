@@ -17,6 +17,7 @@ What templates expect differs in two points, each found by trying: the content o
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
@@ -31,6 +32,9 @@ from facility.preparing.conversations import Conversation, Message
 Loss = Literal["all-turns", "last-turn"]
 Spans = list[tuple[int, int]]
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
+DAY = datetime.date(2024, 7, 26)
+"""Llama's own, for those who know no date."""
 PLAIN = "none"
 """`--chat-template none`: prompt and completion as plain texts, whatever the tokenizer's template."""
 
@@ -153,7 +157,7 @@ class ChatTemplate:
             rendered: Any = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
-                chat_template=self.source_for(tools),
+                chat_template=dated(self.source_for(tools)),
                 return_assistant_tokens_mask=spans,
                 add_generation_prompt=prompt,
                 **values,
@@ -173,6 +177,12 @@ class ChatTemplate:
             ) from None
         texts, found = rendered
         return texts[0], [(begin, end) for begin, end in found[0]] if spans else []
+
+
+def dated(source: str) -> str:
+    """The template with a fixed day where it asks for today's (Llama 3.2, gpt-oss): blocks depend neither on when a
+    facility prepares them nor on an interruption."""
+    return TODAY.sub(lambda found: json.dumps(DAY.strftime(found[2])), source)
 
 
 def _common(one: str, other: str) -> int:

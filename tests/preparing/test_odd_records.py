@@ -78,6 +78,15 @@ def test_names_of_arguments_and_quoted_tokens_stay_text(tmp_path: Path):
     assert np.count_nonzero(found.ids == quoted) == 0
 
 
+def test_a_template_that_asks_for_the_day_gets_the_same_one_always(tmp_path: Path):
+    """As Llama 3.2's and gpt-oss's do: blocks depended on the day, and a second between two messages was an error."""
+    dated = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}" + CALLS
+    tokenizer, encode = encoder_of(save_chat_tokenizer(tmp_path / "tokenizer", template=dated))
+    messages = [said("user", "x"), said("assistant", "y")] * 2
+    (found,) = encode(conversation_of({"messages": messages}, "here").to_json())
+    assert tokenizer.decode(found.ids).startswith("26 Jul 2024 00:00:00.000000<|im_start|>user")
+
+
 def nested(depth: int) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for _ in range(depth):
