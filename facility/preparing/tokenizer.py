@@ -26,6 +26,8 @@ FILES = (
 )
 NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of the chat templates that have a name, for instance that of conversations with tools."""
+CHOSEN_BY = ("model_type", "tokenizer_class", "transformers_version")
+"""Keys of `config.json` that transformers looks at where `tokenizer_config.json` names no class, as BERT's."""
 MODELS = (".model", ".spm", ".tiktoken")
 UNLIMITED = 10**15
 """transformers writes 1e30 where a tokenizer knows no limit."""
@@ -81,8 +83,10 @@ def _encodes_by(tokenizer: Any) -> tuple[Any, ...]:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the tokenizer's files, links followed, nothing else."""
+    """Copy the tokenizer's files, links followed, and of a model's `config.json` what its class is chosen by."""
     target.mkdir()
+    if chosen := {key: value for key, value in _configuration(source).items() if key in CHOSEN_BY}:
+        (target / "config.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
     for path in tokenizer_files(source):
         shutil.copyfile(path, target / path.name)
     if named := [path for path in sorted((source / NAMED_TEMPLATES).glob("*.jinja")) if path.is_file()]:

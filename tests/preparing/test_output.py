@@ -22,6 +22,7 @@ from facility.preparing import output, resuming, writing
 from facility.preparing.build import Request, prepare
 from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import Fields
+from facility.preparing.tokenizer import load_tokenizer
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
 from tests.preparing.test_prepare import tree
 
@@ -57,6 +58,17 @@ def test_a_tokenizer_that_encodes_otherwise_is_another_one(request_: Request, to
     with pytest.raises(DatasetError, match="how it cuts text"):
         prepare(dataclasses.replace(request_, block_tokens=8))
     assert made.manifest.vocabulary_size == 300
+
+
+def test_the_copy_of_a_tokenizer_is_of_its_class(request_: Request, tmp_path: Path):
+    """BERT's tokenizer_config.json names none: config.json does, and without it the copy had no mask token."""
+    bert = save_bert_tokenizer(tmp_path / "bert")
+    rewrite(bert / "tokenizer_config.json", lambda raw: raw.clear())
+    (bert / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
+    dataset = prepare(dataclasses.replace(request_, tokenizer=bert, task="masked-lm")).dataset
+    first, second = (load_tokenizer(one) for one in (bert, dataset.tokenizer_directory))
+    assert type(first) is type(second) and first.mask_token_id == second.mask_token_id == 4
+    assert json.loads((dataset.tokenizer_directory / "config.json").read_text()) == {"model_type": "bert"}
 
 
 def test_ids_of_a_vocabulary_with_holes_are_below_its_size(request_: Request, tmp_path: Path):
