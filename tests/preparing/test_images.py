@@ -18,7 +18,7 @@ from facility.dataset import DatasetError, open_dataset
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.prepare import main
 from facility.preparing.images.build import ImageRequest, prepare_images
-from facility.preparing.images.decode import ImageLimits
+from facility.preparing.images.decode import Decoder, ImageLimits
 from facility.preparing.images.sources import find_images
 from facility.rounds.dataset_check import check_dataset
 from tests.training.images import PROCESSOR, SIDE
@@ -220,6 +220,34 @@ def test_files_whose_names_are_no_text_are_read_and_folders_are_refused_by_name(
     (root / "red").rename(root / odd)
     with pytest.raises(DatasetError, match=r"caf\\xe9: the folder's name is a class, and is no UTF-8 text: rename it"):
         prepare_images(asked(root, processor, tmp_path / "other"))
+
+
+CLASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {
+    "ViT": {},
+    "Bit": {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}},
+    "MobileViT": {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}},
+    "EfficientNet": {"rescale_factor": 1 / 127.5, "rescale_offset": True},
+}
+
+
+@pytest.mark.parametrize("family", CLASSES_OF_THEIR_OWN)
+def test_values_are_scaled_as_the_models_processor_does_whatever_its_file_says(tmp_path: Path, family: str):
+    """A file may leave means to its class (Bit), know none (MobileViT), or divide twice (EfficientNet): values were
+    scaled by means of 0.5, and EfficientNet's cut off at 255."""
+    import torch
+    from transformers import AutoImageProcessor
+
+    from facility.exchange.messages.images import ImageSettings
+    from facility.training.data.images import ImageClassification
+
+    settings = {"image_processor_type": f"{family}ImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | CLASSES_OF_THEIR_OWN[family]))
+    image = noisy(1, (200, 100, 50), 23)
+    decoder = Decoder(tmp_path, ImageLimits())
+    values = torch.from_numpy(decoder.decode(encoded(image), "x"))[None]
+    task = ImageClassification(decoder.pixels, ImageSettings())
+    expected = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")([image], return_tensors="np")["pixel_values"]
+    assert np.abs(task.on_device({"pixel_values": values})["pixel_values"].numpy() - expected).max() < 1e-5
 
 
 def test_links_that_leave_the_folder_and_links_to_folders_are_refused(tmp_path: Path, processor: Path):

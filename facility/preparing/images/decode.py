@@ -19,6 +19,7 @@ import numpy
 from facility.dataset import DatasetError, Pixels
 from facility.exchange.checkpoints.image_processor import (
     FILE,
+    Normalisation,
     channels_of,
     image_processor_digest,
     normalisation,
@@ -32,6 +33,8 @@ STILL = ("JPEG", "MPO")
 """Formats of one picture, whatever previews lie beside it."""
 MOST_PIXELS = 178_956_970
 """Pillow opens no larger image."""
+SCALES = ("do_rescale", "do_normalize", "include_top")
+"""What a processor is asked not to do, where it knows it: `include_top` of EfficientNet's divides once more."""
 SIDE = 16
 """Of the image by which the processor is tried."""
 
@@ -59,8 +62,12 @@ class Decoder:
         if self.channels not in (1, 3):
             raise DatasetError(f"{directory / FILE} is for {self.channels} channels, expected 1 (grey) or 3 (colour)")
         self.processor = load_processor(directory)
-        scale = normalisation(raw, channels=self.channels, where=str(directory / FILE))
-        _, height, width = self._processed(self._blank(SIDE, SIDE), "a trial image").shape
+        self.unscaled = {name: False for name in SCALES if hasattr(self.processor, name)}
+        said = normalisation(raw, channels=self.channels, where=str(directory / FILE))
+        trial = self._trial()
+        values = self._processed(trial, "a trial image")
+        scale = self._normalisation(trial, values, said, directory)
+        _, height, width = values.shape
         self.pixels = Pixels(
             channels=self.channels,
             height=height,
@@ -71,10 +78,41 @@ class Decoder:
             processor_sha256=digest,
         )
 
-    def _blank(self, width: int, height: int) -> Any:
+    def _trial(self) -> Any:
+        """An image of every brightness."""
         from PIL import Image
 
-        return Image.new("RGB" if self.channels == 3 else "L", (width, height))
+        draw = numpy.random.Generator(numpy.random.PCG64(0))
+        values = draw.integers(0, 256, (SIDE, SIDE, self.channels), dtype=numpy.uint8)
+        return Image.fromarray(values if self.channels == 3 else values[:, :, 0])
+
+    def _normalisation(self, image: Any, values: numpy.ndarray, said: Normalisation, where: Path) -> Normalisation:
+        """How the processor itself scales the values of the trial image.
+
+        `said`: what its file says, which is returned where that is it. A file may leave a key to the default of the
+        processor's class (MobileViT: no normalisation, Bit and LeViT: means of their own), and some scale twice
+        (EfficientNet). Raises `DatasetError` where values are not scaled by channel.
+        """
+        try:
+            made = numpy.asarray(self.processor([image], return_tensors="np")["pixel_values"][0], dtype=numpy.float64)
+        except Exception as error:  # whatever a processor raises
+            raise DatasetError(f"{where / FILE}: the image processor cannot scale an image: {error}"[:300]) from None
+        if made.shape == values.shape and scaled_by(said, values, made):
+            return said
+        pairs = list(zip(values, made, strict=True)) if made.shape == values.shape else []
+        lines = [numpy.polyfit(one.ravel().astype(numpy.float64), other.ravel(), 1) for one, other in pairs]
+        if lines and all(slope > 0 for slope, _ in lines):
+            found = Normalisation(
+                rescale=said.rescale,
+                mean=tuple(float(-offset / slope * said.rescale) for slope, offset in lines),
+                std=tuple(float(said.rescale / slope) for slope, _ in lines),
+            )
+            if scaled_by(found, values, made):
+                return found
+        raise DatasetError(
+            f"{where / FILE}: the image processor does more with the values of an image than to scale each channel: "
+            "such a model cannot be trained on images that are stored once"
+        )
 
     def decode(self, data: bytes, name: str) -> numpy.ndarray:
         """uint8 values of channels x height x width. Raises `DatasetError` that names the image and the reason."""
@@ -125,13 +163,22 @@ class Decoder:
 
     def _processed(self, image: Any, name: str) -> numpy.ndarray:
         try:
-            made = self.processor([image], do_rescale=False, do_normalize=False, return_tensors="np")["pixel_values"][0]
+            made = self.processor([image], return_tensors="np", **self.unscaled)["pixel_values"][0]
         except Exception as error:  # whatever a processor raises for sizes that it cannot make
             raise DatasetError(f"{name}: the image processor cannot take it: {error}"[:300]) from None
         values = numpy.asarray(made)
         if values.ndim != 3 or values.shape[0] != self.channels:
             raise DatasetError(f"{name}: the image processor made an array of shape {values.shape} of it")
         return values if values.dtype == numpy.uint8 else numpy.clip(numpy.rint(values), 0, 255).astype(numpy.uint8)
+
+
+def scaled_by(scale: Normalisation, values: numpy.ndarray, made: numpy.ndarray) -> bool:
+    """Whether the processor's result is these values, scaled so; half a value is what rounding may take."""
+    mean, std = (numpy.array(one)[:, None, None] for one in (scale.mean, scale.std))
+    error = numpy.abs((values * scale.rescale - mean) / std - made)
+    return bool(
+        (error <= 0.51 * scale.rescale / std + 1e-5).all() and (error.mean() <= 0.3 * scale.rescale / std).all()
+    )
 
 
 def load_processor(directory: Path) -> Any:
