@@ -49,10 +49,12 @@ def plausible(reported: Sequence[Told]) -> list[dict[str, float]]:
 def global_losses(reported: Sequence[Told]) -> list[float | None]:
     """The global loss of each round, None where no facility reported one. `reported` is what `plausible` returned."""
     losses: list[float | None] = []
+    alike = True
     for number, current in enumerate(reported):
+        alike = alike and current.keys() == reported[0].keys()
         if not current:
             losses.append(None)
-        elif all(set(earlier) == set(current) for earlier in reported[:number]):
+        elif alike:
             losses.append(_mean(list(current.values())))
         else:
             losses.append(_chained(reported[:number], losses, current))
