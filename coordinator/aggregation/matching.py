@@ -1,7 +1,8 @@
 """Maps tensors of an update to tensors of the base model, tied weights included.
 
 Hugging Face writes a tied weight once, other writers write it twice. A name that only one side has is accepted when
-its content is, byte for byte, another tensor that both have; anything else is refused.
+its content is, byte for byte, another tensor that both have; anything else is refused. In a new model all norms are
+alike, and all biases: where several tensors of the update could be the one that it lacks, they must be alike there, too.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ class _Twins:
             names.setdefault((entry.dtype, entry.shape), []).append(name)
         return names
 
-    def of(self, name: str, among: Container[str]) -> str | None:
-        """Another tensor with the same bytes, one of `among`."""
+    def of(self, name: str, among: Container[str]) -> list[str]:
+        """Other tensors with the same bytes, of those in `among`."""
         if name not in self._groups:
             by_content: dict[bytes, list[str]] = {}
             for other in self._by_kind[self.tensors[name].dtype, self.tensors[name].shape]:
                 group = by_content.setdefault(content_digest(self.tensors[other]), [])
                 group.append(other)
                 self._groups[other] = group
-        return next((other for other in self._groups[name] if other != name and other in among), None)
+        return [other for other in self._groups[name] if other != name and other in among]
 
 
 def content_digest(entry: TensorEntry) -> bytes:
@@ -93,15 +94,16 @@ def match_tensors(
             continue
         entry = update.tensors.get(name)
         if entry is None:
-            twin = own_twins.of(name, update.tensors)
-            entry = update.tensors.get(twin) if twin else None
+            twins = [update.tensors[twin] for twin in own_twins.of(name, update.tensors)]
+            if twins and all(same_bytes(twins[0], twin) for twin in twins[1:]):
+                entry = twins[0]
         if entry is None:
             missing.append(name)
         else:
             matched[name] = entry
     for name in update.tensors:
         if name not in base.tensors and federated(name):
-            if len(surplus) >= 3 or their_twins.of(name, base.tensors) is None:
+            if len(surplus) >= 3 or not their_twins.of(name, base.tensors):
                 surplus.append(name)
     if missing or surplus:
         raise UpdateRefused(

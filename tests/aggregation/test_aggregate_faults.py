@@ -250,6 +250,16 @@ def test_tied_weights_written_once_or_twice(tmp_path: Path):
         aggregate(base=base, updates=[untied], out=tmp_path / "out3")
 
 
+def test_norms_of_a_new_model_are_no_tied_weights(tmp_path: Path):
+    """All of them are ones at first: an update that lacks one was averaged with another one's values in its place."""
+    names = [f"layers.{i}.norm.weight" for i in range(3)]
+    base = make.model(tmp_path / "base", {name: torch.ones(6) for name in names})
+    held = {name: torch.ones(6) + 0.1 * place for place, name in enumerate(names[:2])}
+    lacking = make.update(tmp_path / "lacking", held, base=base, facility="lacking")
+    with pytest.raises(UpdateRefused, match=r"'lacking'.*1 missing \['layers.2.norm.weight'\]"):
+        aggregate(base=base, updates=[lacking], out=tmp_path / "out")
+
+
 def test_sharding_on_either_side_and_mixed_dtypes(tmp_path: Path):
     start = make.random_tensors(0, {f"t{i}": (50, 40) for i in range(6)}, torch.bfloat16)
     results = []
