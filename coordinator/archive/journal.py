@@ -105,9 +105,11 @@ def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False
 
 def waited_by_facility(entries: Iterable[Entry]) -> dict[str, float]:
     """Those node-seconds of each facility whose jobs were submitted ahead and have begun."""
-    waits = [one for one in entries if one.kind == "waited"]
-    names = sorted({one.facility for one in waits})
-    return {name: waited_node_seconds(one for one in waits if one.facility == name) for name in names}
+    waits: dict[str, list[Entry]] = {}
+    for one in entries:
+        if one.kind == "waited":
+            waits.setdefault(one.facility, []).append(one)
+    return {name: waited_node_seconds(waits[name]) for name in sorted(waits)}
 
 
 def _entry(line: str) -> Entry | None:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from coordinator.archive.journal import Entry, waited_node_seconds
 
 JOULES_PER_KWH = 3.6e6
 
+T = TypeVar("T", bound=Mapping[str, Any])
+
+
+def by_facility(rows: Iterable[T]) -> dict[str, list[T]]:
+    """Rows of each facility in their order: a search by name for each of many facilities takes minutes."""
+    found: dict[str, list[T]] = {}
+    for row in rows:
+        found.setdefault(row["facility"], []).append(row)
+    return found
+
 
 def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -> dict[str, Any]:
     """`facilities` and `total`; None: no facility reported the figure. `carbon`: g CO2e per kWh, 0: unknown."""
-    by_name = {name: _sum([row for row in rows if row["facility"] == name], carbon) for name in names}
+    own = by_facility(rows)
+    by_name = {name: _sum(own.get(name, []), carbon) for name in names}
     each = list(by_name.values())
     total: dict[str, Any] = {key: _added([one[key] for one in each]) for key in ("node_hours", "gpu_hours", "kwh")}
     total["co2e_kg"] = _added([one["co2e_kg"] for one in each])
@@ -23,8 +34,12 @@ def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -
 def with_waiting(cost: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
     """The same with `waited_node_hours`, part of `node_hours`: of jobs that waited for their model; None: none did."""
     facilities = {name: dict(one) for name, one in cost["facilities"].items()}
+    waits: dict[str, list[Entry]] = {}
+    for entry in entries:
+        if entry.kind == "waited":
+            waits.setdefault(entry.facility, []).append(entry)
     for name, one in facilities.items():
-        own = [entry for entry in entries if entry.kind == "waited" and entry.facility == name]
+        own = waits.get(name, [])
         one["waited_node_hours"] = waited_node_seconds(own) / 3600 if own else None
         if unseen := waited_node_seconds(own, without_round=True) / 3600:
             one["node_hours"] = (one["node_hours"] or 0.0) + unseen

@@ -14,11 +14,11 @@ from typing import Any
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import latest_privacy, summary_of
-from coordinator.archive.rounds import CARRIED, Archive
+from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
-from coordinator.report.cost import costs, with_waiting
+from coordinator.report.cost import by_facility, costs, with_waiting
 from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
@@ -39,7 +39,7 @@ Row = dict[str, Any]
 def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], carbon: float = 0.0) -> dict[str, Any]:
     """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: unknown."""
     rounds = summary(archive)
-    entries = Journal(archive.path).read()
+    history, entries = archive.history(), Journal(archive.path).read()
     names = _names(rounds, entries, settings)
     rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
     jobs = [*rows, *rounds["final_evaluation"]]
@@ -77,12 +77,12 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "cost": with_waiting(costs([*rows, *rounds["final_evaluation"], *compared], names, carbon), entries),
         "privacy": summary_of(latest_privacy(rows)),
         "masking": rounds.get("masking", {}),
-        "similarity": _similarity(archive),
+        "similarity": _similarity(history),
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": [*_failures(rows, rounds["rounds"], entries), *_left_out(jobs)],
         "settings": settings,
         "versions": _versions(rows),
-        "artefacts": _artefacts(archive),
+        "artefacts": _artefacts(archive, history),
     }
     return data | {"headline": _headline(data, rows, found)}
 
@@ -101,15 +101,16 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         "global": [[number, value] for number, value in enumerate(made) if value is not None],
         "facilities": {},
     }
+    rows = by_facility(row for entry in rounds["rounds"] for row in entry["facilities"])
     for name in names:
-        own = [(entry, row) for entry in rounds["rounds"] for row in entry["facilities"] if row["facility"] == name]
-        received = [[row["round"], row["perplexity_received"]] for _, row in own]
+        own = rows.get(name, [])
+        received = [[row["round"], row["perplexity_received"]] for row in own]
         received += [
             [len(rounds["rounds"]), row["perplexity_received"]]
             for row in rounds["final_evaluation"]
             if row["facility"] == name
         ]
-        returned = [[row["round"] + 1, row["perplexity_returned"]] for _, row in own]
+        returned = [[row["round"] + 1, row["perplexity_returned"]] for row in own]
         curves["facilities"][name] = {
             "received": [pair for pair in received if pair[1] is not None],
             "returned": [pair for pair in returned if pair[1] is not None],
@@ -120,14 +121,13 @@ def _curves(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 def _training_losses(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, list[list[float]]]:
     """By facility: optimizer step, counted over all its rounds, and mean training loss up to it."""
     found: dict[str, list[list[float]]] = {}
+    rows = by_facility(row for entry in rounds["rounds"] for row in entry["facilities"])
     for name in names:
         before = 0
-        for entry in rounds["rounds"]:
-            for row in entry["facilities"]:
-                if row["facility"] == name:
-                    points = [[before + step, loss] for step, loss in row.get("training_losses", [])]
-                    found.setdefault(name, []).extend(points)
-                    before += row.get("steps") or 0
+        for row in rows.get(name, []):
+            points = [[before + step, loss] for step, loss in row.get("training_losses", [])]
+            found.setdefault(name, []).extend(points)
+            before += row.get("steps") or 0
     return {name: points for name, points in found.items() if points}
 
 
@@ -159,8 +159,9 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     Every figure is of that facility's own jobs: no update is shown to another facility.
     """
     cells = []
+    rows = by_facility(row for entry in rounds["rounds"] for row in entry["facilities"])
     for name in names:
-        own = [row for entry in rounds["rounds"] for row in entry["facilities"] if row["facility"] == name]
+        own = rows.get(name, [])
         first = [row["perplexity_received"] for row in own if row["round"] == 0]
         last = [row["perplexity_returned"] for row in own if row["perplexity_returned"] is not None]
         final = [row["perplexity_received"] for row in rounds["final_evaluation"] if row["facility"] == name]
@@ -203,9 +204,9 @@ def _traffic(rows: Sequence[Row], entries: Sequence[Entry], names: Sequence[str]
             both = moved[entry.facility, entry.kind]
             both[0] += float(entry.detail.get("bytes", 0))
             both[1] += float(entry.detail.get("seconds", 0.0))
-    result = {}
+    result, by_name = {}, by_facility(rows)
     for name in names:
-        own = [row for row in rows if row["facility"] == name]
+        own = by_name.get(name, [])
         result[name] = {
             # A round that is under way has events and no rows yet; a run without events has rows alone.
             "to_bytes": max(sum(row.get("sent_bytes", 0) for row in own), int(moved[name, "sent"][0])),
@@ -221,10 +222,10 @@ def _speed(size: float, seconds: float) -> float | None:
     return round(size * 8e-6 / seconds, 3) if seconds > 0 else None
 
 
-def _similarity(archive: Archive) -> list[Row]:
+def _similarity(history: Sequence[RoundFile]) -> list[Row]:
     """Per round: norms, cosines and weights of the updates, and what aggregation did about outliers."""
     result = []
-    for entry in archive.history():
+    for entry in history:
         record = entry.aggregation
         parts = record.get("participants", [])
         result.append(
@@ -317,13 +318,13 @@ def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
     }
 
 
-def _artefacts(archive: Archive) -> list[Row]:
+def _artefacts(archive: Archive, history: Sequence[RoundFile]) -> list[Row]:
     """Models and updates by digest. Those that were removed keep theirs in the records."""
     found = []
     initial = archive.path / "initial" / "model"
     if (manifest := manifest_if_any(initial)) is not None:
         found.append(_artefact("initial model", "initial/model", manifest.content_sha256))
-    for entry in archive.history():
+    for entry in history:
         place = archive.round_directory(entry.round) / "model"
         digest = entry.model_sha256
         if not digest and (manifest := manifest_if_any(place)) is not None:

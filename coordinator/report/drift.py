@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from coordinator.report.cost import by_facility
+
 
 def drift(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """By reporting facility: rounds, corrected rounds, the correction's share of the steps, and why the last had none.
@@ -12,9 +14,9 @@ def drift(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> dict[str, 
     The part is the norm of the correction over that of what the facility walked by itself, in the first and in the
     latest round that was corrected.
     """
-    found = {}
+    found, by_name = {}, by_facility(row for row in rows if row.get("drift"))
     for name in names:
-        own = [row for row in rows if row["facility"] == name and row.get("drift")]
+        own = by_name.get(name, [])
         corrected = [row for row in own if row["drift"].get("corrected")]
         without = [row for row in own if not row["drift"].get("corrected")]
         if own:

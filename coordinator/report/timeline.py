@@ -202,9 +202,12 @@ def totals(found: Sequence[Segment], facilities: Sequence[str]) -> dict[str, dic
     if not found:
         return {}
     begin, end = min(one.begin for one in found), max(one.end for one in found)
+    by_name: dict[str, list[Segment]] = defaultdict(list)
+    for one in found:
+        by_name[one.facility].append(one)
     result: dict[str, dict[str, float]] = {}
     for name in facilities:
-        own = [one for one in found if one.facility == name]
+        own = by_name[name]
         sums: dict[str, float] = defaultdict(float)
         for one in own:
             sums[one.kind] += one.seconds

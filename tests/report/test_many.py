@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from coordinator.archive.journal import Entry
+from coordinator.report.cost import costs, with_waiting
 from coordinator.report.data import gather
 from coordinator.report.many import (
     MANY,
@@ -19,6 +21,7 @@ from coordinator.report.many import (
     summed,
     with_equal_facilities,
 )
+from coordinator.report.timeline import Segment, totals
 from coordinator.report.write import FORMATS, write_report
 from tests.comparison.made import add_comparison
 from tests.report.made import made_archive
@@ -108,3 +111,24 @@ def test_nothing_is_merged_that_differs():
     settings = {"facilities": [{"name": "a", "steps": 1}, {"name": "b", "steps": 2}]}
     assert with_equal_facilities(settings) == settings
     assert with_equal_facilities({"facilities": ["a", "b"]}) == {"facilities": ["a", "b"]}
+
+
+def test_time_grows_with_rows_and_not_with_rows_times_facilities():
+    """Of 500 facilities with 20 rounds: a search among all rows for each facility compares five million times."""
+
+    class Name(str):
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str.__eq__(self, other)  # type: ignore[arg-type]
+
+        __hash__ = str.__hash__
+
+    names = [Name(f"f{number}") for number in range(500)]
+    rows = [{"facility": Name(name), "round": number, "usage": {}} for name in names for number in range(20)]
+    entries = [Entry(time=1.0, kind="waited", facility=Name(name), detail={"seconds": 1.0}) for name in names]
+    spans = [Segment(facility=row["facility"], kind="train", begin=0.0, end=1.0) for row in rows]  # type: ignore[arg-type]
+    with_waiting(costs(rows, names, 0.0), entries)
+    totals(spans, names)
+    assert Name.compared < 100_000
