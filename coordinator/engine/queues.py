@@ -25,7 +25,7 @@ from coordinator.events.event import quoted
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
-from coordinator.schedulers.scheduler import Job, Scheduler
+from coordinator.schedulers.scheduler import ANSWER_BYTES, Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
 from facility.exchange.errors import TryAgain
 from facility.exchange.job_names import job_name, waiting_name
@@ -106,6 +106,8 @@ class Queue:
                 text, code = _here(line)
         except Exception as error:
             raise TryAgain(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
+        if len(text) > ANSWER_BYTES:
+            raise TryAgain(f"{self.facility}: `{command}` printed more than {ANSWER_BYTES} bytes")
         if not self.scheduler.is_answer(text, code):
             raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {quoted(text.strip()[-300:])}")
         return text

@@ -23,6 +23,8 @@ from facility.exchange.messages.strict_json import clean, printable
 
 LONGEST_STATE, LONGEST_REASON, LONGEST_PATH = 40, 400, 4096
 """Characters."""
+ANSWER_BYTES = 2 << 20
+"""Of a scheduler's answer about our jobs: of hundreds of them, with all that their environments hold."""
 OUTPUT_BYTES = 1 << 16
 """What is read of a job's output: its end."""
 FORGOTTEN = "FORGOTTEN"

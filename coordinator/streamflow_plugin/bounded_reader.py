@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import asyncssh
 from streamflow.core.exception import WorkflowExecutionException
 
-from coordinator.streamflow_plugin.lanes import MOST_OUTPUT
+from coordinator.schedulers.scheduler import ANSWER_BYTES
+
+ANSWER_SECONDS = 3600.0
+"""Until a whole answer is here: StreamFlow's own limit is for each piece of it."""
+
+TERMINATED = "Shell process is terminated"
+"""StreamFlow's words to a command that waited for a shell while the one before it met the shell's end."""
 
 
 class AnswerLost(ConnectionResetError):
-    """The connection ended while a command's answer was awaited."""
+    """The connection or the shell ended while a command's answer was awaited."""
+
+
+class NotBegun(BrokenPipeError):
+    """The connection or the shell had ended before the command was given to it."""
+
+
+class AnswerTooLong(WorkflowExecutionException):
+    """More than was to be read; nothing of it is kept."""
+
+
+def not_begun(error: WorkflowExecutionException) -> bool:
+    """True where nothing of the command was sent, so that any may be given again."""
+    return isinstance(error.__cause__, NotBegun) or str(error) == TERMINATED
 
 
 class BoundedReader:
-    """A shell's output; more than `MOST_OUTPUT` bytes in answer to one command are an error, not kept."""
+    """A shell's output; more than `ANSWER_BYTES` in answer to one command, or `ANSWER_SECONDS`, are an error."""
 
     def __init__(self, reader: Any) -> None:
-        self._reader, self._count = reader, 0
+        self._reader = reader
+        self.begin()
+
+    def begin(self) -> None:
+        """A new command is given."""
+        self._count, self._until = 0, time.monotonic() + ANSWER_SECONDS
 
     async def read(self, size: int) -> bytes:
         try:
             block = await self._reader.read(size)
         except asyncssh.Error as error:
             raise AnswerLost(str(error)) from error
+        if not block:
+            raise AnswerLost("the shell ended")
         self._count += len(block)
-        if self._count > MOST_OUTPUT:
-            raise WorkflowExecutionException(f"a command answered more than {MOST_OUTPUT} bytes")
+        if self._count > ANSWER_BYTES:
+            raise AnswerTooLong(f"a command answered more than {ANSWER_BYTES} bytes")
+        if time.monotonic() > self._until:
+            raise WorkflowExecutionException(f"a command did not end its answer within {ANSWER_SECONDS:g} s")
         return bytes(block)
 
     async def close(self) -> None:
@@ -35,12 +64,17 @@ class BoundedReader:
 
     @staticmethod
     def reset_by(writer: Any, reader: BoundedReader) -> Any:
-        """The writer, each of whose writes begins a command."""
+        """The writer, each of whose writes begins a command. Raises `NotBegun` where nothing of it was sent."""
         write = writer.write
 
         async def begin(data: Any) -> None:
-            reader._count = 0
-            await write(data)
+            reader.begin()
+            if writer.stream.is_closing():
+                raise NotBegun("the shell had ended")
+            try:
+                await write(data)
+            except asyncssh.Error as error:
+                raise AnswerLost(str(error)) from error
 
         writer.write = begin
         return writer

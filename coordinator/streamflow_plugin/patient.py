@@ -27,7 +27,8 @@ from streamflow.log_handler import logger
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.events.event import VARIABLE, emit, quoted
 from coordinator.schedulers.gated import Gated
-from coordinator.schedulers.scheduler import FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
+from coordinator.schedulers.scheduler import ANSWER_BYTES, FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
+from coordinator.streamflow_plugin.bounded_reader import AnswerTooLong
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
@@ -89,12 +90,15 @@ class PatientQueue(QueueManagerConnector):
         return self.behind if self._gate is None else cast(BatchScheduler, Gated(self.behind))
 
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
-        """Run a shell line at the login node; returns all that it printed, and its code: `BROKE` for a lost answer."""
+        """Run a shell line at the login node; returns all that it printed, and its code: `BROKE` for a lost answer, or
+        one that is too long to be a scheduler's."""
         start = asyncio.get_running_loop().time()
         try:
             answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
-        except ConnectionBroke as error:
+        except (ConnectionBroke, AnswerTooLong) as error:
             answer = str(error), BROKE
+        if answer is not None and len(answer[0]) > ANSWER_BYTES:  # reading it would hold up all facilities
+            answer = f"{self.scheduler.title} answered with more than {ANSWER_BYTES} bytes", BROKE
         if (took := asyncio.get_running_loop().time() - start) > HELD_UP_SECONDS:
             self._held_up += took
         return answer if answer is not None else ("", 1)
@@ -189,7 +193,8 @@ class PatientQueue(QueueManagerConnector):
 
         async def estimate() -> None:
             if line := self.scheduler.query_begin(job_id):
-                begins = self.scheduler.read_begin(await ask([line]) or "")
+                text, code = await self._shell(location, line)
+                begins = self.scheduler.read_begin(text) if code == 0 else ""
                 emit("estimated", step=self._steps[job_id], job=job_id, begins=begins)
 
         watch.waits, watch.estimate = lambda: job_id not in self._begun, estimate

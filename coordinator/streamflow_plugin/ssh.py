@@ -7,7 +7,7 @@ import logging
 import shlex
 import time
 from collections.abc import Callable, MutableMapping, MutableSequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,11 +22,12 @@ from streamflow.log_handler import logger
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
-from coordinator.streamflow_plugin.bounded_reader import AnswerLost, BoundedReader
+from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun
 from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
+from coordinator.streamflow_plugin.login_shell import in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
@@ -38,17 +39,11 @@ COMMAND_BYTES = 1 << 20
 """What is kept of a command's answer: its end."""
 COMMAND_SECONDS = 3600
 STREAMS = 8
+"""Connections of one transfer unless `maxConnections` asks for more."""
 ATTEMPTS = 3
 """Of a command whose connection breaks before it has answered."""
-"""Connections of one transfer unless `maxConnections` asks for more."""
 JOBS = 1 << 16
 """More than ever run at once: the login node's own cores say nothing about a facility's jobs."""
-
-
-LOGIN_SHELL = "sh -c " + shlex.quote(
-    "exec 3>&1 4<&0 >/dev/null 2>&1 </dev/null; exec bash -lc 'exec sh <&4 >&3 2>&1 3>&- 4<&-'"
-)
-"""A shell with a login shell's environment; what profiles print or read does not touch the commands' streams."""
 
 
 class CarefulContext(SSHContext):
@@ -110,6 +105,7 @@ class ParallelSSHConnector(SSHConnector):
         self._most_bytes: int | None = None
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
+        self._closing: set[asyncio.Future[None]] = set()
 
     async def get_available_locations(self, service: str | None = None) -> MutableMapping[str, AvailableLocation]:
         """The nodes, without asking them for cores and disks as the original does: the engine holds the lock of all
@@ -194,10 +190,14 @@ class ParallelSSHConnector(SSHConnector):
 
         Raises `ConnectionBroke` where its answer was lost, and it may not be given again or that was of no help.
         """
-        if stdin is None:
+        for _ in range(ATTEMPTS if stdin is None else 0):
+            try:
+                shell = await self.get_shell(command=["sh"], location=location)
+            except WorkflowExecutionException:
+                break
             try:
                 return await run_in_shell(
-                    shell=await self.get_shell(command=["sh"], location=location),
+                    shell=shell,
                     location=location,
                     command=command,
                     environment=environment,
@@ -206,14 +206,33 @@ class ParallelSSHConnector(SSHConnector):
                     timeout=timeout or COMMAND_SECONDS,
                 )
             except WorkflowExecutionException as error:
-                if isinstance(error.__cause__, AnswerLost) and not may_be_repeated.get():
+                self._drop(location, shell)
+                if not_begun(error):
+                    continue
+                if not may_be_repeated.get():
                     raise ConnectionBroke(f"the connection to {self.deployment_name} broke during a command") from error
+                if not isinstance(error.__cause__, ConnectionError):
+                    raise
         text = self._get_command(location, command, environment, workdir, stdin)
+        if stdin is None:
+            text = in_login_shell(f"sh -c {shlex.quote(text)}")
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
             said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
             if code is not None:
                 return (said, code) if capture_output else None
         raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
+
+    def _drop(self, location: ExecutionLocation, shell: Shell) -> None:
+        """Give no further command to a shell that failed: what it still prints would be taken for its answer."""
+        there = self._shells[location.name]
+        self._shells[location.name] = {key: one for key, one in there.items() if one is not shell}
+
+        async def close() -> None:
+            with suppress(Exception):  # of a connection that is lost as well
+                await shell.close()
+
+        self._closing.add(task := asyncio.ensure_future(close()))
+        task.add_done_callback(self._closing.discard)
 
     async def end_of(
         self, location: ExecutionLocation, text: str, most: int, timeout: int | None
@@ -241,8 +260,8 @@ class ParallelSSHConnector(SSHConnector):
         return tethered(command)
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
-        """A login shell, as in `crossfed check`: sites put schedulers on PATH in /etc/profile.d or ~/.bash_profile."""
-        shell = await super()._create_shell([LOGIN_SHELL] if list(command) == ["sh"] else command, location)
+        """A login shell, as in `crossfed check`."""
+        shell = await super()._create_shell([in_login_shell("sh")] if list(command) == ["sh"] else command, location)
         shell._reader = BoundedReader(shell._reader)
         shell._writer = BoundedReader.reset_by(shell._writer, shell._reader)
         return shell

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from streamflow.core.exception import WorkflowExecutionException
@@ -84,10 +85,12 @@ class Endless:
 
 
 def test_what_a_command_answers_is_bounded_anew_for_each(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bounded_reader, "MOST_OUTPUT", 1000)
+    monkeypatch.setattr(bounded_reader, "ANSWER_BYTES", 1000)
     reader = bounded_reader.BoundedReader(Endless())
 
     class Writer:
+        stream = SimpleNamespace(is_closing=lambda: False)
+
         async def write(self, data: bytes) -> None:
             pass
 

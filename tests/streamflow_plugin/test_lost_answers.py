@@ -48,17 +48,23 @@ class LosingShell(BaseShell):
 
 
 def connector(answers: list[int | None]) -> Any:
-    """A login node whose shell is lost; sessions of their own end with these codes, None: lost as well."""
-    shell = LosingShell()
+    """A login node whose shells are lost; sessions of their own end with these codes, None: lost as well."""
+    shells: list[LosingShell] = []
 
     async def get_shell(**_: Any) -> LosingShell:
-        return shell
+        shells.append(LosingShell())
+        return shells[-1]
 
     async def end_of(*_: Any) -> tuple[str, int | None]:
         return "said", answers.pop(0)
 
     return SimpleNamespace(
-        deployment_name="facility_a", get_shell=get_shell, end_of=end_of, _get_command=lambda *_: "squeue", shell=shell
+        deployment_name="facility_a",
+        get_shell=get_shell,
+        end_of=end_of,
+        _get_command=lambda *_: "squeue",
+        shells=shells,
+        _drop=lambda *_: None,
     )
 
 
@@ -69,7 +75,7 @@ def given(login: Any, stdin: Any = None) -> Any:
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_question_is_asked_again_and_the_lost_shell_is_closed(lost: int):
     login = connector([None] * lost + [0])
-    assert given(login) == ("said", 0) and login.shell._closed
+    assert given(login) == ("said", 0) and all(shell._closed for shell in login.shells)
 
 
 def test_a_login_that_loses_every_answer_is_told_as_such():
