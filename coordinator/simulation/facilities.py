@@ -4,8 +4,8 @@ A facility's round: it receives the model, its job waits in a queue, trains, may
 update is returned. All transfers of one direction share the coordinator's link. Policies for when a round closes:
 
 - `synchronous`: when all updates have arrived (or their facilities have given up);
-- `quorum`: when `quorum` updates have arrived; the others continue and count in the round in which they arrive, or
-  never (`late: drop`);
+- `quorum`: when `quorum` updates have arrived, or, short of that, all jobs have ended; the others continue and count in
+  the round in which they arrive, or never (`late: drop`); the last round waits for all, as the coordinator's does;
 - `deadline`: after `deadline_seconds`, with the updates received by then (at least one);
 - `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as
   there are facilities.
@@ -273,7 +273,8 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         if len(closes) < timeline_rounds:
             account.draw(sites, idle, turns, begins, len(closes))
         end[idle], gave_up[idle], work[idle] = turns.end, turns.gave_up, turns.work
-        close = _close(federation, end, gave_up, now)
+        last = federation.policy == "quorum" and len(closes) == federation.rounds - 1
+        close = float(end.max()) if last else _close(federation, end, gave_up, now)
         arrived = np.flatnonzero(end <= close)
         good = arrived[~gave_up[arrived]]
         account.sat_out += int(gave_up[arrived].sum())
@@ -289,10 +290,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
 
 
 def _dropping(federation: Federation, sites: _Sites, timeline_rounds: int) -> FederationResult:
-    """A facility whose update is discarded begins from the newest model once its job has ended, in a round's midst too.
-
-    The last round waits for all, as the coordinator's does.
-    """
+    """A facility whose update is discarded begins from the newest model once its job has ended, amid a round too."""
     everyone, account, closes = np.arange(federation.size), _Account(), []
     took_part, free = np.zeros(federation.size), np.zeros(federation.size)  # free: since when each has no job
     now = waited = 0.0
@@ -386,8 +384,8 @@ def _close(federation: Federation, end: Array, gave_up: NDArray[np.bool_], now: 
         return float(end.max())
     useful = np.sort(end[~gave_up])
     if federation.policy == "quorum":
-        # Where too many gave up, the round closes with those that are left.
-        return float(useful[min(federation.quorum, len(useful)) - 1]) if len(useful) else float(end.max())
+        # Those that came between the last closing and this round's model are handed on once it is open.
+        return max(now, float(useful[federation.quorum - 1] if len(useful) >= federation.quorum else end.max()))
     deadline = now + federation.deadline_seconds
     if len(useful) and useful[0] <= deadline:
         return min(deadline, float(end.max()))

@@ -103,24 +103,37 @@ def test_what_is_late_is_dropped_and_its_facility_begins_when_its_job_has_ended(
     assert in_time == simulate_federation(dataclasses.replace(run, policy="synchronous", quorum=0))
 
 
+@pytest.mark.parametrize("late", ["drop", "carry"])
 @pytest.mark.parametrize("seed", range(5))
-def test_where_late_updates_are_dropped_rounds_close_as_the_coordinators_do(seed: int):
-    """The same jobs through the coordinator's own closing: the same moments and the same facilities."""
+def test_rounds_close_as_the_coordinators_do(seed: int, late: Any):
+    """The same jobs through its own closing: the same moments, the last one's included, and the same facilities."""
     names = ["a", "b", "c", "d"]
     sites = [Site(name=name, train_seconds=10 + 7 * number, train_spread=0.5) for number, name in enumerate(names)]
-    run = Federation(
-        rounds=12, facilities=sites, policy="quorum", quorum=2, late="drop", aggregate_seconds=3, seed=seed
-    )
+    run = Federation(rounds=12, facilities=sites, policy="quorum", quorum=2, late=late, aggregate_seconds=3, seed=seed)
     spans: dict[tuple[str, int], float] = {}
     result = simulate_federation(run, timeline_rounds=12)
     for span in result.timeline:
         if span.name.startswith("F"):
             spans[names[span.replica], span.chunk] = span.end - span.start
-    course = course_of(ClosingSettings(quorum=2, grace=0.0, late="drop"), names, lambda *job: spans[job], 12, between=3)
+    course = course_of(ClosingSettings(quorum=2, grace=0.0, late=late), names, lambda *job: spans[job], 12, between=3)
     assert course.closed[-1] + 3 == pytest.approx(result.seconds)
     assert np.diff([-3.0, *course.closed]) == pytest.approx(result.rounds_seconds)
     for name in names:
         assert sum(name in by for by in course.delivered) == pytest.approx(12 * result.participation[name])
+
+
+@pytest.mark.parametrize("late", ["drop", "carry"])
+def test_a_round_short_of_its_quorum_closes_when_the_last_job_has_failed(late: Any):
+    """That it will fail is known when it has, not before."""
+    sites = [
+        Site(name="quick", train_seconds=10),
+        Site(name="fails", train_seconds=1000, failure_probability=0.999, attempts=3),
+    ]
+    run = federation(rounds=20, facilities=sites, model_megabytes=0, policy="quorum", quorum=2, late=late)
+    result = simulate_federation(run)
+    assert result.participation == {"quick": 1.0, "fails": 0.0}
+    everybody = simulate_federation(dataclasses.replace(run, policy="synchronous", quorum=0, late="carry"))
+    assert result.rounds_seconds == everybody.rounds_seconds
 
 
 @pytest.mark.parametrize("seed", range(8))
