@@ -142,7 +142,7 @@ class Closing:
         if self.settings.grace != "auto":
             return float(self.settings.grace)
         rounds = [self._history[n] for n in sorted(self._history) if n < number]
-        return best_grace(rounds, self.quorum, exponent=self.exponent, most_late=self.most_late)
+        return best_grace(rounds, self.quorum, exponent=self.exponent, most_late=self.most_late, carries=self._carries)
 
     def _closes_in(self, gate: Gate, number: int) -> float:
         """Seconds from the quorum to the closing; `auto` is learned of facilities that begin with the round."""

@@ -24,6 +24,8 @@ AHEAD = 48
 MOST_CANDIDATES = 8
 MARGIN = 0.02
 """Share by which a shorter wait must be better than a longer one: what the draws leave uncertain."""
+LEEWAY = 0.1
+"""Share by which a wait is longer than one that was seen, where what comes a moment later is discarded."""
 
 Draws = Mapping[str, Sequence[float]]
 """By facility, the seconds of its jobs to come."""
@@ -53,8 +55,14 @@ def useful_rate(
     exponent: float,
     weights: Mapping[str, float],
     most_late: int,
+    carries: bool = True,
 ) -> float:
-    """Useful weight a second over `AHEAD` rounds in which each facility's jobs take these seconds, one by one."""
+    """Useful weight a second over `AHEAD` rounds in which each facility's jobs take these seconds, one by one.
+
+    `carries`: late updates count in a later round; else they are discarded, as `late: drop` does.
+    """
+    if not carries:
+        return _rate_in_time(jobs, quorum, grace, usual=usual, weights=weights)
     places = {name: iter(seconds) for name, seconds in jobs.items()}
     ends: dict[str, float] = {}
     began: dict[str, int] = {}
@@ -71,6 +79,21 @@ def useful_rate(
         for name in [name for name, end in ends.items() if end <= now]:
             useful += weights.get(name, 1.0) * (1 + number - began[name]) ** -exponent
             del ends[name]
+    return useful / max(now, 1e-9)
+
+
+def _rate_in_time(jobs: Draws, quorum: int, grace: float, *, usual: float, weights: Mapping[str, float]) -> float:
+    """Where what is late is discarded: its facility begins from the newest model once its job has ended."""
+    free = dict.fromkeys(jobs, 0.0)
+    now, useful = 0.0, 0.0
+    for number in range(AHEAD):
+        begins = {name: max(now, free[name]) for name in jobs}
+        ends = {name: begins[name] + seconds[number] for name, seconds in jobs.items()}
+        arrivals = sorted(ends.values())
+        reached = arrivals[min(quorum, len(arrivals)) - 1]
+        now = min(arrivals[-1], reached + closes_after(reached, now, usual, grace))
+        useful += sum(weights.get(name, 1.0) for name, end in ends.items() if end <= now)
+        free |= {name: end for name, end in ends.items() if begins[name] <= now}
     return useful / max(now, 1e-9)
 
 
@@ -100,6 +123,7 @@ def best_grace(
     exponent: float = 0.5,
     weights: Mapping[str, float] | None = None,
     most_late: int = 1,
+    carries: bool = True,
 ) -> float:
     """Seconds to wait after the quorum; `inf`, to wait for all, until `LEARNING_ROUNDS` rounds have been seen.
 
@@ -112,9 +136,16 @@ def best_grace(
     jobs, usual = draws(seen), usual_quorum(seen, quorum)
     rates = {
         grace: useful_rate(
-            jobs, quorum, grace, usual=usual, exponent=exponent, weights=weights or {}, most_late=most_late
+            jobs,
+            quorum,
+            grace,
+            usual=usual,
+            exponent=exponent,
+            weights=weights or {},
+            most_late=most_late,
+            carries=carries,
         )
-        for grace in candidates(seen, quorum)
+        for grace in (one if carries else one * (1 + LEEWAY) for one in candidates(seen, quorum))
     }
     most = max(rates.values())
     return max(grace for grace, rate in rates.items() if rate >= most * (1 - MARGIN))

@@ -37,6 +37,14 @@ def test_facilities_that_differ_by_a_tenth_are_waited_for():
     assert found.updates >= 0.95 * whole.updates
 
 
+def test_where_late_updates_are_dropped_they_are_worth_nothing_to_the_wait():
+    """One of two takes 1.9 times as long: both in 1.9 are more than one in 1, and carried it would be 1.35 in 1."""
+    slow: Seconds = lambda name, _: 1.9 if name == "b" else 1.0  # noqa: E731
+    found = course_of(ClosingSettings(quorum=1, late="drop"), NAMES[:2], slow, 20)
+    assert found.updates == 2 * 20
+    assert course_of(ClosingSettings(quorum=1), NAMES[:2], slow, 20).closed[-1] < 25
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_with_random_queues_more_useful_updates_are_averaged_in_the_same_time(seed: int):
