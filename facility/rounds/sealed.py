@@ -14,13 +14,16 @@ moves back or truncates a file is noticed; a disk that returns other bytes than 
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import checksum_of, is_checksum
-from facility.exchange.files.durable import write_json
+from facility.exchange.files.durable import fsync_directory, write_json
 from facility.exchange.messages.manifest import sha256_of
 from facility.rounds.kept import latest_before
 
@@ -29,6 +32,8 @@ UNCHANGED = "seal-files.json"
 """Inode, size, mtime and ctime (ns) of each sealed file, by name. Means nothing after a copy."""
 TICK_SECONDS = 0.05
 ASIDE = "damaged"
+NEW, OLD = ".new", ".old"
+"""Ends of the names of directories that take another one's place, or gave theirs away."""
 SELF_CHECKED = ("finished", "models", ASIDE)
 """Parts of the state that have manifests of their own, and what was put aside before."""
 
@@ -111,3 +116,24 @@ def _needed(directory: Path, state: Path, round: int, evaluates: bool) -> bool:
     if directory.parent == state:
         return directory == latest_before(state, round) and not evaluates
     return directory == latest_before(directory.parent, round)
+
+
+def replace_directory(path: Path, new: Path) -> None:
+    """Put the complete directory `new` in the place of `path`, which is removed afterwards.
+
+    To remove what is large takes seconds, in which a scheduler may kill: before, it would be neither here nor there.
+    """
+    old = path.with_name(path.name + OLD)
+    discard(old)
+    with suppress(FileNotFoundError):
+        os.rename(path, old)
+    os.rename(new, path)
+    fsync_directory(path.parent)
+    discard(old)
+
+
+def discard(directory: Path) -> None:
+    """Remove a directory of the state; the seal first, so that what a kill leaves of it is not taken for damaged."""
+    with suppress(OSError):
+        (directory / SEAL).unlink()
+    shutil.rmtree(directory, ignore_errors=True)

@@ -157,9 +157,8 @@ def measure(round: Round) -> dict[str, Any]:
     """Figures that need every rank: sequences, seconds, per-rank times and memory, details. Called on all ranks."""
     setup, inputs, training = round.setup, round.inputs, round.request.training
     shape, engine, ranks = setup.layout.shape, round.engine, round.ranks
-    data_rank = setup.layout.grid.data_rank(ranks.rank)
-    share = shape.bounds[data_rank + 1] - shape.bounds[data_rank] if engine.counts else 0
-    sequences = sum(gather(ranks, round.progress.done * share)) + sum(one.blocks_trained for one in round.lost)
+    counted = gather(ranks, round.progress.sequences if round.counts else 0)
+    sequences = sum(counted) + sum(one.blocks_trained for one in round.lost)
     seconds = round.progress.seconds_before + round.times.trained - round.times.evaluated
     here = {
         "rank": ranks.rank,

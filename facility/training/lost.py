@@ -32,6 +32,11 @@ def lost_replicas(
     return lost
 
 
+def replica_share(layout: Layout, replica: int, *, together: bool) -> int:
+    """Sequences that a replica takes a step on: the whole batch where all make it `together`."""
+    return layout.shape.batch_sequences if together else blocks_per_step(layout, replica)
+
+
 def blocks_per_step(layout: Layout, replica: int) -> int:
     """Sequences of a replica's share of each batch."""
     bounds, shards = layout.shape.bounds, layout.grid.shards

@@ -28,7 +28,7 @@ from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
 from facility.training.drift import DriftCorrection
 from facility.training.engine import StepResult
-from facility.training.lost import lost_replicas
+from facility.training.lost import lost_replicas, replica_share
 from facility.training.monitor.clock import Clock
 from facility.training.monitor.logs import start_logging
 from facility.training.monitor.trace import Trace
@@ -75,6 +75,10 @@ class Round:
         self.private = private_training(request, inputs, self.engine, ranks)
         """What takes the place of plain steps where the settings ask for differential privacy."""
         self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
+        self.share = replica_share(setup.layout, self.replica, together=self.engine.together)
+        """Sequences of a batch that this replica takes a step on."""
+        self.counts = ranks.first if self.engine.together else setup.layout.grid.place(ranks.rank)[1:] == (0, 0)
+        """True on the one rank that tells what its replica has trained on."""
         self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
         """True on the ranks of the first replica, which writes what all replicas agree on."""
         self.drift: DriftCorrection | None = None
@@ -199,7 +203,8 @@ class Round:
         while sync.wants_more() and not self._pausing(stop):
             overall = self.overall_step
             result = self._step()
-            progress.step(WITHHELD if self.private else result.loss, skipped=result.skipped, batch=batch)
+            loss = WITHHELD if self.private else result.loss
+            progress.step(loss, skipped=result.skipped, batch=batch, share=self.share)
             if self._speaks():
                 shown.step(progress.done, result)
             self.step_ends.append(time.perf_counter())
@@ -319,6 +324,7 @@ class Round:
             scale=self.engine.scale,
             skipped=self.engine.skipped,
             samples=self.sync.samples,
+            sequences=progress.sequences,
             rates=self.drift.rates if self.drift is not None else 0.0,
         )
         average_statistics(self.engine.assembly.statistics, self.ranks, self._averaging(False))

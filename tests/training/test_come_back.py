@@ -14,7 +14,8 @@ from facility.exchange.messages.layout import LimitSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import read_report
-from facility.rounds.sealed import check_kept, flaw, seal
+from facility.rounds import sealed
+from facility.rounds.sealed import check_kept, flaw, replace_directory, seal
 from facility.training import finish
 from facility.training.state import state
 from facility.training.stop import Stop
@@ -95,14 +96,32 @@ def test_a_kill_as_one_state_takes_the_place_of_another_leaves_a_whole_one(
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
         seal(tmp_path / name)
-    monkeypatch.setattr(state.shutil, "rmtree", killed)
+    monkeypatch.setattr(sealed.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
-        state.replace_directory(tmp_path / "paused", tmp_path / "paused.new")
+        replace_directory(tmp_path / "paused", tmp_path / "paused.new")
     assert (tmp_path / "paused/model.safetensors").read_text() == "paused.new"
     assert not flaw(tmp_path / "paused") and check_kept(tmp_path, 0) == []
     monkeypatch.undo()
     state.drop_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("now", "goes_on", "samples"),
+    [({"batch_sequences": 6}, True, 2 * 4 + 6), ({"steps": 1}, False, 4), ({"batch_sequences": 2}, False, 3 * 2)],
+    ids=["a larger batch", "fewer steps", "a smaller batch"],
+)
+def test_a_round_that_goes_on_under_other_settings_counts_what_it_was_trained_on(
+    tmp_path: Path, pico_llama: Path, dataset: Path, now: dict[str, Any], goes_on: bool, samples: int
+):
+    """It is its update's weight; more than the settings allow is refused, and would be every time again."""
+    rounds_in(
+        [("stopped", arguments(tmp_path, pico_llama, dataset, limits={"stop_after": 2}))], expect=Outcome.CHECKPOINTED
+    )
+    said = rounds_in([("changed", arguments(tmp_path, pico_llama, dataset, **now))])["changed"][0]
+    assert ("the round begins anew: its interrupted attempt was one of other settings" in said) != goes_on
+    assert ("resuming after step 2" in said) == goes_on
+    assert read_report(tmp_path / "out").samples == samples
 
 
 def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dataset: Path):

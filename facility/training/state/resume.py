@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from facility.exchange.messages.settings import TrainingSettings
 from facility.training.engine import Engine
+from facility.training.lost import replica_share
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
 from facility.training.state import moments, second_moments, state
@@ -24,6 +26,8 @@ class RoundProgress:
     """Sequences consumed since round 0."""
     done: int = 0
     """Steps of this round, those before interruptions included."""
+    sequences: int = 0
+    """That this replica has taken them on."""
     optimizer_steps: int = 0
     """Steps that the optimizer's moments have seen."""
     losses: list[float] = field(default_factory=list)
@@ -39,10 +43,10 @@ class RoundProgress:
     seconds_before: float = 0.0
     """Training time before interruptions."""
 
-    def step(self, loss: float, *, skipped: bool, batch: int) -> None:
-        """Count one step on `batch` sequences."""
+    def step(self, loss: float, *, skipped: bool, batch: int, share: int) -> None:
+        """Count one step on `batch` sequences, of which this replica has its `share`."""
         self.losses.append(-1.0 if skipped else loss)
-        self.done, self.position = self.done + 1, self.position + batch
+        self.done, self.position, self.sequences = self.done + 1, self.position + batch, self.sequences + share
         self.optimizer_steps += not skipped
 
 
@@ -79,12 +83,27 @@ def that_fits(request: RoundRequest, saved: SavedState, engine: Engine, ranks: R
             ):
                 log.info("the round begins anew: its interrupted attempt kept no %s of this form", odd)
                 found = None
+        if found is not None and (done := more_than_asked(found, request.training)):
+            log.info("the round begins anew: its interrupted attempt was one of other settings, and took %s", done)
+            found = None
         if previous is not None and previous.optimizer_steps and request.training.keep_optimizer:
             directory = request.state / f"round-{previous.round}"
             if odd := state.lacking(directory, engine.optimizer, shapes, vectors=previous.sync):
                 log.info("the optimizer begins with new state: %s holds no %s of this form", directory, odd)
                 previous = replace(previous, optimizer_steps=0, sync=[])
     return replace(saved, previous=previous, checkpoint=found)
+
+
+def more_than_asked(found: state.MidRoundCheckpoint, training: TrainingSettings) -> str:
+    """What an interrupted attempt has trained on beyond the steps and the batch that the settings ask for now, which
+    limit what a facility counts for; empty: nothing."""
+    done = max(replica.steps for replica in found.replicas)
+    lockstep = len(found.replicas) == 1
+    if lockstep and done > training.steps:
+        return f"{done} steps, where the round has {training.steps}"
+    if found.sequences > (done if lockstep else training.steps) * training.batch_sequences:
+        return f"{done} steps on {found.sequences} sequences, where a batch has {training.batch_sequences}"
+    return ""
 
 
 def restore(
@@ -104,10 +123,12 @@ def restore(
                 replicas=replicas,
             )
         here = found.progress_of(replica, replicas)
+        share = replica_share(engine.layout, replica, together=engine.together)
         engine.scale, engine.skipped = here.scale, here.skipped
         return RoundProgress(
             position=here.position,
             done=here.steps,
+            sequences=here.sequences if here.sequences >= 0 else here.steps * share,
             optimizer_steps=here.optimizer_steps,
             losses=here.losses,
             samples=here.samples,

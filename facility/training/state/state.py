@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -22,12 +19,12 @@ import torch
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.checksum import Checksum
-from facility.exchange.files.durable import fsync_directory, new_directory, write_json
+from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.kept import latest_before
-from facility.rounds.sealed import SEAL, seal
+from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
 from facility.training.optimizers.adamw import even_out
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
@@ -38,8 +35,6 @@ FORMAT = 1
 PAUSE_FORMAT = 2
 NAME = "state.json"
 PAUSED = "paused"
-NEW, OLD = ".new", ".old"
-"""Ends of the names of directories that take another one's place, or gave theirs away."""
 Shapes = dict[str, tuple[int, ...]]
 """Every trained parameter of the whole model, by name on disk."""
 
@@ -80,6 +75,8 @@ class ReplicaProgress:
     """What the policy between replicas has counted."""
     rates: float = 0.0
     """Sum of the learning rates of the steps, where drift is corrected."""
+    sequences: int = -1
+    """That the steps were taken on; -1: an earlier version did not say."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -111,7 +108,19 @@ class MidRoundCheckpoint:
             return self.replicas[replica]
         steps = sum(s.steps for s in self.replicas) // len(self.replicas)
         first, position = self.replicas[0], max(s.position for s in self.replicas)
-        return dataclasses.replace(first, steps=steps, position=position, losses=first.losses[:steps], samples=0.0)
+        return dataclasses.replace(
+            first,
+            steps=steps,
+            position=position,
+            losses=first.losses[:steps],
+            samples=0.0,
+            sequences=0 if replica and self.sequences >= 0 else self.sequences,
+        )
+
+    @property
+    def sequences(self) -> int:
+        """That all replicas have taken their steps on; -1: not known."""
+        return max(-1, sum(one.sequences for one in self.replicas))
 
 
 def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple[RoundState | None, str]:
@@ -242,26 +251,6 @@ def publish(
         seal(temporary, known)
     replace_directory(path, new)
     barrier(ranks)
-
-
-def replace_directory(path: Path, new: Path) -> None:
-    """Put the complete directory `new` in the place of `path`, which is removed afterwards.
-
-    To remove what is large takes seconds, in which a scheduler may kill: before, it would be neither here nor there.
-    """
-    old = path.with_name(path.name + OLD)
-    discard(old)
-    with suppress(FileNotFoundError):
-        os.rename(path, old)
-    os.rename(new, path)
-    fsync_directory(path.parent)
-    discard(old)
-
-
-def discard(directory: Path) -> None:
-    """Remove a directory of the state; the seal first, so that what a kill leaves of it is not taken for damaged."""
-    (directory / SEAL).unlink(missing_ok=True)
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 def save_state(
