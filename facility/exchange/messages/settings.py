@@ -62,8 +62,8 @@ class TrainingSettings:
     beta2: Decay = 0.95
     """AdamW's decay of the second moment. Where it is not written and `aggregation.rule` is `auto`, the value that was
     measured with the chosen server optimizer (`crossfed check` shows it)."""
-    epsilon: NonNegative[float] = 1e-8
-    """AdamW's epsilon."""
+    epsilon: Annotated[float, Ge(1e-30)] = 1e-8
+    """AdamW's epsilon; not 0: a value without gradient, as of a token that was not seen, would become 0/0."""
     chunked_loss: Literal["auto", "always", "never"] = "auto"
     """Compute output layer and loss in chunks of positions, so that the logits of all never exist; auto: where those of
     a forward pass exceed 8 MiB in float32 on a CPU, 256 MiB on a GPU."""
