@@ -37,12 +37,18 @@ class Units:
 
 
 def units_of(dataset: PreparedDataset, split: str, unit: Unit, *, most: int) -> Units:
-    """The units of a split; `most`: pieces of a unit. Raises `InputError` where document boundaries are unknown."""
+    """The units of a split; `most`: pieces of a unit. Raises `InputError` where document boundaries are unknown, or
+    where there is none to be trained on."""
     check_unit(dataset, unit)
     if dataset.manifest.documents == "joined" or dataset.manifest.task == "classification":
         return whole_blocks(len(dataset.split(split)), dataset.manifest.block_tokens)
     pieces, stream = marked_pieces(dataset, split), dataset.manifest.task == "causal-lm"
-    return grouped(pieces, continues=stream, most=most)
+    found = grouped(pieces, continues=stream, most=most)
+    if not len(found):
+        raise InputError(
+            f"{dataset.directory}: no document of the {split} split has a token that bears loss; prepare other text"
+        )
+    return found
 
 
 def check_unit(dataset: PreparedDataset, unit: Unit) -> None:

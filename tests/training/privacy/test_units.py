@@ -62,6 +62,12 @@ def test_documents_of_a_stream_are_put_together_across_blocks(tmp_path: Path):
     assert units.left_out == 2
 
 
+def test_a_split_without_anything_to_predict_is_refused(tmp_path: Path):
+    dataset = marked(tmp_path, [[S, 0, S, 0], [S | L, S | L, 0, 0]], task="chat")
+    with pytest.raises(InputError, match="no document of the validation split has a token that bears loss"):
+        units_of(dataset, "validation", "document", most=4)
+
+
 def test_whole_documents_stay_apart_and_filling_is_no_unit(tmp_path: Path):
     dataset = marked(tmp_path, [[S | L, L, S | L, L], [S, L, S, 0], [S, 0, 0, S]], task="chat")
     assert pieces(units_of(dataset, "train", "document", most=4)) == [[[0, 0, 2]], [[0, 2, 4]], [[1, 0, 2]]]
