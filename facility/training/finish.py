@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages import drift, loss_curve, lost_replicas
 from facility.exchange.messages import report as reports
@@ -60,7 +59,9 @@ def finish_round(round: Round) -> None:
     if walked is not None:
         figures["details"][drift.KEY] = walked.to_json()
     adapters, dtype = bool(request.training.lora.rank), request.training.export_dtype
-    tensors = outgoing_tensors(inputs.checkpoint, held.shapes, held.names, dtype, adapters=adapters)
+    tensors = outgoing_tensors(
+        inputs.checkpoint, held.shapes, held.names, dtype, adapters=adapters, federated=request.federated
+    )
     update = Outgoing(
         request=request,
         checkpoint=inputs.checkpoint,
@@ -85,7 +86,7 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict
     request, training = round.request, round.request.training
     steps = round.progress.optimizer_steps
     before, kept = max(0, steps - training.steps), request.state / f"round-{request.round}"
-    federated = Patterns(tuple(request.settings.include), tuple(request.settings.exclude))
+    federated = request.federated
     if not training.sends_moments(request.round):
         return
     if training.optimizer_state == "shared":

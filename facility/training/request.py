@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import trained_from
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import GLOBAL, MODELS
@@ -68,6 +69,11 @@ class RoundRequest:
         """With the steps of this round."""
         training = self.settings.training
         return training if self.asked_steps is None else replace(training, steps=self.asked_steps)
+
+    @property
+    def federated(self) -> Patterns:
+        """Which tensors leave the facility."""
+        return Patterns(tuple(self.settings.include), tuple(self.settings.exclude))
 
     @property
     def unsent_share(self) -> float:

@@ -44,7 +44,7 @@ from facility.training.shards import add_shards
 from facility.training.state import state
 from facility.training.state.reference import prepare_reference
 from facility.training.state.resume import SavedState, restore, restore_vectors, that_fits
-from facility.training.state.update import round_in_place
+from facility.training.state.update import personal, round_in_place
 from facility.training.stop import Stop
 
 log = logging.getLogger(__name__)
@@ -362,7 +362,8 @@ class Round:
         """Round the weights to the dtype they are sent in, then evaluate them."""
         self.show("evaluating")
         with together(self.ranks):
-            sent = [*self.engine.parts, *self.engine.assembly.statistics]
+            changed, names = [*self.engine.parts, *self.engine.assembly.statistics], self.engine.assembly.names
+            sent = [part for part in changed if not personal(part, names, self.request.federated)]
             round_in_place(sent, self.request.training.export_dtype)
         self.loss_returned, self.accuracy_returned = self.evaluate(), self.engine.accuracy
         check_loss(self.loss_returned, "returned", "training diverged; lower training.learning_rate")

@@ -218,6 +218,20 @@ def test_what_is_frozen_is_not_rounded_to_a_narrower_export(tmp_path: Path):
     assert figures.written(TrainingSettings(freeze=frozen)) == sum(tensor.nbytes for tensor in after.values())
 
 
+def test_what_stays_at_the_facility_is_not_rounded_to_the_dtype_that_travels(tmp_path: Path):
+    """Half precision has no number between 1 and 1.0078: norms that are a facility's own would never move."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    given = arguments(tmp_path / "one", model, dataset, export_dtype="bfloat16", learning_rate=1e-4)
+    settings = json.loads((tmp_path / "one/settings.json").read_text()) | {"exclude": ["*norm*"]}
+    (tmp_path / "one/settings.json").write_text(json.dumps(settings))
+    rounds_in([("one", given)])
+    before, after = weights(model), weights(tmp_path / "one/out")
+    for name in after:
+        own = "norm" in name
+        assert after[name].dtype == (torch.float32 if own else torch.bfloat16), name
+        assert not own or 0 < (after[name] - before[name]).abs().max() < 1e-3, name
+
+
 @pytest.mark.slow
 def test_classes_and_masked_words_train_alike_in_a_pipeline(tmp_path: Path):
     classes, words = write_classes(tmp_path / "classes"), write_masked_words(tmp_path / "words")

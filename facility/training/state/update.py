@@ -17,6 +17,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Ch
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.checkpoints.delta import as_message
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.files.durable import new_directory
@@ -199,24 +200,41 @@ def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) ->
     return name in slots or (conversion is not None and name in conversion.pieces)
 
 
+def personal(part: LocalShard, names: Names, federated: Patterns) -> bool:
+    """Whether nothing of a parameter is federated: it stays here, and need not be rounded to the dtype that travels."""
+    pieces = names.conversion.pieces
+    stored = pieces[part.name].tensors if part.name in pieces else (part.name,)
+    return not any(map(federated.federated, stored))
+
+
 def outgoing_tensors(
-    checkpoint: Checkpoint, trained: dict[str, tuple[int, ...]], names: Names, export_dtype: str, *, adapters: bool
+    checkpoint: Checkpoint,
+    trained: dict[str, tuple[int, ...]],
+    names: Names,
+    export_dtype: str,
+    *,
+    adapters: bool,
+    federated: Patterns,
 ) -> list[tuple[str, str, tuple[int, ...]]]:
     """(name, dtype, shape) of everything the update holds: the received tensors by their names, or `adapters` alone.
 
     `trained`: shapes of what is trained. What is not stays as received, also where the export's dtype is narrower: its
-    rounding would be averaged, and moved by a server optimizer, as if it were a step.
+    rounding would be averaged, and moved by a server optimizer, as if it were a step. What is not `federated` stays at
+    the facility in float32, as the weights are in training: in half precision a norm near 1 would never leave it.
     """
-    dtype = DTYPES[export_dtype]
+
+    def exported(name: str) -> str:
+        return DTYPES[export_dtype] if federated.federated(name) else "F32"
+
     if adapters:
-        return [(name, dtype, shape) for name, shape in sorted(trained.items())]
+        return [(name, exported(name), shape) for name, shape in sorted(trained.items())]
     pieces = names.conversion.pieces
     changed = {tensor for name in trained for tensor in (pieces[name].tensors if name in pieces else (name,))}
     changed |= {name for name, source in names.repeats.items() if source in trained}
 
     def sent_as(entry: TensorEntry) -> str:
-        stays = entry.name not in changed and not is_running_statistic(entry.name) and dtype != "F32"
-        return entry.dtype if stays or entry.dtype not in FLOATS else dtype
+        stays = entry.name not in changed and not is_running_statistic(entry.name) and export_dtype != "float32"
+        return entry.dtype if stays or entry.dtype not in FLOATS else exported(entry.name)
 
     return [(name, sent_as(entry), entry.shape) for name, entry in checkpoint.tensors.items()]
 
