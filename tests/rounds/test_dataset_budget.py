@@ -10,11 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.manifest import Manifest
+from facility.exchange.messages.manifest import Manifest, with_extra
+from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.privacy import DATASET_LIMIT, RELEASED, DifferentialSettings
+from facility.exchange.messages.report import read_failure, read_report
 from facility.rounds.dataset_budget import account_path, count_released, read_account, reserve_budget
-from facility.rounds.released import check_remembered, ledger_path
-from tests.training.federation import write_dataset
+from facility.rounds.released import check_remembered, ledger_path, steps_released
+from tests.rounds.test_round import Site
+from tests.training.federation import write_dataset, write_settings
 
 
 @pytest.fixture
@@ -145,3 +148,27 @@ def test_an_account_of_an_earlier_version_counts_no_steps_yet(dataset: Path):
     account_path(dataset).write_text(json.dumps(account))
     reserve(dataset, "heron", 2.0, steps=3)
     assert json.loads(account_path(dataset).read_text())["heron/north"]["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_job_whose_ledger_forgot_steps_trains_nothing_and_says_so(dataset: Path):
+    """Steps that the account saw at the end of the job before, or that the model says were told of."""
+    root = dataset.parent
+    settings = write_settings(root / "settings.json", rounds=3)
+    raw = json.loads(settings.read_text()) | {"differential": {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}}
+    settings.write_text(json.dumps(raw))
+    site = Site(root)
+    first, update = site.run(site.send(), real=True)
+    assert first.returncode == 0, first.stderr
+    (account,) = read_account(account_path(dataset)).values()
+    ledger = ledger_path(root / ".crossfed" / "pico" / "north")
+    assert account.steps == steps_released(ledger.parents[1]) == read_report(update).details["privacy"]["steps"] > 0
+    told = site.send(round=1)
+    with_extra(told, RELEASED, {"north": account.steps + 1})
+    second, update = site.run(told, round=1)
+    assert second.returncode == Outcome.SKIPPED
+    assert "this facility's own reports to the coordinator count" in read_failure(update).reason  # type: ignore[union-attr]
+    ledger.unlink()
+    third, update = site.run(site.send(round=1), round=1)
+    assert third.returncode == Outcome.SKIPPED and not ledger.exists()
+    assert "holds 0 noised steps, and the dataset's account" in read_failure(update).reason  # type: ignore[union-attr]
