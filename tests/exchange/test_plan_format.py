@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -96,3 +97,24 @@ def test_a_file_that_is_no_plan(tmp_path):
         read_plan(tmp_path / "plan.json")
     with pytest.raises(ConfigurationError, match="cannot be read"):
         read_plan(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"token": "hunter2"}',
+        '["hunter2"]',
+        '"hunter2"',
+        "hunter2",
+        '{"hunter2": 1, "stages": 1}',
+        '{"stages": "hunter2"}',
+    ]
+    + ["\udc80hunter2", "[" * 100_000],
+)
+def test_nothing_of_a_file_that_is_no_plan_is_quoted(tmp_path: Path, text: str):
+    """`layout.plan` may name any file of the account, and the coordinator is told the reason."""
+    path = tmp_path / "secret.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigurationError, match="is no plan|cannot be read as JSON") as found:
+        read_plan(path)
+    assert "hunter2" not in str(found.value)

@@ -246,12 +246,25 @@ def plan_from_json(raw: Any, *, file: Path | str | None = None) -> Plan:
     return parse(Plan, raw, file=file)
 
 
+OF_EVERY_PLAN = ("stages", "replicas", "grid", "stage_units")
+"""Keys without which a file is no plan."""
+
+
 def read_plan(path: Path) -> Plan:
-    """Read `plan.json`; raises `ConfigurationError`."""
+    """Read `plan.json`; raises `ConfigurationError`, which quotes nothing of a file that is no plan.
+
+    Settings name the file, and what is said of it leaves the facility.
+    """
     try:
         raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except UnicodeDecodeError:
+        raise ConfigurationError("is no plan, expected JSON in UTF-8", file=path) from None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    if not isinstance(raw, dict) or not set(OF_EVERY_PLAN) <= set(raw):
+        raise ConfigurationError(
+            f"is no plan, expected a mapping with {', '.join(OF_EVERY_PLAN)} as `crossfed plan` writes it", file=path
+        )
     return plan_from_json(raw, file=path)
 
 
