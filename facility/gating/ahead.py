@@ -18,7 +18,6 @@ from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTE
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import confined
 from facility.gating.grammar import Request
-from facility.gating.held import places_of
 from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
 from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, template
 from facility.gating.ledger import DAY, changed, read_ledger
@@ -113,7 +112,7 @@ def _give(session: Session, approved: Approved, id: str, directory: Path) -> boo
         entry = ledger.job(id)
         if entry is None or not _link(Path(entry.waited_in), text):
             return False
-        entry.directory, entry.run, entry.reads = str(directory), approved.run, places_of(approved.model)
+        entry.directory, entry.run, entry.reads = str(directory), approved.run, approved.reads
     return True
 
 

@@ -20,6 +20,7 @@ from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating.confine import confined
 from facility.gating.grammar import Request
+from facility.gating.held import places_of
 from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -49,6 +50,8 @@ class Approved:
     settings_sha256: str
     head: str
     """Of the coordinator's audit log, as the order holds it."""
+    reads: list[str]
+    """Paths that the job reads the model from, which no request alters before it is over."""
     roster: Path | None = None
     """The roster, where the settings ask for secure aggregation."""
 
@@ -115,6 +118,7 @@ def approve(session: Session, request: Request) -> Approved:
         settings_sha256=copy.digest,
         model_sha256=manifest,
         head=str(order.extra.get(HEAD, ""))[:64],
+        reads=places_of(model),
         roster=roster,
     )
 

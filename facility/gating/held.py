@@ -16,12 +16,20 @@ from facility.gating.ledger import RESERVED, RESERVED_SECONDS, JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
+MOST_LINKS = 100
+"""In a model: the ledger holds where they lead, and is written for all that leaves."""
+
 
 def places_of(model: Path) -> list[str]:
-    """What a job reads of a model: its directory, and the files elsewhere that links in it lead to."""
+    """What a job reads of a model: its directory, and the files elsewhere that links in it lead to.
+
+    Raises `Refused` for more than `MOST_LINKS` of them.
+    """
     found = [str(model)]
     for folder, directories, files in os.walk(model):
         found += [os.path.realpath(one) for name in [*directories, *files] if os.path.islink(one := f"{folder}/{name}")]
+        if len(found) > MOST_LINKS:
+            raise Refused(f"the model holds more than {MOST_LINKS} links, expected files")
     return found
 
 

@@ -23,7 +23,6 @@ from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, staying
 from facility.gating.grammar import Request
-from facility.gating.held import places_of
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -47,8 +46,8 @@ def submit(session: Session, request: Request) -> int:
     try:
         approved = approve(session, request)
         clear_update(directory)
-        name, reads = session.job_name(approved.federation), places_of(approved.model)
-        job = reserve(session, name, directory, run=approved.run, reads=reads)
+        name = session.job_name(approved.federation)
+        job = reserve(session, name, directory, run=approved.run, reads=approved.reads)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise

@@ -150,3 +150,16 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
     monkeypatch.setattr(approval, "check_settings", restore)
     code, _, error = site.ask(request)
     assert code == 77 and "not among the policy's models" in error, error
+
+
+def test_a_model_of_many_links_is_refused(site: Gate):  # noqa: F811
+    """Where each leads would stand in the ledger, which is written anew for every piece that leaves."""
+    request, model = site.round(), site.workdir / "in" / "model"
+    for number in range(101):
+        (model / f"{number}").symlink_to(model / "model.safetensors")
+    code, _, error = site.ask(request)
+    assert (
+        code == 77
+        and "more than 100 links" in error
+        and not read_ledger(site.home / "gate" / "ledger.json").settings[1:]
+    )
