@@ -17,8 +17,8 @@ from facility.exchange.masking.roster import (
     Roster,
     base_of,
     check_signers,
+    read_keys,
     read_roster,
-    read_signed_keys,
     write_roster,
 )
 from facility.exchange.masking.walks import odd_ones
@@ -93,7 +93,7 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
     """The keys, and who signed them. Raises `InputError` where they may not take part."""
     if (failure := read_failure(path)) is not None:
         raise InputError(f"{failure.facility}: {failure.reason}")
-    keys, signer = read_signed_keys(path, resolve(settings.aggregation.allowed_signers))
+    keys, signer = read_keys(path, resolve(settings.aggregation.allowed_signers))
     if keys.facility not in settings.facilities:
         raise InputError(f"keys of {keys.facility!r}, which is not of this federation")
     if (keys.federation, keys.round) != (settings.federation, number):

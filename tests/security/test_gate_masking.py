@@ -102,7 +102,7 @@ def test_keys_are_signed_where_no_request_leads(site: MaskingGate, monkeypatch: 
     out, settings = site.workdir / "update", read_facility_settings(site.workdir / "in" / "alpha.json")
     keys.draw_keys(settings, site.home / "data", site.home / "state", 0, out)
     assert places and not places[0].resolve().is_relative_to(site.workdir)
-    assert read_keys(out, site.peers).facility == "alpha"
+    assert read_keys(out, site.peers)[0].facility == "alpha"
 
 
 def test_keys_are_drawn_here_without_a_job_and_only_their_public_half_leaves(site: MaskingGate):
@@ -110,7 +110,7 @@ def test_keys_are_drawn_here_without_a_job_and_only_their_public_half_leaves(sit
     code, told = site.ask_open(site.step("keys", "k"))
     assert code == 0, told
     update = site.workdir / "k" / "update"
-    found = read_keys(update, site.peers)
+    found, _ = read_keys(update, site.peers)
     assert (found.facility, found.round, found.samples > 0) == ("alpha", 0, True)
     assert site.ask(f"crossfed-gate get-file {update}/keys.json")[1] == (update / "keys.json").read_bytes()
     private = PrivateKeys(state=site.home / "state" / "heron" / "alpha").directory

@@ -77,13 +77,11 @@ def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
     sign(directory, signing_key, kind=KIND)
 
 
-def read_keys(directory: Path, signers: Path) -> Keys:
-    """Keys whose signature is that of the facility they name. Raises `ManifestError`."""
-    return read_signed_keys(directory, signers)[0]
+def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
+    """Keys whose signature is that of the facility they name, and the fingerprint of the key that signed.
 
-
-def read_signed_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
-    """The same, with the fingerprint of the key that signed."""
+    Raises `ManifestError`.
+    """
     manifest = verify_manifest(directory)
     if manifest.kind != KIND or manifest.facility is None or set(manifest.files) != {KEYS}:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
@@ -190,7 +188,7 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
     digests: dict[str, str] = {}
     signed_with: dict[str, str] = {}
     for path in sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []:
-        one, signed_with[path.name] = read_signed_keys(path, signers)
+        one, signed_with[path.name] = read_keys(path, signers)
         if one.facility != path.name or one.facility not in settings.facilities:
             raise ManifestError(f"{path} holds the keys of {one.facility!r}, expected one of {settings.facilities}")
         if (one.federation, one.round) != (agreement.federation, agreement.round):
