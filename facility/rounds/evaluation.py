@@ -27,9 +27,13 @@ log = logging.getLogger(__name__)
 OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
+    "HF_EVALUATE_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""By which torchrun and others say that a process is one of several; accelerate, which lm-eval runs on, waits for the
+others where it finds LOCAL_RANK."""
 TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -63,9 +67,7 @@ def evaluate(
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
         links = {"model": model, "tokenizer": tokenizer, "base": base}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")
-        } | OFFLINE
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | OFFLINE
         with open(Path(folder) / "log", "w+b") as log:
             process = subprocess.Popen(
                 words,

@@ -75,6 +75,29 @@ def test_scores_equal_those_of_the_command(tmp_path: Path):
     assert {one.metric: (one.value, one.stderr) for one in ours} == by_command(model, tasks, tmp_path / "out")
 
 
+STAND_IN = """
+import json, os, pathlib, sys
+names = [name for name in os.environ if "RANK" in name or "WORLD" in name or "MASTER" in name]
+offline = sorted(name for name in os.environ if name.endswith("OFFLINE"))
+out = pathlib.Path(sys.argv[sys.argv.index("--output_path") + 1])
+(out / "results.json").write_text(json.dumps({"results": {" ".join(names + offline): {"acc,none": 1.0}}}))
+"""
+
+
+def test_it_is_no_rank_of_a_job_and_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Under torchrun it found LOCAL_RANK, and waited for ranks that did not come or ended for want of RANK."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("")
+    (tmp_path / "lm_eval" / "__main__.py").write_text(STAND_IN)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "1")
+    (score,) = evaluate(tmp_path, EvaluationSettings(tasks=["any"]), dataset=tmp_path)
+    assert score.task.split() == [f"HF_{one}_OFFLINE" for one in ("DATASETS", "EVALUATE", "HUB")] + [
+        "TRANSFORMERS_OFFLINE"
+    ]
+
+
 @pytest.mark.nightly
 @pytest.mark.slow
 def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path: Path):
