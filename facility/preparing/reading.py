@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Protocol
 
-from facility.dataset import SPLITS
+from facility.dataset import SPLITS, DatasetError
 from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk
 from facility.preparing.encoding import Batch
 from facility.preparing.mixing import chosen, shares
@@ -21,6 +22,7 @@ BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 LARGE_BYTES = 100_000_000
 """Of files, from which on near duplicates are found on disk: in memory a document takes 2.5 kB."""
 Progress = Callable[[str, float, int], None]
+log = logging.getLogger(__name__)
 
 
 class Caps(Protocol):
@@ -94,6 +96,8 @@ class Reading:
         sizes = [0] * (1 + max((source.argument for source in sources), default=0))
         for source in sources:
             sizes[source.argument] += source.size
+        if self.request.weights or self.request.temperature != 1:
+            check_sizes(sources)
         return shares(sizes, weights=self.request.weights, temperature=self.request.temperature)
 
     def batches(self) -> Iterator[Batch]:
@@ -186,6 +190,25 @@ class Reading:
         """Whether document `index` is among the evenly spread share for validation."""
         share = self.request.validation_share
         return math.floor((index + 1) * share) > math.floor(index * share)
+
+
+def check_sizes(sources: Sequence[Source]) -> None:
+    """Raise `DatasetError` where sizes of inputs cannot be compared; packed files beside plain ones are logged."""
+    rows = [source for source in sources if source.path is None]
+    files = [source for source in sources if source.path is not None]
+    if rows and files:
+        raise DatasetError(
+            f"{rows[0].name} is counted in rows and {files[0].name} in bytes, so --weights and --temperature cannot "
+            "compare them: give inputs of one kind"
+        )
+    packed = [one for one in files if one.kind == "parquet" or one.name.lower().endswith(".gz")]
+    if packed and len(packed) < len(files):
+        plain = next(one for one in files if one not in packed)
+        log.warning(
+            "%s is packed and %s is not: --weights and --temperature compare bytes of files, so more is read of it",
+            packed[0].name,
+            plain.name,
+        )
 
 
 def _content(document: Document) -> str:

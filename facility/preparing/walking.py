@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 
 from facility.dataset import DatasetError
 
+log = logging.getLogger(__name__)
 
-def files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
+
+def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> list[Path]:
     """Files whose names end in one of the suffixes, whatever the case, sorted by path; hidden ones are left out.
 
+    How many files have other names is logged (`.jsonl.zst` among `.jsonl`), but for those named in `beside`.
     Raises `DatasetError` for what would otherwise be left out in silence (a link to a folder, a link to nothing, a
     socket or device), and `OSError` for a folder that may not be listed.
     """
-    found = []
+    found, others, other = [], 0, ""
     for folder, folders, names in os.walk(root, onerror=refused):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in folders:
@@ -24,12 +28,19 @@ def files_below(root: Path, suffixes: tuple[str, ...]) -> list[Path]:
                     "folder that it leads to beside this one"
                 )
         for name in names:
-            if name.startswith(".") or not name.lower().endswith(suffixes):
+            if name.startswith("."):
+                continue
+            if not name.lower().endswith(suffixes):
+                if name not in beside:
+                    others, other = others + 1, other or os.path.join(folder, name)
                 continue
             path = Path(folder, name)
             if not path.is_file():
                 raise DatasetError(f"{path} is not a regular file, or leads to none: remove it")
             found.append(path)
+    if found and others:
+        expected = ", ".join(suffixes)
+        log.warning("%s: %d files are left out, such as %s; expected %s", root, others, other, expected)
     return sorted(found)
 
 

@@ -117,6 +117,24 @@ def test_the_walks_of_texts_and_of_images_refuse_the_same(tmp_path: Path, closed
             find()
 
 
+def test_files_of_other_kinds_in_a_folder_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    for name in ("a.jsonl", "b.jsonl.zst", "c.csv", ".d.csv"):
+        (tmp_path / name).write_bytes(b"")
+    assert [one.name for one in find_sources([str(tmp_path)], split="train")] == ["a.jsonl"]
+    assert f"{tmp_path}: 2 files are left out, such as {tmp_path}/" in caplog.text
+
+
+def test_sizes_in_rows_and_in_bytes_are_not_compared(make, expected, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    from datasets import Dataset
+
+    Dataset.from_dict({"text": TEXTS}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DatasetError, match="saved is counted in rows and a.jsonl in bytes"):
+        make(tmp_path / "saved", tmp_path / "a.jsonl", out="mixed", weights=[1.0, 1.0])
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes()))
+    make(tmp_path / "b.jsonl.gz", tmp_path / "a.jsonl", out="packed", temperature=2.0, allow_overlap=True)
+    assert "b.jsonl.gz is packed and a.jsonl is not" in caplog.text
+
+
 def test_a_name_that_begins_with_a_tilde_and_is_no_account_is_a_file(make, expected, tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.jsonl").rename(tmp_path / "~no-such-account.jsonl")

@@ -100,7 +100,7 @@ def find_images(arguments: list[str], label_field: str) -> list[ImageSource]:
 
 def in_folder(root: Path, label_field: str) -> list[ImageSource]:
     """A folder's Parquet files, or its images as one source. Raises `DatasetError` where it holds both, or neither."""
-    files = files_below(root, (*SUFFIXES, PARQUET))
+    files = files_below(root, (*SUFFIXES, PARQUET), beside=METADATA)
     tables = [path for path in files if path.name.lower().endswith(PARQUET)]
     images = [path for path in files if not path.name.lower().endswith(PARQUET)]
     if tables and images:
