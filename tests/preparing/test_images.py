@@ -20,6 +20,7 @@ from facility.prepare import main
 from facility.preparing.images.build import ImageRequest, prepare_images
 from facility.preparing.images.decode import Decoder, ImageLimits
 from facility.preparing.images.sources import find_images
+from facility.preparing.resuming import part_of
 from facility.rounds.dataset_check import check_dataset
 from tests.training.images import PROCESSOR, SIDE
 
@@ -220,6 +221,15 @@ def test_files_whose_names_are_no_text_are_read_and_folders_are_refused_by_name(
     (root / "red").rename(root / odd)
     with pytest.raises(DatasetError, match=r"caf\\xe9: the folder's name is a class, and is no UTF-8 text: rename it"):
         prepare_images(asked(root, processor, tmp_path / "other"))
+
+
+def test_two_processes_do_not_make_one_dataset_of_images(tmp_path: Path, processor: Path):
+    """The second replaced what the first had made, though it was not asked to."""
+    request = asked(folders(tmp_path / "images"), processor, tmp_path / "out")
+    with part_of(request.out, {}, known=False), pytest.raises(DatasetError, match="written by another process"):
+        prepare_images(request)
+    prepare_images(request)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["images", "out"]
 
 
 CLASSES_OF_THEIR_OWN: dict[str, dict[str, Any]] = {

@@ -38,6 +38,7 @@ from facility.preparing.output import Prepared, check_out, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import RowWriter
 from facility.preparing.reading import Progress
+from facility.preparing.resuming import part_of
 from facility.preparing.rows import class_names
 
 LIBRARIES = ("pillow", "transformers", "numpy")
@@ -136,22 +137,31 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
         "pixels": decoder.pixels,
         "sources": entries,
     }
-    if (found := recognised(request, wanted)) is not None:
-        if not request.allow_overlap:
-            check_overlap(found.manifest.splits["validation"])
-        return Prepared(dataset=found, reused=True)
-    with published(request.out) as directory:
-        writing = Writing(request, decoder, directory)
-        writing.write(sources, progress or (lambda *_: None))
-        parts = writing.close()
-        (directory / IMAGE_PROCESSOR).mkdir()
-        shutil.copyfile(request.processor / FILE, directory / IMAGE_PROCESSOR / FILE)
-        versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
-        manifest = DatasetManifest(
-            **wanted, vocabulary_size=len(parts["classes"]), documents="joined", **parts, versions=versions
-        )
-        write_json(directory / NAME, dataclasses.asdict(manifest))
+    if (found := _there(request, wanted)) is not None:
+        return found
+    with part_of(request.out, {}, known=False):  # nothing is gone on from: it holds the lock
+        if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
+            return found
+        with published(request.out) as directory:
+            writing = Writing(request, decoder, directory)
+            writing.write(sources, progress or (lambda *_: None))
+            parts = writing.close()
+            (directory / IMAGE_PROCESSOR).mkdir()
+            shutil.copyfile(request.processor / FILE, directory / IMAGE_PROCESSOR / FILE)
+            versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+            manifest = DatasetManifest(
+                **wanted, vocabulary_size=len(parts["classes"]), documents="joined", **parts, versions=versions
+            )
+            write_json(directory / NAME, dataclasses.asdict(manifest))
     return Prepared(dataset=open_dataset(request.out), reused=False)
+
+
+def _there(request: ImageRequest, wanted: dict[str, Any]) -> Prepared | None:
+    """The dataset at `out`, where the same request made it. Raises `DatasetError` where another one did."""
+    found = recognised(request, wanted)
+    if found is not None and not request.allow_overlap:
+        check_overlap(found.manifest.splits["validation"])
+    return None if found is None else Prepared(dataset=found, reused=True)
 
 
 def check_apart(entries: list[SourceEntry]) -> None:
