@@ -15,7 +15,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy
 
@@ -56,6 +56,8 @@ class Encoding:
     """Let the tokenizer add its own special tokens ([CLS] ... [SEP]) around each document."""
     max_tokens: int | None = None
     """Classification: longer documents are cut to it (the longer text of a pair first). None: nothing is cut."""
+    cut_side: Literal["left", "right"] = "right"
+    """From which end a document is cut to `max_tokens`: the tokenizer's `truncation_side`."""
     chat: ChatEncoding | None = None
     """Documents are conversations."""
 
@@ -78,6 +80,7 @@ def encoding_of(
         specials=specials,
         wrap=wrap,
         max_tokens=max_tokens,
+        cut_side=getattr(tokenizer, "truncation_side", "right"),
         chat=chat,
     )
 
@@ -140,7 +143,7 @@ def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
     fast.no_truncation()
     fast.encode_special_tokens = True  # text that spells a special token stays text
     if encoding.max_tokens is not None:
-        fast.enable_truncation(encoding.max_tokens)
+        fast.enable_truncation(encoding.max_tokens, direction=encoding.cut_side)
 
     def whole(texts: list[str]) -> list[numpy.ndarray]:
         return encode_texts(texts, fast, special_tokens=encoding.wrap)

@@ -183,6 +183,20 @@ def test_lengths_in_which_nothing_is_predicted_are_refused(request_: Request, tm
         assert (rows > 4).any(axis=1).all(), "each holds a word"
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_text_is_cut_at_the_end_that_the_tokenizer_names(request_: Request, tmp_path: Path, side: str):
+    bert = save_bert_tokenizer(tmp_path / "bert")
+    rewrite(bert / "tokenizer_config.json", lambda raw: raw.update(truncation_side=side))
+    records = [{"text": one, "label": n % 2} for n, one in enumerate(sentences(20, 9))]
+    labelled = write_json_lines(tmp_path / "labelled.jsonl", records)
+    asked = dataclasses.replace(
+        request_, inputs=[str(labelled)], tokenizer=bert, task="classification", fields=Fields(label="label")
+    )
+    rows = prepare(dataclasses.replace(asked, block_tokens=6)).dataset.split("train")
+    theirs = load_tokenizer(bert)(records[0]["text"], truncation=True, max_length=6)["input_ids"]
+    assert len(records[0]["text"].split()) > 6 and rows[0].tolist() == theirs
+
+
 def shared(request: Request, place: Path) -> Request:
     (place / "salt").write_text("x" * 32)
     return dataclasses.replace(request, near_duplicates=0.8, salt=place / "salt", share_signatures=place / "signatures")
