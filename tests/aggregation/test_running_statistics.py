@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
@@ -49,6 +50,22 @@ def test_statistics_are_averaged_and_weights_are_moved_by_the_server_optimizer(t
             mean = (updates["a"]["conv.weight"] + updates["b"]["conv.weight"]) / 2
             assert not torch.allclose(found["conv.weight"], mean, rtol=0, atol=1e-7)
         sent, base, state = found, out, after
+
+
+@pytest.mark.parametrize("rule", RULES.names())
+def test_no_rule_takes_a_variance_below_those_of_the_facilities(tmp_path: Path, rule: str):
+    """Variances begin at 1 and fall: rules that lengthen a step, or divide it by a density, took them below zero."""
+    start = {"conv.weight": torch.zeros(64), "norm.running_var": torch.ones(4096)}
+    base = make.model(tmp_path / "m0", start)
+    found = [torch.rand(4096, generator=torch.Generator().manual_seed(i)) * 0.5 + 0.01 for i in range(3)]
+    paths = [
+        make.update(tmp_path / f"u{i}", start | {"norm.running_var": one}, base=base, facility=f"f{i}")
+        for i, one in enumerate(found)
+    ]
+    named = f"{rule}+nesterov" if rule == "heloco" else rule
+    settings = AggregationSettings(rule=named, weights="equal", heloco_staleness=0, **make.UNBOUNDED)
+    aggregate(base=base, updates=paths, out=tmp_path / "m1", settings=settings)
+    assert bool((make.read_all(tmp_path / "m1")["norm.running_var"] >= torch.stack(found).amin(0) - 1e-6).all())
 
 
 def test_a_counter_that_moved_is_refused_unless_it_is_personal(tmp_path: Path):

@@ -23,6 +23,7 @@ import numpy as np
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -82,7 +83,9 @@ def plan(updates: RoundUpdates, *, heloco_staleness: int) -> Plan:
     assert updates.tensor_products is not None and updates.momentum_products is not None
     products = updates.momentum_products
     chosen = {
-        name: coefficients(updates, gram, products[name], heloco_staleness)
+        name: [*updates.weights, 0.0]  # no momentum moves these
+        if is_running_statistic(name)
+        else coefficients(updates, gram, products[name], heloco_staleness)
         for name, gram in updates.tensor_products.items()
     }
     turned = [
