@@ -20,11 +20,13 @@ from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.state import make_way
 from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
-from facility.exchange.errors import TryAgain, UpdateRefused
+from facility.exchange.errors import InputError, TryAgain, UpdateRefused
 
 
 def run(request: Request) -> RoundRecord:
     """Write the next model and the state, atomically; returns what round.json says."""
+    if request.threads < 0:
+        raise InputError(f"threads is {request.threads}, expected 1 or more, or 0 for automatic")
     aggregation = Aggregation(request=request, settings=request.settings)
     with _clear_about_space(request.out), tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
         make_way(request.state_out, request.out)

@@ -136,7 +136,16 @@ def draw_near(directory: Path, model: Checkpoint, share: float) -> None:
 
 
 def make_way(state: Path | None, model: Path) -> None:
-    """Check that the outputs do not exist; a state whose model never appeared is that of a killed run, and removed."""
+    """Check that the outputs do not exist and lie apart.
+
+    A state whose model never appeared is that of a killed run, and removed.
+    """
+    if state is not None:
+        one, other = Path(state).resolve(), Path(model).resolve()
+        if one == other or one in other.parents or other in one.parents:
+            raise InputError(
+                f"--state-out is {state} and --out {model}; expected two directories, neither in the other"
+            )
     if Path(model).exists():
         raise InputError(f"{model} exists already; remove it or choose another name for --out")
     if state is None or not Path(state).exists():

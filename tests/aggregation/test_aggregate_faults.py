@@ -58,44 +58,6 @@ def test_the_same_facility_twice(round0, tmp_path: Path):
         aggregate(base=base, updates=[updates[0], updates[0]], out=tmp_path / "out")
 
 
-@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), True, "2", 1e308, 5e-324])
-def test_given_weights_that_are_no_weights(weight):
-    with pytest.raises(ConfigurationError, match="weights.x is .*expected .*1e-18.*1e.?18"):
-        AggregationSettings(rule="mean", weights={"x": weight})
-
-
-@pytest.mark.parametrize("wide", [1e18, 1e-18])
-def test_the_widest_weights_and_discounts_make_a_mean(tmp_path: Path, wide: float):
-    """Sums of larger ones overflowed, shares of smaller ones were 0, as were all late ones under a steep discount."""
-    base = make.model(tmp_path / "base", {"w": torch.zeros(4)}, round=1000)
-    paths = [make.update(tmp_path / n, {"w": torch.ones(4)}, base=base, facility=n, round=0) for n in "xyz"]
-    settings = AggregationSettings(
-        rule="mean", weights={"x": wide, "y": 1.0, "z": 1 / wide}, maximum_staleness=1000, staleness_exponent=64
-    )
-    record = aggregate(base=base, updates=paths, out=tmp_path / "out", settings=settings)
-    assert all(one.weight > 0 for one in record.participants)
-    torch.testing.assert_close(make.read_all(tmp_path / "out")["w"], torch.ones(4))
-
-
-def test_a_facility_without_a_given_weight(round0, tmp_path: Path):
-    with pytest.raises(ConfigurationError, match="'z'"):
-        aggregate(
-            base=round0[0],
-            updates=round0[1],
-            out=tmp_path / "out",
-            settings=AggregationSettings(rule="mean", weights={"x": 1, "y": 1}),
-        )
-
-
-def test_an_update_of_no_tokens(round0, tmp_path: Path):
-    base, updates = round0
-    tensors = make.read_all(updates[0])
-    none = make.update(tmp_path / "none", tensors, base=base, facility="none", tokens=0)
-    with pytest.raises(UpdateRefused, match="'none'.*weight is 0"):
-        aggregate(base=base, updates=[*updates, none], out=tmp_path / "out")
-    assert nothing_left(tmp_path)
-
-
 CHANGES = {
     "a tensor too few": (lambda t: t.pop("b.bias"), "1 missing .*b.bias"),
     "a tensor too many": (lambda t: t.update(more=torch.zeros(3)), "1 unknown .*more"),
@@ -229,37 +191,6 @@ def test_a_state_of_another_round_or_model(round0, tmp_path: Path):
         aggregate(base=other, updates=[update], out=tmp_path / "m2", state_in=tmp_path / "s1")
 
 
-def test_tied_weights_written_once_or_twice(tmp_path: Path):
-    embedding = make.random_tensors(0, {"e": (40, 8)}, torch.bfloat16)["e"]
-    base = make.model(tmp_path / "base", {"embed": embedding, "w": torch.ones(3)})
-    moved = embedding + 0.01
-    once = make.update(tmp_path / "once", {"embed": moved, "w": torch.ones(3)}, base=base, facility="once")
-    twice = make.update(
-        tmp_path / "twice", {"embed": moved, "lm_head": moved.clone(), "w": torch.ones(3)}, base=base, facility="twice"
-    )
-    aggregate(base=base, updates=[once, twice], out=tmp_path / "out")
-    assert torch.equal(make.read_all(tmp_path / "out")["embed"], moved)
-    both = make.model(tmp_path / "both", {"embed": embedding, "lm_head": embedding.clone(), "w": torch.ones(3)})
-    lone = make.update(tmp_path / "lone", {"embed": moved, "w": torch.ones(3)}, base=both, facility="lone")
-    aggregate(base=both, updates=[lone], out=tmp_path / "out2")
-    assert torch.equal(make.read_all(tmp_path / "out2")["lm_head"], moved)
-    untied = make.update(
-        tmp_path / "untied", {"embed": moved, "lm_head": moved + 1, "w": torch.ones(3)}, base=base, facility="untied"
-    )
-    with pytest.raises(UpdateRefused, match="'untied'.*unknown .*lm_head"):
-        aggregate(base=base, updates=[untied], out=tmp_path / "out3")
-
-
-def test_norms_of_a_new_model_are_no_tied_weights(tmp_path: Path):
-    """All of them are ones at first: an update that lacks one was averaged with another one's values in its place."""
-    names = [f"layers.{i}.norm.weight" for i in range(3)]
-    base = make.model(tmp_path / "base", {name: torch.ones(6) for name in names})
-    held = {name: torch.ones(6) + 0.1 * place for place, name in enumerate(names[:2])}
-    lacking = make.update(tmp_path / "lacking", held, base=base, facility="lacking")
-    with pytest.raises(UpdateRefused, match=r"'lacking'.*1 missing \['layers.2.norm.weight'\]"):
-        aggregate(base=base, updates=[lacking], out=tmp_path / "out")
-
-
 def test_sharding_on_either_side_and_mixed_dtypes(tmp_path: Path):
     start = make.random_tensors(0, {f"t{i}": (50, 40) for i in range(6)}, torch.bfloat16)
     results = []
@@ -326,6 +257,20 @@ def test_output_exists_already(round0, tmp_path: Path):
     with pytest.raises((CrossFedError, FileExistsError), match="exists already"):
         aggregate(base=round0[0], updates=round0[1], out=tmp_path / "out")
     assert (tmp_path / "out" / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("out", "state"), [("o", "o"), ("o/model", "o"), ("o", "o/state"), ("o", "x/../o")])
+def test_outputs_in_one_another_are_refused_before_anything_is_written(round0, tmp_path: Path, out: str, state: str):
+    """The state took the name first, and stayed where the model had no place left."""
+    base, updates = round0
+    with pytest.raises(InputError, match="neither in the other"):
+        aggregate(base=base, updates=updates, out=tmp_path / out, state_out=tmp_path / state)
+    assert not (tmp_path / "o").exists()
+
+
+def test_fewer_threads_than_none(round0, tmp_path: Path):
+    with pytest.raises(InputError, match="threads is -3, expected 1 or more"):
+        aggregate(base=round0[0], updates=round0[1], out=tmp_path / "out", threads=-3)
 
 
 def test_command_line(round0, tmp_path: Path, capsys):
