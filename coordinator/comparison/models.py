@@ -63,6 +63,14 @@ def keep_updates(
         keep(archive, UPDATE_OF, {name: path for name, path in updates.items() if name not in left_out})
 
 
+def begin(archive: Archive) -> None:
+    """Forget what an earlier comparison, which was stopped before another round, made or asked for: of all that lies
+    there, the updates alone are of this one."""
+    for path in place(archive).glob("*"):
+        if not path.name.startswith(UPDATE_OF):
+            shutil.rmtree(path)
+
+
 def drop(archive: Archive) -> None:
     """Forget the models that were compared: only the global and the initial one outlive the comparison."""
     shutil.rmtree(place(archive), ignore_errors=True)

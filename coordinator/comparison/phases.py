@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.comparison.candidates import candidates, choose
-from coordinator.comparison.models import batches, compared, drop, keep, make_batch, make_order
+from coordinator.comparison.models import batches, begin, compared, drop, keep, make_batch, make_order
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.rounds.unasked import objection_to
@@ -59,6 +59,7 @@ def following(archive: Archive, settings: CoordinatorSettings) -> Path | None:
         return None
     account = read_account(archive)
     if account is None:
+        begin(archive)
         account = Account(after_round=rounds - 1)
         write_account(archive, account)
     if account.over or (not wanted.matrix and not candidates(archive, wanted)):

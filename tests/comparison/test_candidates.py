@@ -106,6 +106,25 @@ def test_another_round_makes_the_choice_void(tmp_path: Path):
     assert mean is not None and mean.rounds == [2, 3]
 
 
+def test_a_candidate_of_a_comparison_that_was_stopped_is_made_anew_after_another_round(tmp_path: Path):
+    """It lay there, as the mean of the rounds before: the facilities were asked about it, and it became the model."""
+    world = World(tmp_path, LAST)
+    world.losses = {"last.2": 1.0}
+    stopped = world.archive.path / "comparison" / "last.2"
+    while not stopped.is_dir():
+        world.go_on()
+    world.settings = dataclasses.replace(LAST, rounds=4)
+    world.model, world.number, world.proceed = start(world.archive, tmp_path / "model", world.settings)
+    while world.proceed:
+        world.go_on()
+    mean = averaged(world.archive)
+    assert mean is not None and mean.rounds == [2, 3]
+    newest = open_checkpoint(world.archive.model_for(4)), open_checkpoint(world.archive.model_for(3))
+    name = next(iter(newest[0].tensors))
+    wanted = torch.stack([one.read(name).float() for one in newest]).mean(0).to(newest[0].read(name).dtype)
+    assert torch.equal(open_checkpoint(mean.model).read(name), wanted)
+
+
 def test_models_that_were_removed_are_no_candidate_and_the_federation_ends(tmp_path: Path):
     world = World(tmp_path, dataclasses.replace(LAST, keep_rounds=1))
     while world.proceed:
