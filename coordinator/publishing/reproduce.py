@@ -35,7 +35,8 @@ KEPT = {
     "trainer": (),
 }
 """Keys of federation.yml that decide what the weights are, each without those that name keys of the people who ran it.
-Datasets, deployments, evaluations, trackers and messages are not among them."""
+Datasets, deployments, evaluations, trackers and messages are not among them; what of `evaluation` makes the published
+model is written anew."""
 
 
 def local_federation(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
@@ -62,10 +63,19 @@ def local_federation(federation: Federation, names: Mapping[str, str], data: Map
             | ({"training": training} if training else {})
             | ({"trainer": one["trainer"]} if one.get("trainer") else {})
         )
+    if data["averaged"]:
+        kept["evaluation"] = {"last_models": len(data["averaged"])}
+    if not _is_last(federation, data):
+        kept["keep_rounds"] = 0
     described = {"name": raw["name"], "model": "../model"} | kept
     described |= {"archive": "../archive", "workdir": "../work"}
     described |= {"training": _portable(raw["training"])} if raw.get("training") else {}
     return yaml.safe_dump(described | {"facilities": facilities}, sort_keys=False, allow_unicode=True)
+
+
+def _is_last(federation: Federation, data: Mapping[str, Any]) -> bool:
+    """Whether the published model is that of the last of all rounds: archives drop models of earlier ones."""
+    return not data["averaged"] and data["model_round"] == federation.rounds - 1
 
 
 def _portable(training: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,7 +103,8 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
     lines = [
         f"# Making {federation.title or federation.name} again",
         "",
-        f"The federation ran {done} rounds with seed {federation.seed}.",
+        f"The federation ran {done} rounds with seed {federation.seed}."
+        + (f" The commands below run all {federation.rounds}." if done < federation.rounds else ""),
         *_promise(differs),
         "",
         "## What is needed",
