@@ -9,6 +9,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.comparison.matrix import TITLES
+from coordinator.config.evaluation import COORDINATOR
 from coordinator.config.federation import Federation, read_federation
 from coordinator.publishing.card import model_card
 from coordinator.publishing.crate import write_compact, write_crate
@@ -16,6 +18,7 @@ from coordinator.publishing.croissant import card
 from coordinator.publishing.names import public_names, renamed, slug
 from coordinator.publishing.reproduce import write_reproduction
 from coordinator.publishing.sbom import bill_of_materials
+from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
@@ -33,6 +36,26 @@ CHANGE_OF_A_SITE = re.compile(
     r"(?:deployment|dataset|evaluation|model|notify|submit_ahead|trackers|workdir)\b[^:]*): .*"
 )
 """A change of what is not published of anybody: its key, then its values."""
+
+
+OUR_WORDS = (
+    "format",
+    "kind",
+    "mode",
+    "status",
+    "task",
+    "metric",
+    "unit",
+    "rule",
+    "server_optimizer",
+    "energy_source",
+    "weights",
+    "done",
+)
+"""Keys of a report whose values are words of our own, whatever facilities are called."""
+OUR_KEYS = ("splits", "phases", "usage", "scores", "details", "settings", "training", "trainer", "evaluation")
+"""Keys of mappings whose own keys are never names of facilities."""
+OUR_TITLES = ("model", "models")
 
 
 def publish(file: Path, out: Path) -> Path:
@@ -55,7 +78,7 @@ def publish(file: Path, out: Path) -> Path:
         write_text(crate / "report.html", page(shown))
         write_json(crate / "settings.json", shown["settings"])
         write_compact(crate / "history.json", shown["rounds"])
-        write_json(crate / "sbom.json", bill_of_materials(shown["versions"], federation.name))
+        write_json(crate / "sbom.json", bill_of_materials(shown["versions"], federation.name, own_name_of(names)))
         _cards(crate, federation, names, data)
         write_crate(crate, federation, names, data)
     return out
@@ -76,6 +99,8 @@ def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
     copied = json.loads(json.dumps(data))
     copied.pop("model")
     _leave_out_private(copied, {name for name, shown in names.items() if name != shown})
+    for one in copied["artefacts"]:
+        one["path"] = ""  # the archive is not published, and a link into it would lead nowhere
     for entry in copied["rounds"]:
         entry["changes"] = [_publishable(line) for line in entry.get("changes", [])]
     copied["remarks"] = [_publishable(line) for line in copied["remarks"]]
@@ -109,13 +134,18 @@ def _publishable(line: str) -> str:
     return re.sub(r"(?<![\w.])[~.]{0,2}(/[^\s/,;:'\")]+)+", lambda path: f"…/{path[0].rsplit('/', 1)[1]}", line)
 
 
-def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+def _renamed(value: Any, names: Mapping[str, str], key: str = "") -> Any:
+    """`key`: that under which the value stands."""
+    if key in OUR_WORDS and not isinstance(value, dict):  # a facility may be called `ok`, `train` or `rounds`
+        return value
     if isinstance(value, dict):
-        by_facility = value.keys() <= names.keys() | {"coordinator"}  # else a key may be called as a facility is
-        return {names.get(key, key) if by_facility else key: _renamed(one, names) for key, one in value.items()}
+        ours = key in OUR_KEYS or not value.keys() <= names.keys() | {COORDINATOR, THE_COORDINATOR}
+        return {one if ours else names.get(one, one): _renamed(inner, names, one) for one, inner in value.items()}
     if isinstance(value, list):
-        return [_renamed(one, names) for one in value]
-    return renamed(value, names) if isinstance(value, str) else value
+        return [_renamed(one, names, key) for one in value]
+    if not isinstance(value, str) or (key in OUR_TITLES and value in TITLES.values()):
+        return value
+    return renamed(value, names)
 
 
 def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> None:

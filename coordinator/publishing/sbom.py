@@ -7,15 +7,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from coordinator.config.evaluation import COORDINATOR
 from facility import __version__
 
 
-def bill_of_materials(versions: Mapping[str, Mapping[str, str]], name: str) -> dict[str, Any]:
-    """`versions`: package versions by the facility that reported them; the coordinator's own packages are read here."""
+def bill_of_materials(
+    versions: Mapping[str, Mapping[str, str]], name: str, own_name: str = COORDINATOR
+) -> dict[str, Any]:
+    """`versions`: package versions by the facility that reported them; the coordinator's own packages are read here.
+
+    `own_name`: what the coordinator is called in `versions`.
+    """
     found: dict[tuple[str, str], set[str]] = {}
     for package in importlib.metadata.distributions():
         if title := package.metadata["Name"]:
-            found.setdefault((_normal(title), package.version), set()).add("coordinator")
+            found.setdefault((_normal(title), package.version), set()).add(own_name)
     for who, packages in versions.items():
         for title, version in packages.items():
             found.setdefault((_normal(title), version), set()).add(who)

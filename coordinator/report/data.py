@@ -7,7 +7,7 @@ import platform
 import re
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
+from coordinator.config.evaluation import COORDINATOR
 from coordinator.report.cost import by_facility, costs, with_waiting
 from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
@@ -32,6 +33,8 @@ PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "nu
 VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+!~-]{0,59}")
 """Form of a package's name and version as facilities report them: other text is not copied into files."""
 MODE = "rounds"
+THE_COORDINATOR = "the coordinator"
+"""What the coordinator is called where a facility has its name; no facility's name holds a blank."""
 
 Row = dict[str, Any]
 
@@ -41,6 +44,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
     rounds = summary(archive)
     history, entries = archive.history(), Journal(archive.path).read()
     names = _names(rounds, entries, settings)
+    own_name = own_name_of(names)
     rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
     jobs = [*rows, *rounds["final_evaluation"]]
     found = segments(entries, {(row["round"], row["facility"]): row.get("phases", {}) for row in jobs})
@@ -64,7 +68,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "final_evaluation": rounds["final_evaluation"],
         "curves": _curves(rounds, names),
         "matrix": matrix(archive, settings, names, words_of(rounds["task"])) or comparison(rounds, names),
-        "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds)]),
+        "tasks": _tasks([*rows, *rounds["final_evaluation"], *_own_scores(rounds, own_name)]),
         "training_losses": _training_losses(rounds, names),
         "timeline": {
             "observed": bool(entries),
@@ -81,10 +85,15 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": [*_failures(rows, rounds["rounds"], entries), *_left_out(jobs)],
         "settings": settings,
-        "versions": _versions(rows),
+        "versions": _versions(rows, own_name),
         "artefacts": _artefacts(archive, history),
     }
     return data | {"headline": _headline(data, rows, found)}
+
+
+def own_name_of(names: Collection[str]) -> str:
+    """What the coordinator is called beside facilities of these names."""
+    return THE_COORDINATOR if COORDINATOR in names else COORDINATOR
 
 
 def _names(rounds: Mapping[str, Any], entries: Sequence[Entry], settings: Mapping[str, Any]) -> list[str]:
@@ -131,11 +140,11 @@ def _training_losses(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[st
     return {name: points for name, points in found.items() if points}
 
 
-def _own_scores(rounds: Mapping[str, Any]) -> list[Row]:
+def _own_scores(rounds: Mapping[str, Any], name: str) -> list[Row]:
     """What the coordinator itself found on tasks, as rows of a facility."""
     found = [(entry["round"], entry.get("scores", {})) for entry in rounds["rounds"]]
     found.append((len(rounds["rounds"]), rounds.get("final_scores", {})))
-    return [{"round": number, "facility": "coordinator", "scores": scores} for number, scores in found if scores]
+    return [{"round": number, "facility": name, "scores": scores} for number, scores in found if scores]
 
 
 def _tasks(rows: Sequence[Row]) -> list[Row]:
@@ -301,7 +310,7 @@ def _failure(number: int | None, facility: str, status: str, reason: str, done: 
     return {"round": number, "facility": facility, "status": status, "reason": reason, "done": done}
 
 
-def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
+def _versions(rows: Sequence[Row], own_name: str) -> dict[str, dict[str, str]]:
     """Of the coordinator and, from their latest reports, of the facilities."""
     here = {"crossfed": __version__, "python": platform.python_version()}
     for name in PACKAGES:
@@ -309,7 +318,7 @@ def _versions(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
             here[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return {"coordinator": here} | {
+    return {own_name: here} | {
         row["facility"]: {
             name: one for name, one in row["versions"].items() if all(map(VERSION.fullmatch, (name, one)))
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,9 @@ from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
-from coordinator.publishing.names import renamed
-from coordinator.publishing.publish import publish
+from coordinator.publishing.names import public_names, renamed
+from coordinator.publishing.publish import anonymous, publish
+from coordinator.report.make import data_of
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.comparison.made import add_comparison
@@ -218,6 +220,32 @@ def test_a_name_may_be_a_key_of_the_report_or_a_part_of_another_name(name: str, 
     assert "facility-00: as received" in page and "facility 2: as received" in page
 
 
+@pytest.mark.parametrize("name", ["ok", "train", "rounds", "coordinator"])
+def test_a_facility_may_be_called_as_our_own_words(name: str, federation: Path, tmp_path: Path):
+    """`ok` was replaced in every row's status, `train` in the timeline's kinds, `rounds` in what a curve counts."""
+
+    def shown() -> dict[str, Any]:
+        data = data_of(read_federation(federation))
+        result = anonymous(data, public_names(read_federation(federation), data["facilities"]))
+        result["timeline"]["segments"].sort(key=json.dumps)  # they are in the order of names
+        return result
+
+    expected = shown()
+    for path in [federation, *(tmp_path / "archive").rglob("*.json*")]:
+        path.write_text(path.read_text().replace("facility-01", name))
+    found = shown()
+    for key in ("mode", "facilities", "rounds", "timeline", "failures", "traffic", "matrix", "curves", "similarity"):
+        assert found[key] == expected[key], key
+    assert found["settings"]["aggregation"]["weights"] == "tokens"
+    own = "the coordinator" if name == "coordinator" else "coordinator"
+    assert found["versions"][own]["crossfed"] == expected["versions"]["coordinator"]["crossfed"]
+
+
+def test_a_published_page_has_no_links_into_the_archive(federation: Path, tmp_path: Path):
+    page = (publish(federation, tmp_path / "out") / "crate" / "report.html").read_text()
+    assert re.findall(r'href="([^"#]+)"', page) == []
+
+
 def test_weights_by_facility_are_published_under_published_names(federation: Path, tmp_path: Path):
     weights = "{facility-00: 1.0, facility-01: 2.0, facility-02: 3.0}"
     federation.write_text(federation.read_text() + f"aggregation: {{weights: {weights}}}\n")
@@ -271,9 +299,22 @@ def test_the_mean_of_the_last_models_is_published_with_its_own_figures_where_it_
     card = ModelCard.load(out / "model" / "README.md")
     assert "mean of the global models of rounds 1 to 2" in card.text
     assert [one.metric_value for one in card.data.eval_results] == [pytest.approx(2.7183, abs=1e-4)]
+    again = yaml.safe_load((out / "crate" / "workflow" / "federation.yml").read_text())
+    assert again["evaluation"] == {"last_models": 2} and again["keep_rounds"] == 0, "else no mean is made"
     told = (out / "crate" / "reproduce.md").read_text()
     digest = read_manifest(mean).content_sha256
     assert f"archive/averaged/model --expect {digest}" in told or "archive/averaged/model\n" in told and digest in told
     graph = json.loads((out / "crate" / "ro-crate-metadata.json").read_text())["@graph"]
     run = next(one for one in graph if one["@id"] == "#run")
     assert any(digest in json.dumps(one) for one in graph if {"@id": one["@id"]} in run["result"])
+
+
+def test_a_model_of_an_earlier_round_than_the_last_is_kept_where_it_is_made_again(federation: Path, tmp_path: Path):
+    """The archive of a whole run drops it: by default it keeps the models of the last three rounds."""
+    crate = publish(federation, tmp_path / "whole") / "crate"
+    assert "keep_rounds" not in yaml.safe_load((crate / "workflow" / "federation.yml").read_text())
+    federation.write_text(federation.read_text().replace("rounds: 3", "rounds: 20"))
+    crate = publish(federation, tmp_path / "half") / "crate"
+    assert yaml.safe_load((crate / "workflow" / "federation.yml").read_text())["keep_rounds"] == 0
+    text = (crate / "reproduce.md").read_text()
+    assert "ran 3 rounds" in text and "run all 20" in text and "archive/round-0002/model" in text
