@@ -17,6 +17,7 @@ from rocrate.model.contextentity import ContextEntity
 from rocrate.model.person import Person
 from rocrate.rocrate import ROCrate
 
+from coordinator.archive.rounds import CARRIED
 from coordinator.config.federation import Federation
 from coordinator.publishing.card import published_name
 from coordinator.publishing.names import address, identifier, slug
@@ -136,7 +137,10 @@ def _actions(
             crate, f"global model after round {number}", digests.get(f"global model after round {number}", "")
         )
         for row in entry["facilities"]:
-            trained.append(_training(crate, row, names, models.get(number - 1, initial), digests, number, times))
+            if row["reason"] == CARRIED:
+                continue  # not failed: the job goes on, and a later round has it
+            received = models.get(number - 1 - row.get("staleness", 0), initial)
+            trained.append(_training(crate, row, names, received, digests, number, times))
         models[number] = made
     final = models[data["model_round"]]
     if data["averaged"]:
@@ -176,10 +180,12 @@ def _training(
     """One facility's part of one round."""
     place = names.get(row["facility"], row["facility"])
     ok = row["status"] == "ok"
-    begin, end = times.get(f"{number} {row['facility']}", times.get("", ("", "")))
+    begin, end = times.get(f"{number} {row['facility']}", ("", ""))
+    late = row.get("staleness", 0)
+    which = f"round {number - late}, averaged in round {number}" if late else f"round {number}"
     properties: dict[str, Any] = {
         "@type": "CreateAction",
-        "name": f"Training at {place}, round {number}",
+        "name": f"Training at {place}, {which}",
         "instrument": {"@id": "cwl/tools/train.cwl"},
         "object": {"@id": model.id},
         "agent": {"@id": _site(crate, place).id},

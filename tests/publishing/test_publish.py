@@ -15,7 +15,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
@@ -318,3 +318,32 @@ def test_a_model_of_an_earlier_round_than_the_last_is_kept_where_it_is_made_agai
     assert yaml.safe_load((crate / "workflow" / "federation.yml").read_text())["keep_rounds"] == 0
     text = (crate / "reproduce.md").read_text()
     assert "ran 3 rounds" in text and "run all 20" in text and "archive/round-0002/model" in text
+
+
+def test_the_crate_says_of_a_late_update_which_model_it_was_made_from_and_when_alone_that_is_known(
+    federation: Path, tmp_path: Path
+):
+    """Facility-00 is late in rounds 0 and 1; in round 2 its update of round 0 is averaged. Of facility-01 nothing came
+    in round 0, and no event says when."""
+
+    def change(record: dict[str, Any]) -> None:
+        late, absent, _ = record["facilities"]
+        if record["round"] < 2:
+            late |= {"status": "late", "reason": CARRIED, "update_sha256": ""}
+        else:
+            late |= {"status": "ok", "reason": "", "staleness": 2}
+        if record["round"] == 0:
+            absent |= {"status": "absent", "reason": "nothing came back"}
+
+    changed_rows(tmp_path, change)
+    events = tmp_path / "archive" / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    events.write_text("".join(one for one in lines if not ("facility-01" in one and '"round": 0' in one)))
+    crate = publish(federation, tmp_path / "out") / "crate"
+    graph = {one["@id"]: one for one in json.loads((crate / "ro-crate-metadata.json").read_text())["@graph"]}
+    assert "#round-0-facility-00" not in graph and "#round-1-facility-00" not in graph
+    action = graph["#round-2-facility-00"]
+    assert graph[action["object"]["@id"]]["name"] == "initial model"
+    assert action["name"] == "Training at facility-00, round 0, averaged in round 2"
+    assert "startTime" not in graph["#round-0-facility-2"], "the whole run is not when it trained"
+    assert graph[graph["#round-2-facility-3"]["object"]["@id"]]["name"] == "global model after round 1"
