@@ -139,10 +139,11 @@ def heat(
     rows: Sequence[str],
     columns: Sequence[str],
     *,
-    shade: Callable[[float], float],
+    shade: Callable[[str, float], float],
     text_of: Callable[[float], str],
 ) -> Markup:
-    """A matrix of cells; `shade` maps a value to -1 ... 1 (two colours through none), `text_of` to its text."""
+    """A matrix of cells; `shade` maps a row and a value in it to -1 ... 1 (two colours through none), `text_of` a value
+    to its text."""
     if not values:
         return Markup("")
     left = min(180, 14 + 7 * max(map(len, rows)))
@@ -169,7 +170,7 @@ def heat(
         for number, column in enumerate(columns):
             if (value := values.get((row, column))) is None:
                 continue
-            level = max(-1.0, min(1.0, shade(value)))
+            level = max(-1.0, min(1.0, shade(row, value)))
             x, sign = left + side * number, "high" if level > 0 else "low"
             if len(values) > MOST_TITLES:
                 drawn[sign, round(abs(level) * 20)] += f"M{x:.1f} {y:.1f}h{side - 1:.1f}v{tall - 1:.1f}h{1 - side:.1f}z"

@@ -161,19 +161,20 @@ def _matrix(data: Mapping[str, Any]) -> Markup:
         return Markup("")
     words = words_of(data.get("task", ""))
     values = {(one["data"], one["model"]): words.figure(float(one["perplexity"])) or 0.0 for one in matrix["cells"]}
-    shades = {}
+    ends = {}
     for row in matrix["data"]:
         own = [value for (name, _), value in values.items() if name == row]
-        low, high = min(own), max(own)
-        for model in matrix["models"]:
-            if (row, model) in values:
-                shades[values[row, model], row] = 0.12 + 0.78 * (high - values[row, model]) / ((high - low) or 1.0)
-    by_value = {value: shade for (value, _), shade in shades.items()}
+        ends[row] = min(own), max(own)
+
+    def shade(row: str, value: float) -> float:
+        low, high = ends[row]
+        return 0.12 + 0.78 * (high - value) / ((high - low) or 1.0)
+
     return heat(
         values,
         matrix["data"],
         matrix["models"],
-        shade=lambda value: by_value[value],
+        shade=shade,
         text_of=lambda value: f"{value:.0f}" if 1000 <= value < 10_000 else f"{value:.3g}",
     )
 
@@ -297,7 +298,7 @@ def _cosines(similar: Mapping[str, Any]) -> Markup:
     }
     values |= {(one["facility"], "mean"): one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
     columns = [*names, "mean"] if any(column == "mean" for _, column in values) else names
-    return heat(values, names, columns, shade=lambda value: value, text_of=lambda value: f"{value:.2f}")
+    return heat(values, names, columns, shade=lambda _, value: value, text_of=lambda value: f"{value:.2f}")
 
 
 def outliers(data: Mapping[str, Any]) -> list[dict[str, Any]]:
