@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,13 +11,26 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from coordinator.archive.averaged import MEAN
 from coordinator.comparison.matrix import title_of_mean
 from coordinator.config.federation import Federation
-from coordinator.publishing.names import public_names
+from coordinator.publishing.names import address, public_names
 from coordinator.report.markdown import table
 from coordinator.report.page import cell, number, size, span
 from facility.exchange.messages.evaluation import VALIDATION
 from facility.exchange.task_words import words_of
 
 SEEN = "Updates were sent as model weights to the coordinator, which can see each of them"
+LICENSES = frozenset(
+    "afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0 "
+    "bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 "
+    "cc-by-3.0 cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 "
+    "cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 "
+    "cdla-permissive-2.0 cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 "
+    "etalab-2.0 eupl-1.1 eupl-1.2 gemma gfdl gpl gpl-2.0 gpl-3.0 isc lgpl lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 "
+    "llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by ofl-1.1 openrail openrail++ "
+    "osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib".split()
+)
+"""Identifiers of https://huggingface.co/docs/hub/repositories-licenses: the Hub refuses a card with another one."""
+LONGEST_LICENSE = 60
+"""Characters of a licence's name in the front matter."""
 NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
 
 
@@ -29,13 +43,24 @@ def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[s
         model_name=title,
         base_model=federation.base_model or None,
         language=languages or None,
-        license=federation.license or None,
+        **license_of(federation.license),
         library_name="peft" if federation.training.lora.rank else "transformers",
         pipeline_tag=_task_type(data),
         tags=["federated-learning", "crossfed"],
         eval_results=evaluations(data, names) or None,
     )
     return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, files)}")
+
+
+def license_of(text: str) -> dict[str, str]:
+    """Front matter of a licence: the Hub takes identifiers of its own list in small letters, or `other` with a name."""
+    if not text or text.lower() in LICENSES:
+        return {"license": text.lower()} if text else {}
+    web = text.startswith(("https://", "http://"))
+    plain = re.sub(r"[^a-z0-9.]+", "-", text.lower().split("://")[-1]).strip("-.")[:LONGEST_LICENSE]
+    spdx = re.fullmatch(r"[A-Za-z0-9.+-]+", text)
+    link = address(text) if web else f"https://spdx.org/licenses/{text}" if spdx else ""
+    return {"license": "other", "license_name": plain or "see-link"} | ({"license_link": link} if link else {})
 
 
 def evaluations(data: Mapping[str, Any], names: Mapping[str, str]) -> list[EvalResult]:

@@ -19,6 +19,7 @@ from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
+from coordinator.publishing.card import license_of
 from coordinator.publishing.names import public_names, renamed
 from coordinator.publishing.publish import anonymous, publish
 from coordinator.report.make import data_of
@@ -347,3 +348,24 @@ def test_the_crate_says_of_a_late_update_which_model_it_was_made_from_and_when_a
     assert action["name"] == "Training at facility-00, round 0, averaged in round 2"
     assert "startTime" not in graph["#round-0-facility-2"], "the whole run is not when it trained"
     assert graph[graph["#round-2-facility-3"]["object"]["@id"]]["name"] == "global model after round 1"
+
+
+@pytest.mark.parametrize(
+    ("license", "expected"),
+    [
+        ("", {}),
+        ("Apache-2.0", {"license": "apache-2.0"}),
+        ("GPL-3.0-only", {"license": "other", "license_name": "gpl-3.0-only"}),
+        ("https://e.example/a b", {"license": "other", "license_name": "e.example-a-b"}),
+        ("Our own, see LICENSE", {"license": "other", "license_name": "our-own-see-license"}),
+        ("許諾", {"license": "other", "license_name": "see-link"}),
+    ],
+)
+def test_the_hub_takes_the_cards_licence(license: str, expected: dict[str, str]):
+    """It refuses a card whose `license` is not one of its own identifiers, which are in small letters."""
+    found = license_of(license)
+    link = found.pop("license_link", "")
+    assert found == expected
+    assert link == {"GPL-3.0-only": "https://spdx.org/licenses/GPL-3.0-only"}.get(
+        license, "https://e.example/a%20b" if "://" in license else ""
+    )
