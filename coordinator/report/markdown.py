@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,9 @@ from coordinator.report.page import (
     used_kinds,
 )
 from facility.exchange.task_words import words_of
+
+EMPHASIS = re.compile(r"~|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+"""Marks of emphasis that are not escaped everywhere: an underscore within a word is none."""
 
 
 def markdown(data: Mapping[str, Any]) -> str:
@@ -211,4 +215,4 @@ def _cell(value: Any) -> str:
     text = "" if value is None else shown(value)
     for mark in ("\\", "|", "<", "[", "*", "`", "&", "@", "://", "www."):
         text = text.replace(mark, f"{mark[:-1]}\\{mark[-1]}")
-    return text
+    return EMPHASIS.sub(r"\\\g<0>", text)

@@ -20,7 +20,6 @@ from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ti
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
-from coordinator.report.page import _matrix as matrix_of
 from coordinator.report.redaction import published, redacted
 from coordinator.report.timeline import KINDS, segments, totals
 from coordinator.report.write import FORMATS, write_report
@@ -257,16 +256,6 @@ def test_the_matrix_says_first_for_how_many_facilities_the_global_model_is_bette
     assert "nobody trained on" in verdicts[-1] and "nobody trained on" not in "".join(verdicts[:-1])
     html, text = page(data), markdown(data)
     assert html.index(alone) < html.index(verdicts[0]) and text.index(alone) < text.index(verdicts[0][:30])
-
-
-def test_the_matrix_is_shaded_within_each_row_where_rows_share_a_figure():
-    """20 is the worst of one row and the best of the other."""
-    values = {("a", "initial"): 20.0, ("a", "global"): 10.0, ("b", "initial"): 30.0, ("b", "global"): 20.0}
-    cells = [{"data": row, "model": model, "perplexity": value} for (row, model), value in values.items()]
-    drawn = matrix_of({"matrix": {"data": ["a", "b"], "models": ["initial", "global"], "cells": cells}})
-    told = re.findall(r"fill-opacity:([0-9.]+)\".*?<title>(\w) / (\w+): ", drawn)
-    expected = {("a", "initial"): "0.12", ("a", "global"): "0.90", ("b", "initial"): "0.12", ("b", "global"): "0.90"}
-    assert {(row, model): shade for shade, row, model in told} == expected
 
 
 def test_what_was_forgotten_is_told_whichever_of_both_models_was_evaluated_first():
