@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +18,7 @@ from coordinator.events.event import emit
 from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
-from facility.exchange.errors import exit_on_error
+from facility.exchange.errors import exit_on_error, first_line
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -48,10 +49,13 @@ def main() -> int:
             carbon=settings.carbon_g_per_kwh,
         )
         write_report(gathered, archive.path / "report.html")
-    except OSError as error:  # the federation is finished all the same
-        log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", error)
-        emit("problem", text=f"the report page cannot be written ({error}): fix that, then run `crossfed report`")
-    Console(width=140).print(table(data))
+    except Exception as error:  # the federation is finished all the same
+        if not isinstance(error, OSError):
+            traceback.print_exc()
+        said = first_line(error)
+        log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", said)
+        emit("problem", text=f"the report page cannot be written ({said}): fix that, then run `crossfed report`")
+    Console(width=140, emoji=False).print(table(data))
     for line in remarks(data):
         print(line)
     if data["stopped"]:
