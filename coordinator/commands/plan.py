@@ -70,6 +70,6 @@ def plan(
             least_gain=gain,
         )
     write_plan(out, made)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
     show_plan(made, described if isinstance(described, Problem) else None, console=console)
     print(f"written to {out}")

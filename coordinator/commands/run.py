@@ -30,7 +30,7 @@ def check(
     from coordinator.preflight.check import show
     from coordinator.preflight.last_check import remember
 
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
     rows = look(federation, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
     with suppress(ConfigurationError):  # then the row on federation.yml fails
         remember(read_federation(federation), federation, rows)

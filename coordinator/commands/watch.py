@@ -59,13 +59,15 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
 
 
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
+    from rich.markup import escape
+
     from coordinator.archive.summary import remarks, shown, table
     from coordinator.engine.stuck_jobs import lines_of
 
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
     console.print(
         f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
-        f"{data['archive']}"
+        f"{escape(data['archive'])}"
     )
     if data["rounds"]:
         console.print(table(data))

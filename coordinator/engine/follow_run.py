@@ -31,7 +31,7 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
                 f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one"
             ) from None
         raise InputError(f"{workdir / FILE} is damaged; a run that goes on writes it again")
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
     if as_json:
         print(json.dumps(dataclasses.asdict(snapshot)))
         return 0

@@ -16,6 +16,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from coordinator.archive.audit import NAME as AUDIT_LOG
@@ -61,7 +62,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
     if reason := unwritable(places):
         raise InputError(reason)
-    console = Console(width=None if sys.stdout.isatty() else 140)
+    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with only_one(federation) as lock:
@@ -71,7 +72,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         done = len(archive.rounds())
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
-            f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {log}"
+            f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {escape(str(log))}"
         )
         names = [facility.name for facility in federation.facilities]
         history = History(archive)

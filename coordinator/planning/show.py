@@ -36,7 +36,7 @@ def show_plan(
 ) -> None:
     """Print `plan`; with its problem also what-if questions, answered within about `seconds`."""
     asked = what_if(problem, plan, Stop(seconds)) if problem is not None else ()
-    (console or Console()).print(render(plan, asked))
+    (console or Console(emoji=False)).print(render(plan, asked))
 
 
 def _head(plan: Plan) -> Text:

@@ -230,7 +230,7 @@ def show(
     if as_json:
         write(json.dumps({"failing": failing, "rows": [asdict(row) for row in rows]}, indent=2, ensure_ascii=False))
         return int(failing > 0)
-    console = console or Console()
+    console = console or Console(emoji=False)
     table = Table(show_lines=False)
     for name in ("subject", "check", "", "found"):
         table.add_column(name, overflow="fold")

@@ -69,7 +69,7 @@ def quickstart(
         set_up=set_up,
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
     code = show(look(file, link=False), as_json=False, console=console)
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")

@@ -1,0 +1,49 @@
+"""`crossfed status` shows what facilities said as they said it, on whatever terminal, wherever the archive is."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
+from coordinator.archive.summary import summary
+from coordinator.commands.watch import _print_progress
+from coordinator.config.federation import read_federation
+from facility.exchange.files.durable import write_json
+from tests.conftest import ROOT
+
+REASON = "connect to login:100: refused :key: [/red] Größe 山"
+
+
+@pytest.fixture
+def federation(tmp_path: Path) -> Path:
+    """One round in which a facility failed, in an archive whose path holds brackets."""
+    archive = Archive(tmp_path / "[bold]")
+    archive.round_directory(0).mkdir(parents=True)
+    rows = [FacilityRow(round=0, facility="a", status="failed", reason=REASON)]
+    record = RoundFile(round=0, facilities=rows, global_loss=2.0, decision="go on", guard=REASON)
+    write_json(archive.round_directory(0) / "round.json", dataclasses.asdict(record))
+    path = tmp_path / "federation.yml"
+    path.write_text("name: f\nmodel: m\nrounds: 2\narchive: '[bold]'\nfacilities: [{name: a, dataset: /d}]\n")
+    return path
+
+
+def test_no_text_is_taken_for_markup_or_for_the_name_of_a_picture(federation: Path, capsys: pytest.CaptureFixture[str]):
+    """`:100:` within an error was shown as a picture, and brackets in the archive's path were left out."""
+    described = read_federation(federation)
+    _print_progress(described, summary(Archive(described.archive_path)))
+    told = capsys.readouterr().out
+    assert f"round 0: {REASON}" in told and "login:100:" in told.split("round 0:")[0] and "[bold]" in told
+
+
+def test_a_terminal_that_lacks_letters_stops_no_command(federation: Path):
+    environment = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "coordinator.cli", "status", "-f", str(federation)]
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert REASON.replace("山", "?").encode("latin-1") in done.stdout
