@@ -26,7 +26,7 @@ from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
-from coordinator.preflight.elastic import check_elastic, check_elastic_steps, outlook_if_elastic
+from coordinator.preflight.elastic import check_clock, check_elastic, check_elastic_steps, outlook_if_elastic
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.fitting import check_fitting
@@ -167,6 +167,7 @@ def check_facility(
     base = str(federation.path(base)) if local and base else base
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer, base)
     rows += rows_of_site
+    rows += check_clock(elastic, facility.name, (answer or {}).get("clock", 0.0))
     rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template, submit=submit)

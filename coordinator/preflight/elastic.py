@@ -7,6 +7,8 @@ from coordinator.preflight.row import Row, ok, warning
 from coordinator.steps.outlook import Outlook, in_vain, outlook
 
 CHECK = "steps"
+CLOCK_SECONDS = 10.0
+"""By which the clocks of coordinator and facility may differ unremarked."""
 
 
 def outlook_if_elastic(federation: Federation) -> Outlook | None:
@@ -44,3 +46,15 @@ def check_elastic_steps(ahead: Outlook | None, name: str, hours: float) -> Row |
         return warning(name, CHECK, found, f"{fix}; elsewhere one that runs out of time is queued again")
     cost = f"{timed.node_hours(one.least):.3g} to {timed.node_hours(one.most):.3g} node-hours a round"
     return ok(name, CHECK, f"{found}; {cost}, about {timed.node_hours(timed.steps):.3g}")
+
+
+def check_clock(ahead: Outlook | None, name: str, seconds: float) -> list[Row]:
+    """A warning where the facility's clock is ahead by so many seconds, or behind (negative); none if it agrees."""
+    if ahead is None or abs(seconds) <= CLOCK_SECONDS:
+        return []
+    effect = "fewer" if seconds > 0 else "more"
+    found = (
+        f"its clock is {abs(seconds):,.0f} s {'ahead of' if seconds > 0 else 'behind'} the one here: rounds end at a "
+        f"time of day (rounds.steps is elastic), so its jobs take {effect} steps than fit"
+    )
+    return [warning(name, "clock", found, "set both clocks by NTP (`timedatectl` shows which is not), or ask the site")]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
+import time
 from typing import Any
 
 from coordinator.config.deployments import Deployment
@@ -55,14 +57,29 @@ def probe(
             f"{there}{enter_lines(deployment.environment)}\n"
             "python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' || "
             "{ python3 --version >&2; echo crossfed-old-python >&2; exit 67; }\n"
-            f"echo {BEGIN}\n{inside}python3 {arguments}\n"
+            f"echo {BEGIN} $(date +%s)\n{inside}python3 {arguments}\n"
         )
+    before = time.time()
     said = run(deployment, script, seconds=PROBE_SECONDS)
-    text = said.out.partition(BEGIN)[2]
+    text, after = said.out.partition(BEGIN)[2], time.time()
     if said.code or not text.strip():
         lines = clean(said.error, 4000, lines=True).strip().splitlines()
         return None, _unanswered(deployment, lines or [f"code {said.code}"])
-    return answer_or_row(text)
+    answer, wrong = answer_or_row(text)
+    if answer is not None:
+        answer["clock"] = clock_ahead(text.partition("\n")[0], before, after)
+    return answer, wrong
+
+
+def clock_ahead(told: str, before: float, after: float) -> float:
+    """Seconds by which a clock is ahead at least, negative: behind; 0: it agrees as far as can be seen.
+
+    `told`: whole seconds since 1970, some time between `before` and `after` on the clock here.
+    """
+    if not re.fullmatch(r"[0-9]{1,12}", told.strip()):
+        return 0.0
+    least, most = int(told) - after, int(told) + 1 - before
+    return max(0.0, least) + min(0.0, most)
 
 
 def _unanswered(deployment: Deployment, said: list[str]) -> Row:

@@ -160,4 +160,4 @@ def test_the_probe_reports_a_trainer_that_is_not_installed():
         answers[module] = answer["trainer"]
     assert answers.pop(STAND_IN) == "" and all("No module named" in said for said in answers.values())
     answer, _ = probe(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
-    assert answer is not None and "trainer" not in answer
+    assert answer is not None and "trainer" not in answer and answer["clock"] == 0.0

@@ -13,7 +13,8 @@ from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.federation import Federation, read_federation
 from coordinator.plan import main as plan
-from coordinator.preflight.elastic import check_elastic, check_elastic_steps, outlook_if_elastic
+from coordinator.preflight.elastic import check_clock, check_elastic, check_elastic_steps, outlook_if_elastic
+from coordinator.preflight.facility import clock_ahead
 from coordinator.steps.outlook import explained, outlook
 from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
@@ -147,3 +148,20 @@ def test_check_compares_the_longest_job_with_its_time_limit(tmp_path: Path, hour
 def test_explain_says_what_bounds_a_facilitys_steps(tmp_path: Path):
     text = "\n".join(explained(elastic(tmp_path), "a"))
     assert "25 to 400" in text and "training.steps is 100" in text and "takes training.steps" in text
+
+
+@pytest.mark.parametrize(
+    ("told", "seconds"),
+    [("1000", 0.0), ("1003", 0.0), ("999", 0.0), ("1304", 300.0), ("699", -300.0), ("", 0.0), ("motd", 0.0)],
+)
+def test_a_clock_is_off_by_what_cannot_be_the_probes_own_time(told: str, seconds: float):
+    assert clock_ahead(f" {told}", before=1000.0, after=1004.0) == seconds
+
+
+def test_check_warns_of_a_clock_that_shifts_the_common_end(tmp_path: Path):
+    found = outlook_if_elastic(elastic(tmp_path))
+    assert check_clock(found, "a", 9.0) == check_clock(None, "a", 900.0) == []
+    (ahead,), (behind,) = check_clock(found, "a", 900.0), check_clock(found, "a", -900.0)
+    assert ahead.verdict == behind.verdict == "warning"
+    assert "900 s ahead" in ahead.found and "fewer steps" in ahead.found
+    assert "900 s behind" in behind.found and "more steps" in behind.found
