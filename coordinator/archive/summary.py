@@ -56,7 +56,8 @@ def summary(archive: Archive) -> dict[str, Any]:
     overs = [later[number].over if number in later else over for number, over in enumerate(overs)]
     limited = archive.read_note("limited")
     mean = averaged(archive)
-    best = _best(archive, losses) if limited.get("after_round") == len(history) - 1 else None
+    ended = limited.get("after_round") == len(history) - 1 and not limited.get("moved")
+    best = _best(archive, losses) if ended else None
     rounds = []
     for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
         row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}

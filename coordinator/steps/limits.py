@@ -22,7 +22,9 @@ Jobs = Mapping[tuple[int, str], float]
 WINDOW = 5
 """Latest rounds that count."""
 NOTE = "limited"
-"""Note of the archive: after which round a limit ended the federation, and why; gone once it goes on."""
+"""Note of the archive: after which round a limit ended the federation, and why."""
+MOVED = "moved"
+"""Key of it: the limit was moved, and the federation goes on."""
 UNDER_WAY = "under_way"
 """Note of the archive: since when the round under way is, and whether it was never interrupted."""
 

@@ -23,8 +23,8 @@ from coordinator.rounds.late import forget_all, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.following import ends_anew
 from coordinator.steps.global_loss import losses_known
+from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
-from coordinator.steps.limits import UNDER_WAY, exceeded_in
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -95,12 +95,16 @@ def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[R
     for the first round.
     """
     following = len(history)
-    limited = archive.read_note(LIMITED).get("after_round") == following - 1
+    note = archive.read_note(LIMITED)
+    limited = note.get("after_round") == following - 1
     if following >= settings.rounds or (history and history[-1].ended and not limited):
         return False
     found = exceeded_in(archive, settings, history, time.time())
     if found is None:
-        archive.drop_note(LIMITED)
+        if limited:  # until the round that follows is there: killed before, it is asked for again
+            archive.write_note(LIMITED, note | {MOVED: True})
+        else:
+            archive.drop_note(LIMITED)
         return True
     if not history:
         raise InputError(f"{found.reason}: no round can begin; set rounds.{found.limit} anew, or leave it out")

@@ -208,6 +208,10 @@ def test_with_a_larger_budget_it_goes_on(limited: tuple[Archive, CoordinatorSett
     model, number, proceed = start(archive, tmp_path / "model", more)
     assert (model, number, proceed) == (archive.model_for(2), 2, True)
     assert summary(archive)["model"] == str(archive.model_for(2)), "no longer ended"
+    assert start(archive, tmp_path / "model", more)[1:] == (2, True), "killed in that round, it goes on with it"
+    less = dataclasses.replace(more, limits=LimitSettings(node_hours=2.5 / 3600))
+    assert start(archive, tmp_path / "model", less)[2] is False and summary(archive)["limited"], "and ends again"
+    assert start(archive, tmp_path / "model", more)[1:] == (2, True)
 
 
 def test_killed_as_the_round_that_a_budget_ends_appears_it_is_ended_by_the_budget_all_the_same(
