@@ -10,6 +10,9 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.manifest import verify_manifest
 
+ASIDE = "rewound-"
+"""Begins the names of folders with rounds that were set aside."""
+
 
 def rewind(archive: Archive, to: int) -> Path:
     """Make `to` the next round; returns the folder that now holds the rounds from `to` on.
@@ -27,7 +30,9 @@ def rewind(archive: Archive, to: int) -> Path:
     verify_manifest(model)
     if (state := archive.state_for(to)) is not None and state.is_dir():
         verify_manifest(state)
-    aside = archive.path / f"rewound-{time.strftime('%Y%m%d-%H%M%S')}"
+    aside = archive.path / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S')}"
+    while aside.exists():  # the second within a second
+        aside = aside.with_name(f"{aside.name}-again")
     aside.mkdir()
     if stateless(archive, to):
         archive.write_note(REWOUND, {"round": to})

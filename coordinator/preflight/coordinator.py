@@ -8,6 +8,7 @@ import shutil
 import tomllib
 from pathlib import Path
 
+from coordinator.archive.rewind import ASIDE
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
 from coordinator.engine.render import stale
@@ -130,6 +131,8 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         links=can_link(archive),
         decoded=not averages_encoded(federation),
         sending=federation.sending,
+        limited=federation.limits is not None,
+        comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
     )
     for folder in (archive, work):
         if not _is_open(folder):
@@ -167,6 +170,10 @@ def _existing(folder: Path) -> Path:
 
 
 def _held(folder: Path) -> int:
-    """Bytes of the weights that are there already: a run that goes on does not need their room again."""
-    found = [path.stat() for path in folder.rglob("*.safetensors")] if folder.is_dir() else []
+    """Bytes of the weights that are there already: a run that goes on does not need their room again.
+
+    Rounds that were set aside (`crossfed rewind`) stay, whatever a run does.
+    """
+    weights = folder.rglob("*.safetensors") if folder.is_dir() else ()
+    found = [path.stat() for path in weights if not path.relative_to(folder).parts[0].startswith(ASIDE)]
     return sum({(one.st_dev, one.st_ino): one.st_size for one in found}.values())

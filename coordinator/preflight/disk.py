@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
+from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import WALK_BYTES, ModelFigures, moments_bytes
 from coordinator.preflight.row import size
@@ -85,6 +86,8 @@ def coordinator_disk(
     links: bool = False,
     decoded: bool = True,
     sending: SendingSettings | None = None,
+    limited: bool = False,
+    comparison: ComparisonSettings | None = None,
 ) -> Disk:
     """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
 
@@ -92,7 +95,8 @@ def coordinator_disk(
     `decoded` as well where it is not averaged so (`coordinator.rounds.verification`). `links`: the archive's file
     system has hard links, so that what adapters leave unchanged is there once (`coordinator.aggregation.unchanged`).
     `sending`: of models that travel as differences, each round's message is there beside its model, and the model that
-    is encoded beside the one that facilities will hold.
+    is encoded beside the one that facilities will hold. `limited`: a limit may end the federation at its best model,
+    which stays. `comparison`: of models after the last round, for which updates and those trained alone stay.
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
     in_flight = 0
@@ -114,11 +118,17 @@ def coordinator_disk(
         encoded_one = model.bytes + adapters + walk + moments
         of_one = model.travelling_at_most(model.bytes + adapters, sending.encoding, sending.sparse_density)
         messages = (kept + 1) * (of_one + walk + moments)
+    compared = 0
+    if comparison is not None and comparison.updates:
+        each = sum(model.written(training) + model.moments(training) for training in updates.values())
+        compared = each * (2 if comparison.alone else 1)
     return Disk(
         parts={
             "initial model": model.bytes,
             f"models of {kept} rounds": kept * following,
             "the next model": following,
+            "the best model": following if limited and kept < rounds else 0,
+            "models to be compared": compared + (following if comparison is not None and comparison.last_models else 0),
             "messages of these": messages,
             "the model that is encoded": encoded_one,
             IN_FLIGHT: in_flight,

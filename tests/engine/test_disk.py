@@ -10,14 +10,21 @@ from typing import Any
 import pytest
 
 from coordinator.archive.rounds import Archive
+from coordinator.config.closing import LimitSettings
+from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import Federation, read_federation
+from coordinator.config.settings import CoordinatorSettings
 from coordinator.engine.render import write
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.coordinator import _held, _room
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
+from coordinator.steps.start import start
 from facility.exchange.files.links import can_link
+from tests.aggregation.updates import write_update
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
+from tests.pico import save_pico
+from tests.steps.test_aggregate_step import close
 
 SMALL = 60_000
 """Bytes of a file from which it counts: weights and states do, manifests and logs do not."""
@@ -108,6 +115,52 @@ def test_a_disk_one_byte_below_the_bound_is_refused_before_the_first_job(
     row = _room(federation, model)
     assert (row.verdict == "ok") == (short == 0), row
     assert "the run needs up to" in row.found
+
+
+def test_models_that_stay_for_a_limit_or_a_comparison_are_counted(tmp_path: Path):
+    """The best model beside those of `keep_rounds`; each facility's last update, and what it trained alone."""
+    federation = read_federation(write_federation(tmp_path, ["a", "b"]))
+    model = model_figures(federation.path(federation.model))
+    training = {one.name: one.training for one in federation.facilities}
+
+    def parts_of(**more: Any) -> dict[str, int]:
+        return coordinator_disk(model, training, rule="mean", rounds=9, keep_rounds=1, **more).parts
+
+    plain, best = parts_of(), parts_of(limited=True)
+    assert plain["the best model"] == plain["models to be compared"] == 0
+    assert best["the best model"] == best["the next model"] >= model.bytes
+    updates = plain[IN_FLIGHT]
+    assert parts_of(comparison=ComparisonSettings())["models to be compared"] == updates
+    assert parts_of(comparison=ComparisonSettings(alone=True))["models to be compared"] == 2 * updates
+    own = ComparisonSettings(updates=False, last_models=2)
+    assert parts_of(comparison=own)["models to be compared"] == plain["the next model"]
+
+
+def test_a_limit_keeps_one_model_more_than_keep_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Models below the archive as a round is there and nothing is pruned yet: initial, best, newest before, next."""
+    limits = LimitSettings(node_hours=1000)
+    settings = CoordinatorSettings(federation="f", rounds=9, facilities=["a"], keep_rounds=1, limits=limits)
+    archive = Archive(tmp_path / "archive")
+    seen: list[int] = []
+    pruned = Archive.prune
+
+    def watched(self: Archive, keep: int, *, also: int | None = None) -> None:
+        seen.append(sum((path / "model").is_dir() for path in self.path.iterdir()))
+        pruned(self, keep, also=also)
+
+    monkeypatch.setattr(Archive, "prune", watched)
+    model, _, _ = start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), settings)
+    for number, loss in enumerate((4.0, 2.0, 3.0, 3.0)):
+        update = write_update(tmp_path / f"a{number}", model, "a", round=number, loss=loss, move=0.01)
+        model, _, _ = close(archive, model, [update], settings, number)
+    assert max(seen) == 4 == len(("initial", "the best", "keep_rounds", "the next"))
+
+
+def test_rounds_that_were_set_aside_are_not_held(tmp_path: Path):
+    for folder in ("round-0000", "rewound-20260101-000000/round-0001"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "model.safetensors").write_bytes(bytes(100))
+    assert _held(tmp_path) == 100
 
 
 def test_what_several_rounds_share_is_held_once(tmp_path: Path):
