@@ -1,11 +1,19 @@
-"""What the engine logs during `crossfed run`, on the console of a person: the time and a sentence, nothing else."""
+"""What the engine logs during `crossfed run`, on the console of a person: the time and a sentence, nothing else.
+
+A console that takes no more ends no run: who read it may be gone (`crossfed run | tee log`, a terminal that was
+closed), or the disk full that it is written to.
+"""
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -13,6 +21,45 @@ from coordinator.archive.summary import shown
 
 ENGINE = "coordinator.engine"
 """Name of the logger of all that goes to a run's console."""
+GONE = (errno.EPIPE, errno.EIO)
+"""Errors of a stream that nobody reads any more."""
+
+
+class Lasting:
+    """A stream of text that never fails: what cannot be written is lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(ValueError):  # it was closed
+            try:
+                return self._stream.write(text)
+            except OSError as error:
+                self._silence(error)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(ValueError):
+            try:
+                self._stream.flush()
+            except OSError as error:
+                self._silence(error)
+
+    def _silence(self, error: OSError) -> None:
+        """Let what is still held back, and all that follows, go nowhere where the reader is gone."""
+        if error.errno in GONE:
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def lasting_console(width: int) -> Console:
+    """The console of a run; `width`: in characters, where it is no terminal."""
+    stream = cast(TextIO, Lasting(sys.stdout))
+    return Console(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
 
 
 class ConsoleHandler(logging.Handler):

@@ -27,7 +27,7 @@ from coordinator.archive.summary import remarks, shown, shown_perplexity, summar
 from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
-from coordinator.engine.console_log import shown_on
+from coordinator.engine.console_log import lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.live import Snapshot, live_table
@@ -62,7 +62,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
     if reason := unwritable(places):
         raise InputError(reason)
-    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
+    console = lasting_console(width=140)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with only_one(federation) as lock:
@@ -306,11 +306,15 @@ def _recorder(federation: Federation, progress: Progress, archive: Archive, noti
 
 @contextmanager
 def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
-    """SIGINT and SIGTERM end the supervised run, which then ends by itself."""
-    handlers = {
-        number: signal.signal(number, lambda number, _: supervisor.stop(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    """SIGINT and SIGTERM end the supervised run, which then ends by itself; so does a terminal that is closed (SIGHUP),
+    unless it was to be ignored (nohup)."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+
+    def stop(number: int, _: object) -> None:
+        supervisor.stop(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    handlers = {number: signal.signal(number, stop) for number in numbers}
     try:
         yield
     finally:

@@ -1,0 +1,57 @@
+"""What a run says to its console: one that takes no more ends no run, and a closed terminal stops it in good order."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from rich.console import Console
+
+from coordinator.engine.console_log import ENGINE, Lasting, shown_on
+from coordinator.engine.run import _stopped_by_signals
+
+
+def say(stream: Any, *sentences: str) -> None:
+    with shown_on(Console(file=cast(Any, Lasting(stream)), width=100)):
+        for sentence in sentences:
+            logging.getLogger(ENGINE).info(sentence)
+
+
+def test_a_console_on_a_full_disk_ends_no_run():
+    """The run was ended by its own next line, its engine killed, and its jobs were left in their queues."""
+    stream = open("/dev/full", "w", buffering=1)
+    say(stream, "one", "two")
+    with pytest.raises(OSError):
+        stream.close()
+
+
+def test_a_console_whose_reader_is_gone_ends_no_run(tmp_path: Path):
+    reader, writer = os.pipe()
+    stream = os.fdopen(writer, "w")
+    os.close(reader)
+    say(stream, "one", "two")
+    stream.close()
+    say(stream, "a closed stream says nothing")
+
+
+def test_what_can_be_written_is(tmp_path: Path):
+    with open(tmp_path / "log", "w") as stream:
+        say(stream, "one", "two")
+    assert [line.split()[-1] for line in (tmp_path / "log").read_text().splitlines()] == ["one", "two"]
+
+
+@pytest.mark.parametrize(("before", "stopped"), [(signal.SIG_DFL, [signal.SIGTERM]), (signal.SIG_IGN, [])])
+def test_a_terminal_that_is_closed_stops_a_run_unless_nohup_says_otherwise(before: Any, stopped: list[int]):
+    seen: list[int] = []
+    old = signal.signal(signal.SIGHUP, before)
+    try:
+        with _stopped_by_signals(cast(Any, SimpleNamespace(stop=seen.append))):
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert seen == stopped and signal.getsignal(signal.SIGHUP) == before
+    finally:
+        signal.signal(signal.SIGHUP, old)
