@@ -11,6 +11,7 @@ from markdown_it import MarkdownIt
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown, table
 from coordinator.report.page import _matrix as matrix_of
+from coordinator.report.page import page
 from tests.report.made import made_archive
 
 
@@ -39,3 +40,10 @@ def test_digests_in_markdown_are_as_they_are(tmp_path: Path):
     """Code marks around them were escaped, and shown."""
     data = gather(made_archive(tmp_path / "a", facilities=2, rounds=1), federation="made", settings={})
     assert f"| global model after round 0 | {0:064x} |" in markdown(data)
+
+
+def test_on_paper_nothing_is_cut_off(tmp_path: Path):
+    """What scrolls on a screen ended at the paper's edge: the right of charts and the last columns of tables."""
+    data = gather(made_archive(tmp_path / "a", facilities=2, rounds=1), federation="made", settings={})
+    rules = page(data).split("@media print {")[1].split("</style>")[0]
+    assert ".scroll, .chart { overflow: visible" in rules and "min-width: 0 !important" in rules
