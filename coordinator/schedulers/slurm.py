@@ -39,6 +39,9 @@ class Slurm(BatchScheduler):
         "slurm backup controller in standby",
         "connect failure",
         "slurm_load_jobs error",
+        "could not establish a configuration source",
+        "resource temporarily unavailable",
+        "unable to create job record, try again",
     )
     advice = (
         (r"JobHeldUser", "your account holds it: `scontrol release {id}` there"),

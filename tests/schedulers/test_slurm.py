@@ -52,6 +52,10 @@ over "past, present and future jobs". Limits of the jobs that run at one time cl
         DOWN,
         "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation",
         "Unable to contact slurm controller (connect failure)",
+        "sbatch: fatal: Could not establish a configuration source",
+        "sbatch: error: Batch job submission failed: Resource temporarily unavailable",
+        "bash: fork: retry: Resource temporarily unavailable",
+        "sbatch: error: Batch job submission failed: Unable to create job record, try again",
     ],
 )
 def test_a_silent_controller_is_no_answer(text: str):
