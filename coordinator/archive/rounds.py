@@ -27,7 +27,6 @@ archive holds one, and two while a round commits.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 import secrets
@@ -303,7 +302,7 @@ class Archive:
 
     def write_history(self) -> None:
         rows = [
-            json.dumps(dataclasses.asdict(row), ensure_ascii=False)
+            json.dumps(vars(row), ensure_ascii=False)  # plain data; `asdict` copies, ten times as long
             for entry in self.history()
             for row in entry.facilities
         ]

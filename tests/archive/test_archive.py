@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,16 @@ def test_pruning_keeps_the_last_weights_and_every_account(tmp_path: Path, pico_l
     archive.prune(2)
     assert [(archive.round_directory(n) / "model").exists() for n in range(3)] == [False, True, True]
     assert [entry.round for entry in archive.history()] == [0, 1, 2]
+
+
+def test_the_history_has_every_field_of_every_row(tmp_path: Path, pico_llama: Path):
+    archive = Archive(tmp_path / "archive")
+    start(archive, pico_llama, SETTINGS)
+    for number in range(2):
+        close(archive, number)
+    rows = [row for entry in archive.history() for row in entry.facilities]
+    lines = (archive.path / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [dataclasses.asdict(row) for row in rows]
 
 
 def test_the_summary_gives_a_round_the_perplexity_of_the_model_it_made(tmp_path: Path, pico_llama: Path):
