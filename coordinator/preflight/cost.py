@@ -147,4 +147,5 @@ def told_more(federation: Federation) -> str:
     """What makes more jobs of these."""
     repeated = ["run out of time and come back"] if federation.come_backs else []
     repeated += ["fail and are repeated"] if federation.retries else []
+    repeated += ["are submitted ahead and end without their model"] if federation.ahead else []
     return f"; more where jobs {' or '.join(repeated)}" if repeated else ""

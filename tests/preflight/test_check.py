@@ -570,6 +570,9 @@ def test_without_a_final_evaluation_and_with_repeats_the_node_hours_are_of_the_r
     site.edit("rounds: 2\n", "rounds: 2\nfinal_evaluation: false\ncome_backs: 0\nretries: 1\n")
     told = next(row.found for row in check(site.file, link=False) if row.check == "node-hours")
     assert told == "at most 4 (2 rounds of 1 nodes with 4 GPUs, 2 h each); more where jobs fail and are repeated"
+    site.edit("retries: 1\n", "retries: 0\nsubmit_ahead: {wait: 60}\n")
+    told = next(row.found for row in check(site.file, link=False) if row.check == "node-hours")
+    assert told.endswith("2 h each); more where jobs are submitted ahead and end without their model")
 
 
 @pytest.mark.parametrize(
