@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,16 @@ from facility.exchange.validation import NonNegative, parse, validated
 
 Array = NDArray[np.float64]
 FORMAT = 1
+LEAST, MOST = 1e-12, 1e12
+"""Of any number but 0: sums and shares of others are infinite, or lose the seconds of a round."""
+
+
+def _in_range(one: Any) -> None:
+    """Raise `ConfigurationError` for a number that cannot be computed with."""
+    for name, value in vars(one).items():
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int | float) and number and not LEAST <= abs(number) <= MOST:
+                raise ConfigurationError(f"{name} is {number:g}, expected {LEAST:g} to {MOST:g}, or 0")
 
 
 @validated(frozen=True, kw_only=True)
@@ -34,6 +44,7 @@ class Queue:
     """Seconds that jobs were seen to wait."""
 
     def __post_init__(self) -> None:
+        _in_range(self)
         if (self.kind == "seen") != bool(self.waits) or min(self.waits, default=0.0) < 0:
             raise ConfigurationError("queue of kind 'seen', and no other, needs waits of 0 s or more")
         if self.seconds < 0 or self.spread < 0 or not 0 <= self.probability <= 1 or self.draws < 1:
@@ -75,6 +86,7 @@ class Site:
     """Jobs in a round before the facility skips the round."""
 
     def __post_init__(self) -> None:
+        _in_range(self)
         if not self.train_seconds > 0:
             raise ConfigurationError(f"train_seconds is {self.train_seconds}, expected more than 0")
         if not 0 <= self.train_spread < 1 or not 0 <= self.failure_probability < 1:
@@ -124,6 +136,7 @@ class Federation:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
+        _in_range(self)
         if self.rounds < 1 or not self.facilities:
             raise ConfigurationError("rounds must be 1 or more, and facilities must name at least one")
         if self.policy == "quorum" and not 1 <= self.quorum <= self.size:
@@ -142,10 +155,17 @@ class Federation:
             raise ConfigurationError(
                 f"fan_in is {self.fan_in} with policy {self.policy!r}, expected 2 or more with 'synchronous', or 0"
             )
-        if self.model_megabytes < 0 or self.coordinator_megabytes_per_second < 0 or self.aggregate_seconds < 0:
-            raise ConfigurationError(
-                "model_megabytes, coordinator_megabytes_per_second and aggregate_seconds: 0 or more"
-            )
+        for name in (
+            "model_megabytes",
+            "coordinator_megabytes_per_second",
+            "aggregate_seconds",
+            "aggregate_seconds_per_update",
+        ):
+            if getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} is {getattr(self, name):g}, expected 0 or more")
+        for name in ("update_megabytes", "partial_megabytes"):
+            if getattr(self, name) < 0 and getattr(self, name) != -1:
+                raise ConfigurationError(f"{name} is {getattr(self, name):g}, expected 0 or more, or -1")
 
     @property
     def size(self) -> int:

@@ -286,6 +286,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         now = following
         idle, begins = arrived, np.full(len(arrived), following)
     account.cut(now, latest)
+    waited += float(np.maximum(now - np.delete(end, idle), 0.0).sum())  # came as the last model was made
     return _result(federation, sites, closes, took_part, account, waited)
 
 

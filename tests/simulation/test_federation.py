@@ -215,6 +215,10 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         ({"rounds": 1, "facilities": [{"train_seconds": 1}], "policy": "deadline"}, "deadline_seconds"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1}], "late": "drop"}, "expected 'quorum'"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1, "queue": {"kind": "lottery"}}]}, "lottery"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1e308}]}, "train_seconds is 1e"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1}], "coordinator_megabytes_per_second": 1e-308}, "is 1e-308"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1}], "aggregate_seconds_per_update": -1}, "is -1"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1}], "update_megabytes": -2}, "update_megabytes is -2"),
     ],
 )
 def test_bad_input_is_refused(tmp_path: Path, raw: dict[str, Any], message: str):
