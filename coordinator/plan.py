@@ -178,7 +178,7 @@ def read_profile(path: Path) -> dict[str, Any]:
     """A problem's file as plain values. Raises `ConfigurationError`."""
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
     if not isinstance(raw, dict):
         raise ConfigurationError(f"a problem is {raw!r:.60}, expected a mapping", file=path)

@@ -41,7 +41,7 @@ def read_problem(path: Path, *, devices: str | None = None, defaults: Mapping[st
     path = Path(path)
     try:
         raw = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
     return problem_from_json(raw, devices=devices, defaults=defaults, file=path)
 

@@ -176,7 +176,7 @@ def read_federation(path: Path) -> Federation:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
     try:
         raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
     federation = parse(Federation, raw, file=path)
     if federation.format > FORMAT:

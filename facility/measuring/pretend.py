@@ -66,7 +66,7 @@ def read_pretended(path: Path | None, distribution: str | None, world: int, seed
     if path is not None:
         try:
             raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
         if not isinstance(raw, dict):
             raise ConfigurationError(f"found {raw!r:.40}, expected a mapping", file=path)

@@ -16,8 +16,10 @@ from coordinator import plan as command
 from coordinator.planning.show import show_plan, what_if
 from coordinator.planning.stop import Stop
 from coordinator.problem.read import read_problem
+from coordinator.simulation.described import read_federation
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
+from facility.measuring.pretend import read_pretended
 from tests.planning.cases import BEST_KNOWN, published, whole
 
 
@@ -213,3 +215,20 @@ def test_crossfed_plan_searches_nothing_that_it_could_not_write(problem_file, tm
 def test_planning_needs_no_torch():
     code = "import sys, coordinator.plan, coordinator.planning.show; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        command.read_profile,
+        read_problem,
+        read_plan,
+        read_federation,
+        lambda path: read_pretended(path, None, world=2, seed=0),
+    ],
+)
+def test_json_that_is_nested_without_end_is_one_error(tmp_path, read):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000)
+    with pytest.raises(ConfigurationError, match="cannot be read as JSON: maximum recursion depth"):
+        read(deep)
