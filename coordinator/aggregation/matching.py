@@ -2,7 +2,8 @@
 
 Hugging Face writes a tied weight once, other writers write it twice. A name that only one side has is accepted when
 its content is, byte for byte, another tensor that both have; anything else is refused. In a new model all norms are
-alike, and all biases: where several tensors of the update could be the one that it lacks, they must be alike there, too.
+alike, and all biases: where several tensors of the update could be the one that it lacks, they must be alike there,
+too.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[s
     return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, files)}")
 
 
-def license_of(text: str) -> dict[str, str]:
+def license_of(text: str) -> dict[str, Any]:
     """Front matter of a licence: the Hub takes identifiers of its own list in small letters, or `other` with a name."""
     if not text or text.lower() in LICENSES:
         return {"license": text.lower()} if text else {}
