@@ -306,15 +306,15 @@ def _recorder(federation: Federation, progress: Progress, archive: Archive, noti
 
 @contextmanager
 def _stopped_by_signals(supervisor: Supervisor) -> Iterator[None]:
-    """SIGINT and SIGTERM end the supervised run, which then ends by itself; so does a terminal that is closed (SIGHUP),
-    unless it was to be ignored (nohup)."""
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    numbers += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
+    """SIGINT and SIGTERM end the supervised run, which then ends by itself and cancels its jobs.
 
-    def stop(number: int, _: object) -> None:
-        supervisor.stop(signal.SIGTERM if number == signal.SIGHUP else number)
-
-    handlers = {number: signal.signal(number, stop) for number in numbers}
+    A terminal that is closed (SIGHUP) ends this command as SIGKILL does: connections to login nodes break, and the jobs
+    of an evening should not be lost with them. The next start waits for those that run.
+    """
+    handlers = {
+        number: signal.signal(number, lambda number, _: supervisor.stop(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
     try:
         yield
     finally:
