@@ -16,6 +16,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.exit_codes import ExitCode
@@ -75,8 +76,9 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     Ctrl-C ends them with a word.
     """
     configure_logging(default="info" if in_job else level)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a locale without a letter, a file name that is no text
-        sys.stdout.reconfigure(errors="backslashreplace")
+    if not in_job and isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale lacks
+        with suppress(OSError):  # of a stream that was replaced below it
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return main() or ExitCode.OK
     except CrossFedError as error:
