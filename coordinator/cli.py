@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from typing import Any
 
@@ -21,8 +20,6 @@ ClickException: Any = typer.BadParameter.__mro__[2]
 
 
 def main() -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a locale without some letter stops no command
     try:
         sys.exit(exit_on_error(called))
     except ClickException as error:
