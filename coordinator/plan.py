@@ -23,6 +23,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
 from facility.exchange.seeds import check_seed
@@ -176,10 +177,7 @@ def solve_for(
 
 def read_profile(path: Path) -> dict[str, Any]:
     """A problem's file as plain values. Raises `ConfigurationError`."""
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    raw = read_values(path)
     if not isinstance(raw, dict):
         raise ConfigurationError(f"a problem is {raw!r:.60}, expected a mapping", file=path)
     return raw

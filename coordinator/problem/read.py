@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from coordinator.problem.problem import (
 from coordinator.problem.quantities import RATE, SIZE, TIME, find, numbers
 from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_values import read_values
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.validation import parse
 
@@ -39,11 +39,7 @@ def read_problem(path: Path, *, devices: str | None = None, defaults: Mapping[st
     (`batch_samples`, ...). Raises `ConfigurationError`.
     """
     path = Path(path)
-    try:
-        raw = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
-    return problem_from_json(raw, devices=devices, defaults=defaults, file=path)
+    return problem_from_json(read_values(path), devices=devices, defaults=defaults, file=path)
 
 
 def problem_from_json(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_values import read_values
 from facility.exchange.validation import NonNegative, parse, validated
 
 Array = NDArray[np.float64]
@@ -174,10 +174,7 @@ class Federation:
 
 def read_federation(path: Path) -> Federation:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
-    try:
-        raw = json.loads(Path(path).read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    raw = read_values(path)
     federation = parse(Federation, raw, file=path)
     if federation.format > FORMAT:
         raise ConfigurationError(f"format {federation.format} is newer than {FORMAT}: update CrossFed", file=path)

@@ -145,20 +145,21 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
     that have not ended as well, until the journal's last line: a run that was killed tells of no end."""
     begun: dict[str, Entry] = {}
     found: dict[tuple[int, str], float] = {}
+
+    def add(start: Entry | None, end: float) -> None:
+        if start is not None and start.round is not None:
+            key = (start.round, start.facility)
+            found[key] = found.get(key, 0.0) + end - start.time
+
     for entry in entries:
         if entry.kind == "started":
             begun[entry.facility] = entry
         elif entry.kind in ("trained", "run_ended", "run_started"):
             ended = [entry.facility] if entry.kind == "trained" else list(begun)
             for name in ended:
-                start = begun.pop(name, None)
-                if start is not None and start.round is not None:
-                    key = (start.round, name)
-                    found[key] = found.get(key, 0.0) + entry.time - start.time
-    for name, start in begun.items() if running else ():
-        if start.round is not None:
-            key = (start.round, name)
-            found[key] = found.get(key, 0.0) + entries[-1].time - start.time
+                add(begun.pop(name, None), entry.time)
+    for start in begun.values() if running else ():
+        add(start, entries[-1].time)
     return found
 
 

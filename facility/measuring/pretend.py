@@ -7,13 +7,13 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_values import read_values
 from facility.exchange.messages.emulation import Emulation
 from facility.measuring.names import DISTRIBUTIONS
 from facility.measuring.wire import PretendedLinks, PretendedUplink
@@ -64,10 +64,7 @@ def read_pretended(path: Path | None, distribution: str | None, world: int, seed
     """
     raw: dict[str, Any] = {}
     if path is not None:
-        try:
-            raw = json.loads(Path(path).read_text())
-        except (OSError, ValueError, RecursionError) as error:
-            raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+        raw = read_values(path)
         if not isinstance(raw, dict):
             raise ConfigurationError(f"found {raw!r:.40}, expected a mapping", file=path)
         if "delay_ms" in raw:
