@@ -160,7 +160,7 @@ def linked_update(base: Path, sent: Manifest, directory: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
-@pytest.mark.parametrize("count", [3, 16])
+@pytest.mark.parametrize("count", [pytest.param(3, marks=pytest.mark.slow), 16])
 def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
     save(tmp_path / "base", 6)
     masked = save(tmp_path / "masked", 6, dtype="U16")
@@ -176,7 +176,10 @@ def test_masked_updates_fit_the_same_bound(tmp_path: Path, count: int):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
+@pytest.mark.parametrize(
+    "encoding",
+    ["delta-int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("delta-int4", "sparse")), "sparseloco"],
+)
 @pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 16])
 def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
     base, full = save(tmp_path / "base", 6), save(tmp_path / "full", 6, value=0x3F81)

@@ -249,7 +249,7 @@ def seeds_drawn(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return drawn
 
 
-@pytest.mark.parametrize("again", ["the same roster", "another roster"])
+@pytest.mark.parametrize("again", [pytest.param("the same roster", marks=pytest.mark.slow), "another roster"])
 def test_killed_anywhere_the_next_job_sends_the_update_and_trains_once_it_is_kept(
     tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, again: str
 ):

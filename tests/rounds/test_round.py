@@ -92,6 +92,7 @@ def site(tmp_path: Path) -> Site:
     return Site(root=tmp_path, environment={"CROSSFED_STATE": str(tmp_path / "state")})
 
 
+@pytest.mark.slow
 def test_a_round_trains_on_two_ranks_and_leaves_an_update(site: Site):
     model = site.send()
     result, update = site.run(model, real=True)
@@ -191,7 +192,7 @@ def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(si
     [
         ("raise", "RuntimeError: the stand-in was told to fail"),
         ("rank1:raise", "rank 1 ended with exit code 1: RuntimeError"),
-        ("nothing", "holds no manifest.json"),
+        pytest.param("nothing", "holds no manifest.json", marks=pytest.mark.slow),
         pytest.param("wrong-round", "expected ('update', 'pico', 'north', 0)", marks=pytest.mark.slow),
         ("code:7", "exit code 7"),
         pytest.param("code:3", "exit code 3", marks=pytest.mark.slow),
@@ -328,7 +329,9 @@ def task(number: int) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("mode", "gated"), [("train", True), ("rank1:raise", False)])
+@pytest.mark.parametrize(
+    ("mode", "gated"), [("train", True), pytest.param("rank1:raise", False, marks=pytest.mark.slow)]
+)
 def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str, gated: bool):
     """Behind a gate by notes that are not in the job's directory, which the coordinator writes."""
     write_settings(site.root / "settings.json", ranks=1)

@@ -42,7 +42,9 @@ def begun(tmp_path: Path) -> tuple[Archive, Path]:
     return archive, start(archive, save_pico(tmp_path / "model", dtype="bfloat16"), SETTINGS)[0]
 
 
-@pytest.mark.parametrize(("action", "refused"), [("refuse", True), ("cap", False), ("off", False)])
+@pytest.mark.parametrize(
+    ("action", "refused"), [("refuse", True), ("cap", False), pytest.param("off", False, marks=pytest.mark.slow)]
+)
 def test_the_receive_step_refuses_an_excessive_claim_by_name(begun, tmp_path: Path, action: str, refused: bool):
     _, model = begun
     settings = dataclasses.replace(SETTINGS, claims=dataclasses.replace(SETTINGS.claims, action=action))

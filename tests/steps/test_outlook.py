@@ -75,6 +75,7 @@ def test_steps_are_expected_over_the_waits_that_were_seen(tmp_path: Path):
     assert "0.0917 (0.0292 to 0.342)" in found.table(), "node-hours of 100 steps, of 25 and of 400"
 
 
+@pytest.mark.slow
 def test_where_no_wait_varies_nothing_is_gained_and_that_is_said(tmp_path: Path):
     history, entries = lived(STEADY)
     found = outlook(elastic(tmp_path), history=history, entries=entries)

@@ -124,6 +124,7 @@ def test_a_round_that_goes_on_under_other_settings_counts_what_it_was_trained_on
     assert read_report(tmp_path / "out").samples == samples
 
 
+@pytest.mark.slow
 def test_a_round_goes_on_in_another_layout(tmp_path: Path, pico_llama: Path, dataset: Path):
     """One process, then two shards, then a pipeline, each for two steps."""
     rounds_in([("quiet", arguments(tmp_path / "quiet", pico_llama, dataset, steps=6, rounds=1))])

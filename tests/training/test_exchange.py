@@ -57,6 +57,7 @@ def rounds_without_objects(rank: int, world: int, cases: list[tuple[str, list[st
     return run_rounds(rank, world, cases)
 
 
+@pytest.mark.slow
 def test_torch_itself_sends_no_object_during_a_round(tmp_path: Path, pico_llama: Path):
     dataset = write_dataset(tmp_path / "data")
     layouts: dict[str, dict[str, Any]] = {"shards": {}, "copies": {"sharding": "NO_SHARD"}, "stages": {"stages": 2}}

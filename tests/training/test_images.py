@@ -167,6 +167,7 @@ def vit_alike(tmp_path: Path, data: Path, model: Path, layouts: dict[str, dict[s
         )
 
 
+@pytest.mark.slow
 def test_a_vision_transformer_trains_alike_in_a_pipeline_and_sharded(tmp_path: Path, data, models):
     vit_alike(tmp_path, data, models["vit"], {"pipeline": PIPELINE, "fsdp": {}}, 2)
 

@@ -66,6 +66,7 @@ def test_the_same_inputs_give_the_same_bytes(tmp_path: Path, pico_llama: Path, d
     assert sha256_of(tmp_path / "a/out/model.safetensors") == sha256_of(tmp_path / "b/out/model.safetensors")
 
 
+@pytest.mark.slow
 def test_a_batch_is_the_same_however_it_is_cut(tmp_path: Path, pico_llama: Path, dataset: Path):
     """Micro-batches, two ranks, and three sequences that two ranks cannot share evenly."""
     for batch in (3, 4):

@@ -16,6 +16,7 @@ from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
 
 
+@pytest.mark.slow
 def test_components_beyond_the_rank_stay_as_received(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     rounds_in([("begun", arguments(tmp_path / "begun", model, dataset, lora={"rank": 4}))])

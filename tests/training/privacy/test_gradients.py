@@ -79,7 +79,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory):
         pytest.param(1e6, id="none-clipped", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(one, marks=pytest.mark.slow) for one in FAMILIES[1:])])
 def test_the_sum_is_that_of_the_records_one_at_a_time(family: str, limit: float, dataset: Any):
     model = model_of(family)
     units = whole_blocks(12, 8)
@@ -143,6 +143,7 @@ def test_no_record_contributes_more_than_the_clip_or_anything_that_is_not_finite
         assert norm == pytest.approx({0: 0.25, 3: 0.25}.get(record, 0.0), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_pieces_of_documents_attend_to_nothing_else(tmp_path: Path):
     """A unit's gradient from blocks that hold several documents is that of the document alone."""
     from tests.training.test_documents import VOCABULARY, prepare_chats

@@ -166,7 +166,9 @@ def test_an_interrupted_round_pays_for_no_step_twice(tmp_path: Path, pico_llama:
 @pytest.mark.parametrize(
     ("ranks", "changes", "words"),
     [
-        (2, {}, "layout.sharding is 'FULL_SHARD', which differential privacy excludes"),
+        pytest.param(
+            2, {}, "layout.sharding is 'FULL_SHARD', which differential privacy excludes", marks=pytest.mark.slow
+        ),
         (1, {"batch_sequences": 50}, "has 40 units"),
         (1, {"differential": {"delta": 0.1}}, "more than one over the 40 units"),
         (1, {"differential": {"unit": "document"}}, "joins documents"),
