@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
-from coordinator.archive.rounds import REWOUND, Archive
+from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, Archive, RoundFile
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
+from facility.exchange.messages.comparison import UPDATE_OF
 from facility.exchange.messages.manifest import verify_manifest
 
 ASIDE = "rewound-"
@@ -17,6 +19,7 @@ ASIDE = "rewound-"
 def rewind(archive: Archive, to: int) -> Path:
     """Make `to` the next round; returns the folder that now holds the rounds from `to` on.
 
+    What was changed in federation.yml for a round that is set aside holds from round `to` on, whose file will say so.
     The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that
     round `to` starts from was pruned or is damaged itself.
     """
@@ -34,6 +37,9 @@ def rewind(archive: Archive, to: int) -> Path:
     while aside.exists():  # the second within a second
         aside = aside.with_name(f"{aside.name}-again")
     aside.mkdir()
+    undone = _readable(archive, done[to:])
+    _keep_changes(archive, to, undone)
+    _set_updates_aside(archive, undone, aside)
     if stateless(archive, to):
         archive.write_note(REWOUND, {"round": to})
     else:
@@ -45,6 +51,35 @@ def rewind(archive: Archive, to: int) -> Path:
     archive.write_history()
     fsync_directory(archive.path)
     return aside
+
+
+def _readable(archive: Archive, numbers: list[int]) -> list[RoundFile]:
+    """The files of these rounds; going back is the way out where one is damaged."""
+    found = []
+    for number in numbers:
+        with suppress(InputError):
+            found.append(archive.read_round(number))
+    return found
+
+
+def _keep_changes(archive: Archive, to: int, undone: list[RoundFile]) -> None:
+    """Let round `to` record the changes that rounds from it on were run under, and those that none records yet."""
+    note = archive.read_note(CHANGES)
+    waiting = note.get("told", []) if note.get("round") in (to, len(archive.rounds())) else []
+    told = list(dict.fromkeys([*(text for entry in undone for text in entry.changes), *map(str, waiting)]))
+    if told and to:
+        archive.write_note(CHANGES, {"round": to, "told": told})
+    else:  # before the first round there is nothing that was made under other settings
+        archive.drop_note(CHANGES)
+
+
+def _set_updates_aside(archive: Archive, undone: list[RoundFile], aside: Path) -> None:
+    """Updates that are kept to be compared and were of these rounds: no facility's last one that counted any more."""
+    for name in sorted({row.facility for entry in undone for row in entry.facilities if row.status == "ok"}):
+        update = archive.path / COMPARED / f"{UPDATE_OF}{name}"
+        if update.is_dir():
+            (aside / COMPARED).mkdir(exist_ok=True)
+            update.rename(aside / COMPARED / update.name)
 
 
 def stateless(archive: Archive, to: int) -> bool:

@@ -50,6 +50,10 @@ CLIPS = "clips.json"
 MOST_NODES = 1_000_000
 """Of one job, whatever its facility reports."""
 ROUND = re.compile(r"round-(\d{4,})")
+COMPARED = "comparison"
+"""Folder of models that are compared after the last round."""
+CHANGES = "changes"
+"""Note: changes of federation.yml that the next round's file will record."""
 REWOUND = "rewound"
 """Note: the round that begins without a state, for it was pruned before a rewind."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import COMPARED, Archive
 
 
 def place(archive: Archive) -> Path:
     """Empty again once the comparison is over."""
-    return archive.path / "comparison"
+    return archive.path / COMPARED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import CHANGES, Archive
 from coordinator.config.described import digest_of
 from coordinator.rounds.changes import Change, changes_of
 from facility.exchange.errors import InputError
@@ -14,8 +14,6 @@ NOTE = "federation"
 """Note of the archive: the description that its latest round was run under."""
 ACCEPTED = "accepted"
 """Note of the archive: the digest of a description whose changes were accepted."""
-PENDING = "changes"
-"""Note of the archive: changes that the next round's file will record."""
 
 
 def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
@@ -55,7 +53,7 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
     if not is_accepted(archive, described, changes):
         raise refusal(changes)
     if changes:
-        archive.write_note(PENDING, {"round": len(archive.rounds()), "told": [*told(archive), *map(str, changes)]})
+        archive.write_note(CHANGES, {"round": len(archive.rounds()), "told": [*told(archive), *map(str, changes)]})
     if described:
         archive.write_note(NOTE, dict(described))
     archive.drop_note(ACCEPTED)
@@ -64,9 +62,9 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
 
 def told(archive: Archive) -> list[str]:
     """The changes that are not yet in a round's file: a commit that is killed leaves the note of those that are."""
-    note, following = archive.read_note(PENDING), len(archive.rounds())
+    note, following = archive.read_note(CHANGES), len(archive.rounds())
     return [str(one) for one in note.get("told", [])] if note.get("round", following) == following else []
 
 
 def drop_told(archive: Archive) -> None:
-    archive.drop_note(PENDING)
+    archive.drop_note(CHANGES)

@@ -128,6 +128,11 @@ def discounted(workdir: Path, number: int) -> set[str]:
     return set()
 
 
+def forget_discounted(workdir: Path) -> None:
+    """No attempt at the round under way has been made: what is noted is of one that `crossfed rewind` set aside."""
+    (Path(workdir) / FOLDER / DISCOUNTED).unlink(missing_ok=True)
+
+
 def write_times(workdir: Path, times: dict[int, dict[str, float]]) -> None:
     """Seconds that each facility needed, by round and facility: what `grace: auto` learns from. Takes the place of
     what was noted before."""

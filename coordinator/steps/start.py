@@ -19,10 +19,11 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
 from coordinator.rounds.acceptance import take_over
-from coordinator.rounds.late import forget_all, forget_jobs
+from coordinator.rounds.late import forget_all, forget_discounted, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.following import ends_anew
 from coordinator.steps.global_loss import losses_known
+from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
@@ -60,6 +61,8 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     following = len(done)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
+    if number_of_attempt(archive, following) == 1:
+        forget_discounted(Path.cwd().parent)
     discard_late(Path.cwd().parent, settings)
     # No engine runs yet, so what a killed one left goes, but for models that its late jobs may still read here.
     sweep_round(Path.cwd(), settings.federation, following, behind=settings.aggregation.maximum_staleness)
