@@ -54,10 +54,13 @@ class OwnModel:
     def model(self, rounds: int) -> Path:
         return self.place / f"{MODEL}{rounds}"
 
-    def begin(self, received: Path, run: str) -> int:
-        """Rounds done in this run; keeps the initial model where there are none. Raises `InputError` without it."""
+    def begin(self, received: Path, run: str, wanted: int) -> int:
+        """Rounds done in this run; keeps the initial model where there are none. Raises `InputError` without it.
+
+        More than `wanted` are of rounds that were set aside since: training alone begins anew.
+        """
         done = self.rounds
-        if done is not None and run_of(read_manifest(self.model(done))) != run:
+        if done is not None and (done > wanted or run_of(read_manifest(self.model(done))) != run):
             shutil.rmtree(self.place)
             done = None
         if done is None:
@@ -124,7 +127,7 @@ def train_alone(job: Job, received: Manifest) -> Ending:
     wanted = rounds_alone(received, job.settings.facility)
     if not wanted:
         raise InputError("it took part in no round of the federation, so there is nothing to train alone")
-    done = own.begin(job.arguments.model, run_of(received))
+    done = own.begin(job.arguments.model, run_of(received), wanted)
     if done < wanted:
         write_json(own.place / "settings.json", settings_alone(job, last=done + 1 == wanted))
         own.to_train(done)
@@ -138,7 +141,7 @@ def train_alone(job: Job, received: Manifest) -> Ending:
         forget_earlier(own.place / "state", done)
     else:
         job.notes.write("first", DONE)
-    hand_out(job, received, own.model(done), Alone(rounds=min(done, wanted), of=wanted, tokens=0))
+    hand_out(job, received, own.model(done), Alone(rounds=done, of=wanted, tokens=0))
     return Ending(code=0, reason="")
 
 

@@ -86,7 +86,7 @@ class Personal:
         shutil.rmtree(update)
         slim.rename(update)
         for number, old in by_round(self.directory).items():
-            if number < round - 1:
+            if number < round - 1 or number > round:  # later ones are of rounds that were set aside, or of another run
                 shutil.rmtree(old, ignore_errors=True)
 
     def name_received(self, evaluated: Path, received: Path) -> None:

@@ -137,7 +137,8 @@ def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = Non
 
 def _drop_before(state: Path, round: int) -> None:
     kept = by_round(_home(state))
-    for number in sorted(number for number in kept if number < round)[:-1]:
+    later = [number for number in kept if number > round]  # of rounds that were set aside, or of another run
+    for number in [*sorted(number for number in kept if number < round)[:-1], *later]:
         shutil.rmtree(kept[number], ignore_errors=True)
 
 

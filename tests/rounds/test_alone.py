@@ -63,11 +63,23 @@ def test_rounds_alone_are_one_long_round(lora: dict[str, object], tmp_path: Path
 def test_without_the_initial_model_the_reason_is_told_and_another_run_begins_anew(tmp_path: Path, pico_llama: Path):
     own = OwnModel(tmp_path / "kept")
     with pytest.raises(InputError, match="sent with the next order"):
-        own.begin(order(tmp_path / "empty", 2), "r1")
-    assert own.begin(order(tmp_path / "whole", 2, model=pico_llama), "r1") == 0
+        own.begin(order(tmp_path / "empty", 2), "r1", 2)
+    assert own.begin(order(tmp_path / "whole", 2, model=pico_llama), "r1", 2) == 0
     (own.model(0)).rename(own.model(1))
-    assert own.begin(order(tmp_path / "later", 2), "r1") == 1
-    assert own.begin(order(tmp_path / "new", 2, model=pico_llama, run="r2"), "r2") == 0 == own.rounds
+    assert own.begin(order(tmp_path / "later", 2), "r1", 2) == 1
+    assert own.begin(order(tmp_path / "new", 2, model=pico_llama, run="r2"), "r2", 2) == 0 == own.rounds
+
+
+def test_training_alone_begins_anew_where_it_has_gone_on_for_more_rounds_than_are_left(
+    tmp_path: Path, pico_llama: Path
+):
+    """After `crossfed rewind` the model of five rounds alone was handed out as that of three."""
+    own = OwnModel(tmp_path / "kept")
+    own.begin(order(tmp_path / "first", 5, model=pico_llama), "r1", 5)
+    own.model(0).rename(own.model(5))
+    with pytest.raises(InputError, match="sent with the next order"):
+        own.begin(order(tmp_path / "empty", 3), "r1", 3)
+    assert own.begin(order(tmp_path / "whole", 3, model=pico_llama), "r1", 3) == 0 == own.rounds
 
 
 def test_a_facility_that_took_part_in_no_round_trains_nothing(tmp_path: Path, pico_llama: Path, monkeypatch):

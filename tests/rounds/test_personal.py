@@ -101,6 +101,17 @@ def test_what_is_evaluated_has_the_newest_tensors_where_rounds_was_lowered_below
     assert torch.equal(found.read("lm_head.weight"), own.read("lm_head.weight"))
 
 
+def test_rounds_that_were_set_aside_leave_no_tensors_to_later_ones(tmp_path: Path):
+    """The final evaluation has the number of rounds: after an early end it took what a round of the same number had
+    left before `crossfed rewind`, or in a federation that was begun anew."""
+    personal, received = Personal(tmp_path / "state", HEAD), model(tmp_path / "received")
+    for number in (3, 4, 1):
+        update = write_update(tmp_path / f"update{number}", received, "a", round=number, move=0.1 * number)
+        personal.take_out(update, received, number)
+    kept = personal.latest(5)
+    assert kept is not None and kept.name == "round-1"
+
+
 def test_without_patterns_nothing_is_touched(tmp_path: Path):
     received = model(tmp_path / "received")
     update = write_update(tmp_path / "update", received, "a")

@@ -87,3 +87,10 @@ def test_a_message_without_what_it_leaves_out_is_no_update(tmp_path: Path):
     drop_pending(tmp_path / "state")
     with pytest.raises(InputError, match="run the round again"):
         finish(tmp_path, message, 0)
+
+
+def test_what_rounds_that_were_set_aside_left_out_is_sent_with_no_later_one(tmp_path: Path):
+    state = tmp_path / "state"
+    for round in (3, 4, 1):
+        finish(tmp_path, written_by_the_trainer(tmp_path, round, b"%d" % round), round)
+    assert unsent(state, 5, SETTINGS) == residual_path(state, 1)
