@@ -69,6 +69,11 @@ def open_state(
         raise
 
 
+def kept_by(state: Path | None) -> str:
+    """Name of the server optimizer that a state is of; '' where there is none. Raises `ManifestError`."""
+    return "" if state is None else str(read_manifest(state).extra.get("outer", ""))
+
+
 def fitting(checkpoint: Checkpoint | None, floats: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """The state's tensors for the federated ones; a tensor that was not federated before is left out."""
     if checkpoint is None:

@@ -24,7 +24,7 @@ from coordinator.aggregation.server_optimizers import plain
 from coordinator.aggregation.server_optimizers.kept_arguments import with_kept_arguments
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.sources import Sources
-from coordinator.aggregation.state import MASTER, fitting, open_state, seal
+from coordinator.aggregation.state import MASTER, fitting, kept_by, open_state, seal
 from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
 from coordinator.aggregation.work import Work
 from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
@@ -150,7 +150,9 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         known = known_files(aggregation.linked, aggregation.sent, read_unchanged(aggregation.request.state_in))
         unknown = [name for name in tensor_files(aggregation.sent) if name not in known]
         sources.promise(Path(aggregation.request.base), aggregation.sent, unknown)
-    old = open_state(aggregation.request.state_in, aggregation.sent, [MASTER, *optimizer.slots], sources)
+    before = SERVER_OPTIMIZERS.built_in.get(kept_by(aggregation.request.state_in))
+    kept = [MASTER, *optimizer.goes_on_from(before)]
+    old = open_state(aggregation.request.state_in, aggregation.sent, kept, sources)
     if aggregation.request.verify_updates:
         sources.promise_updates(aggregation.opened, aggregation.verified)
     writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])

@@ -150,7 +150,8 @@ RULES = (
     Rule(
         pattern=r"aggregation\.(server_optimizer|server_.*)",
         affects=True,
-        follows="the server optimizer keeps the tensors that it has under the same name; others begin at zero",
+        follows="the server optimizer keeps the tensors that mean the same to it as to the one before; others begin "
+        "anew",
     ),
     Rule(pattern=r"aggregation\.allowed_signers|signing_key", affects=False, follows=FROM_NOW),
     Rule(pattern=r"aggregation\..*", affects=True, follows=f"{FROM_NOW}; models made so far stay as they are"),

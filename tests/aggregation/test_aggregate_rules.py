@@ -54,6 +54,29 @@ def test_two_rounds_over_files_are_two_rounds_in_memory(rule: str, tmp_path: Pat
         base, state = out, after
 
 
+@pytest.mark.parametrize(("before", "now", "anew"), [("fedadagrad", "fedadam", 1), ("fedadam", "fedyogi", 0)])
+def test_a_sum_of_squares_is_not_taken_over_as_a_mean(before: str, now: str, anew: int, tmp_path: Path):
+    """Adagrad's second moment grows with the rounds: Adam and Yogi would divide by its root for a hundred more."""
+    tensors = {"a.weight": torch.zeros(8)}
+    moved = {"a.weight": torch.ones(8)}
+    base, state = make.model(tmp_path / "m0", tensors), None
+    for number, rule in enumerate((before, before, now)):
+        update = make.update(tmp_path / f"u{number}", moved, base=base, facility="a")
+        told = make.read_all(base)["a.weight"].double()
+        out, after = tmp_path / f"m{number + 1}", tmp_path / f"s{number + 1}"
+        kept, state = state, after
+        settings = AggregationSettings(rule=rule, weights="equal", tau=0.1, beta2=0.5)
+        aggregate(base=base, updates=[update], out=out, settings=settings, state_in=kept, state_out=after)
+        base = out
+    square = (1 - told) ** 2
+    second = torch.full((8,), 0.01).double() if anew else make.read_all(kept / "second_moment")["a.weight"].double()
+    if now == "fedadam":
+        wanted = 0.5 * second + 0.5 * square
+    else:
+        wanted = second - 0.5 * square * torch.sign(second - square)
+    assert torch.allclose(make.read_all(state / "second_moment")["a.weight"].double(), wanted, rtol=1e-3)
+
+
 @pytest.mark.parametrize("rule", [rule for rule in COMBINED if "+" in rule or rule in RULES.names()])
 def test_a_model_does_not_depend_on_how_much_is_read_at_once(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

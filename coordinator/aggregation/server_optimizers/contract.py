@@ -28,3 +28,12 @@ class ServerOptimizer(Declaration):
 
     slots: tuple[str, ...] = ()
     """Names of the tensors that it keeps between rounds, each of the model's size."""
+    own: tuple[str, ...] = ()
+    """Those of them that mean something else under the same name of another optimizer: after a change from one to the
+    other they begin anew."""
+
+    def goes_on_from(self, before: ServerOptimizer | None) -> list[str]:
+        """Slots that it takes over from what `before` kept; None: an optimizer that is not known."""
+        if before is None or before.name == self.name:
+            return list(self.slots)
+        return [name for name in self.slots if name not in (*self.own, *before.own)]

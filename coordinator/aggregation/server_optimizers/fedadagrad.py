@@ -35,6 +35,7 @@ DECLARATION = ServerOptimizer(
         Parameter(name="tau", default=0.001, above=0, text="Adaptivity floor of fedadam, fedyogi and fedadagrad."),
     ),
     slots=("first_moment", "second_moment"),
+    own=("second_moment",),  # a sum of squares, where others keep their mean
 )
 
 
