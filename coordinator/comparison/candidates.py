@@ -42,8 +42,8 @@ def candidate(archive: Archive, folder: str) -> Path:
 def choose(archive: Archive, wanted: ComparisonSettings, account: Account) -> Account:
     """The account with what the facilities' figures choose; the chosen candidate outlives the comparison."""
     for folder in candidates(archive, wanted):
-        gain = gain_of(folder, account.figures)
-        better = gain is not None and gain > 0
+        gains = gains_of(folder, account.figures)
+        gain, better = (fmean(gains) if gains else None), is_better(gains)
         if better:
             target = archive.path / FOLDER
             made = candidate(archive, folder)  # made again where a stop came between this move and the account
@@ -55,17 +55,26 @@ def choose(archive: Archive, wanted: ComparisonSettings, account: Account) -> Ac
     return account
 
 
-def gain_of(folder: str, figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> float | None:
-    """Loss of the global model less that of a candidate, mean over the facilities that evaluated both; None: none did.
+def gains_of(folder: str, figures: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[float]:
+    """Loss of the global model less that of a candidate, of each facility that evaluated both; nats per token.
 
-    Each facility counts the same, as in the guard: what it says of its number of predictions is its own word.
+    Each counts the same, as in the guard: what a facility says of its number of predictions is its own word.
     """
     differences = []
     for own in figures.values():
         losses = {one["model"]: one["loss"]["value"] for one in own if not one["held_out"]}
         if folder in losses and GLOBAL in losses:
             differences.append(losses[GLOBAL] - losses[folder])
-    return fmean(differences) if differences else None
+    return differences
+
+
+def is_better(gains: Sequence[float]) -> bool:
+    """Whether the mean gain is above 0, and stays so without any one of several facilities: the report of a single one
+    makes no other model the final one, as it ends no federation (`coordinator.steps.decide`)."""
+    if not gains or not fmean(gains) > 0:
+        return False
+    others = [[*gains[:number], *gains[number + 1 :]] for number in range(len(gains))]
+    return all(fmean(rest) > 0 for rest in others if rest)
 
 
 def sentence(account: Account, count: int) -> str:
@@ -74,6 +83,8 @@ def sentence(account: Account, count: int) -> str:
         return ""
     how = "lower" if account.gain > 0 else "not lower"
     which = "it is the final model" if account.chosen else "the final model is the global one"
+    if account.gain > 0 and not account.chosen:
+        which += ", since that hangs on one facility's figures alone"
     return (
         f"The mean of the last {count} models: validation loss {how} than the global model's "
         f"({0 - account.gain:+.4f} nats per token, mean over facilities): {which}."

@@ -95,8 +95,9 @@ class EvaluationPlan(EvaluationSettings):
     """Models of the matrix that a facility is sent at once: they lie on its disk together."""
     last_models: NonNegative[int] = 0
     """After the last round, evaluate the mean of the global models of so many last rounds beside the global model, on
-    every facility's validation data. Where its loss is lower (mean over facilities) it is the final model: what the
-    report names and `crossfed publish` takes. One job more at each facility, which `matrix` shares; 0: off."""
+    every facility's validation data. Where its loss is lower (mean over facilities, and without any one of them) it is
+    the final model: what the report names and `crossfed publish` takes. One job more at each facility, which `matrix`
+    shares; 0: off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,8 +12,9 @@ import torch
 from coordinator.archive.averaged import MEAN_OF, averaged
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
+from coordinator.comparison.account import Account
 from coordinator.comparison.averaging import average
-from coordinator.comparison.candidates import gain_of
+from coordinator.comparison.candidates import gains_of, is_better, sentence
 from coordinator.comparison.matrix import matrix
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
@@ -142,8 +143,22 @@ def test_every_facility_counts_the_same_and_only_where_it_evaluated_both():
         "b": [one("global", 2.0), one("last.2", 2.1)],
         "c": [one("global", 2.0)],
     }
-    assert gain_of("last.2", figures) == pytest.approx((0.5 - 0.1) / 2)
-    assert gain_of("last.2", {"c": figures["c"]}) is None
+    assert gains_of("last.2", figures) == pytest.approx([0.5, -0.1])
+    assert gains_of("last.2", {"c": figures["c"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("gains", "better"),
+    [([], False), ([0.1], True), ([0.1, 0.2], True), ([1e6, -0.1], False), ([1e6, -0.1, -0.1], False)]
+    + [([0.1, 0.1, -0.05], True), ([0.1, 0.0, 0.0], False), ([-1e6, 0.1, 0.1], False)],
+)
+def test_no_single_facility_makes_the_mean_the_final_model(gains: list[float], better: bool):
+    assert is_better(gains) == better
+
+
+def test_where_one_facility_alone_finds_the_mean_better_the_reader_is_told():
+    account = Account(after_round=2, gain=0.3)
+    assert "lower than" in sentence(account, 2) and "hangs on one facility's figures" in sentence(account, 2)
 
 
 @pytest.mark.parametrize(
