@@ -28,6 +28,7 @@ from facility.training.state.update import (
     write_evaluation,
     write_update,
 )
+from facility.training.trained_rank import trained_whole
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,8 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict
     federated = request.federated
     if not training.sends_moments(request.round):
         return
+    if request.settings.masking is None:  # else every facility holds back the same, and all must send alike
+        sent = trained_whole(sent, training.lora)
     if training.optimizer_state == "shared":
         second_moments.write_outgoing(
             directory,

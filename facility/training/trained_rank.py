@@ -10,13 +10,14 @@ under heterogeneous tasks and client resources", NeurIPS 2024, arXiv 2402.11505)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from facility.exchange.checkpoints.adapters import A, B
+from facility.exchange.messages.layout import LoraSettings
 from facility.training.shards import LocalShard
 
 
@@ -42,6 +43,14 @@ class TrainedRank:
         with torch.no_grad():
             for (part, beyond), values in zip(self.held, before, strict=True):
                 part.tensor.detach()[beyond] = values
+
+
+def trained_whole(shapes: Mapping[str, tuple[int, ...]], lora: LoraSettings) -> dict[str, tuple[int, ...]]:
+    """Those of these tensors of which every component is trained. The moments of the others are 0 where nothing is
+    trained: in the mean over facilities they would make the steps of those that train it too long."""
+    if not 0 < lora.trained_rank < lora.rank:
+        return dict(shapes)
+    return {name: shape for name, shape in shapes.items() if A not in name and B not in name}
 
 
 def _beyond(part: LocalShard, rank: int) -> Any:

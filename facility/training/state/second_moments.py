@@ -69,7 +69,7 @@ def write_outgoing(
         for kind, name, entry in leaving(state, sent, federated)
         if f"{kind}." == STORED and (matrices or len(entry.shape) < 2)
     }
-    if not factors and not matrices:
+    if not factors:
         return
     write_factors(update, factors, steps=steps, kept=kept_share(beta2, before=before, steps=steps))
 
