@@ -121,7 +121,7 @@ def rewind(
     from coordinator.archive.rewind import stateless
     from coordinator.archive.rounds import Archive
     from coordinator.config.federation import read_federation
-    from coordinator.engine.run import only_one
+    from coordinator.engine.one_run import only_one
 
     described = read_federation(federation)
     with only_one(described):

@@ -32,6 +32,7 @@ from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
+from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
 from coordinator.engine.place import RunPlace, login_place, run_place
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
@@ -41,8 +42,7 @@ from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
-from facility.exchange.errors import InputError, TryAgain
-from facility.exchange.files.locks import take_lock
+from facility.exchange.errors import InputError
 from facility.exchange.files.storage import unwritable
 
 log = logging.getLogger("coordinator.engine")
@@ -65,7 +65,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     console = lasting_console(width=140)
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    with only_one(federation) as lock:
+    with only_run(federation) as locks:
         # Not before: a run that is under way reads the rendered files in every round.
         _show_changes(federation, archive, console, accepted=accepted)
         write(federation)
@@ -84,7 +84,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
                 archive=archive,
                 history=history,
                 place=place,
-                lock=lock,
+                locks=locks,
                 sink=sink,
                 console=console,
                 done=done,
@@ -131,32 +131,9 @@ def going_on(rounds: int, done: int) -> str:
     return f", all {done} are done" if done >= rounds else f", going on after round {done - 1}"
 
 
-@contextmanager
-def only_one(federation: Federation) -> Iterator[int]:
-    """Hold the federation's lock; yields its file descriptor, so that StreamFlow holds it too while it lives.
-
-    Raises `TryAgain` while another run of the federation is alive on this machine.
-    """
-    path = lock_of(federation)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as handle:
-        try:
-            if not take_lock(handle, path, wait=False):
-                raise TryAgain(
-                    f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
-                )
-        except OSError:
-            log.warning("%s cannot be locked there: let no second `crossfed run` work on this federation", path)
-        yield handle.fileno()
-
-
-def lock_of(federation: Federation) -> Path:
-    return federation.archive_path.parent / f"{federation.archive_path.name}.lock"
-
-
 def render_alone(federation: Federation) -> list[Path]:
     """Render; returns the files that changed. Raises `TryAgain` while a run is alive: it reads them in every round."""
-    with only_one(federation) if lock_of(federation).exists() else nullcontext():
+    with only_renderer_where_runs_are(federation):
         return write(federation)
 
 
@@ -211,15 +188,15 @@ def patience(federation: Federation) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A run that holds its federation's lock."""
+    """A run that holds its locks."""
 
     federation: Federation
     progress: Progress
     archive: Archive
     history: History
     place: RunPlace
-    lock: int
-    """File descriptor of the lock, which StreamFlow inherits."""
+    locks: tuple[int, ...]
+    """File descriptors of the locks, which StreamFlow inherits."""
     sink: TextIO
     """StreamFlow's log: every line goes there."""
     console: Console
@@ -290,7 +267,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         rounds_done=lambda: len(archive.rounds()),
         unwritable=run.unwritable,
         stopped=run.stopped,
-        pass_fds=(run.lock,),
+        pass_fds=run.locks,
     )
 
 

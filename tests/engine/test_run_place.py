@@ -11,9 +11,10 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.config.described import described
 from coordinator.config.federation import read_federation
+from coordinator.engine.one_run import RENDERED_LOCK, only_one, only_run
 from coordinator.engine.place import run_place
 from coordinator.engine.render import write
-from coordinator.engine.run import only_one, render_alone, run_federation
+from coordinator.engine.run import render_alone, run_federation
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
@@ -64,6 +65,43 @@ def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Pa
     assert {path: after[path] for path in before if path != file} == {p: before[p] for p in before if p != file}
     assert not archive.read_note("accepted")
     assert render_alone(read_federation(file))
+
+
+@pytest.mark.parametrize("shared", ["workdir", "folder", "renamed"])
+def test_federations_that_share_a_place_do_not_run_at_once(tmp_path: Path, shared: str):
+    """The second removed the first's events and database, or rendered its own settings over those that the first one's
+    steps read in every round; so it was where `archive:` was edited during a run."""
+    file = write_federation(tmp_path / "x", ["a"], rounds=1)
+    other = write_federation(tmp_path / "y", ["a"], rounds=1, name="other", archive="../archive-y")
+    if shared == "workdir":
+        other.write_text(other.read_text().replace("../work", str(tmp_path / "x" / "work")))
+    else:
+        moved = file.with_name("other.yml")
+        moved.write_text(other.read_text().replace("../work", "../work-y"))
+        other = moved
+    first = read_federation(file)
+    if shared == "renamed":
+        other = other.rename(file)
+    with only_run(first) as locks:
+        assert len(locks) == 3
+        place = "works in" if shared == "workdir" else "rendered in"
+        with pytest.raises(TryAgain, match=f"{place}.*of its own"):
+            run_federation(other, live=False)
+        if shared != "workdir":
+            with pytest.raises(TryAgain, match="rendered in"):
+                render_alone(read_federation(other))
+    assert not list(tmp_path.rglob("streamflow.yml"))
+    with only_run(read_federation(other)):
+        pass
+
+
+def test_rendering_alone_leaves_no_lock_behind(tmp_path: Path):
+    federation = read_federation(write_federation(tmp_path, ["a"], rounds=1))
+    render_alone(federation)
+    assert not list(tmp_path.rglob("*.lock"))
+    with only_run(federation):
+        pass
+    assert (federation.file.parent / RENDERED_LOCK).exists()
 
 
 def files_below(folder: Path) -> dict[Path, bytes]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.run import only_one
+from coordinator.engine.one_run import only_one
 from facility.exchange.files import audit_log, locks
 from facility.exchange.files.locks import take_lock
 from facility.exchange.files.storage import is_storage, sentence
