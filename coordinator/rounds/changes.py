@@ -168,7 +168,11 @@ RULES = (
         affects=False,
         follows=SAME_RESULTS,
     ),
-    Rule(pattern=r"seed", affects=True, follows="the facilities draw their data in another order"),
+    Rule(
+        pattern=r"seed",
+        affects=True,
+        follows="the facilities draw their data in another order; optimizers begin with new state",
+    ),
     Rule(pattern=r"model", affects=False, follows="the archive goes on from its own newest model"),
     Rule(pattern=r".*", affects=True, follows=FROM_NOW),
 )
@@ -261,7 +265,8 @@ def _rounds(change: Change, facilities: Mapping[str, Mapping[str, Any]], done: i
 def _joins(name: str, done: int) -> Change:
     follows = (
         f"it begins with round {done} from the newest model, at the others' place in the schedule, with a new "
-        "optimizer of its own; its weight is that of what it trains on"
+        "optimizer of its own (one that comes back: with the state that it kept); its weight is that of what it trains "
+        "on"
     )
     return Change(key=f"facilities[{name}]", before=None, now="joins", follows=follows, affects=True)
 

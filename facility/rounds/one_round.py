@@ -157,6 +157,7 @@ class OneRound:
             patterns=job.personal.patterns,
             built_in=job.built_in,
             norms=job.settings.step_norms,
+            masked=self.masks is not None,
         )
 
     def describe(self) -> None:

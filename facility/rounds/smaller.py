@@ -39,17 +39,21 @@ def make_smaller(
     patterns: Patterns,
     built_in: bool = True,
     norms: bool = False,
+    masked: bool = False,
 ) -> Encoded | None:
     """Replace the directory `update` by its message in `settings.encoding`; None where that is `full`.
 
-    Adapters travel in full: the model that was received may hold none, or more than them. `update` was trained from
-    `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest of it is
-    added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the message
-    decodes to. A trainer that was given `pending_residual` may have written the message already.
+    With `full`, what earlier messages left is in the update, and nothing is left by it, unless it is `masked`
+    afterwards. Adapters travel in full: the model that was received may hold none, or more than them. `update` was
+    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest
+    of it is added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the
+    message decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
         keep_pending(state, round)
         return None
+    if settings.encoding == FULL and not masked and _left_before(state, round) is not None:
+        leave_nothing(state, round)
     if settings.encoding == FULL or (update / ADAPTER).is_file():
         return None
     message = update.with_name(f".{update.name}.message")
@@ -101,8 +105,10 @@ def unsent(
     state: Path, round: int, settings: TrainingSettings, *, masked: bool = False, built_in: bool = True
 ) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
-    None if there is none, or if it fades and the trainer is not CrossFed's own, which takes a share."""
-    goes_on = masked or (settings.encoding != FULL and _taken(settings, built_in))
+    None if there is none, or if it fades and the trainer is not CrossFed's own, which takes a share. Where updates
+    travel whole again, CrossFed's own trainer sends it with the first of them; another one does not ask for it."""
+    whole = settings.encoding == FULL
+    goes_on = masked or (built_in if whole else _taken(settings, built_in))
     return _left_before(state, round) if goes_on else None
 
 
@@ -133,6 +139,14 @@ def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = Non
     if (directory := residual_path(state, round)).is_dir():
         seal(directory, known)
     _drop_before(state, round)
+
+
+def leave_nothing(state: Path, round: int) -> None:
+    """Say that after `round` nothing is unsent; what was before stays for the case that the round is repeated."""
+    after = residual_path(state, round)
+    shutil.rmtree(after, ignore_errors=True)
+    after.mkdir()
+    keep_residual(state, round)
 
 
 def _drop_before(state: Path, round: int) -> None:

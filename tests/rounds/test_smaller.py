@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.sealed import flaw, seal
 from facility.rounds.smaller import drop_pending, make_smaller, pending_residual, residual_path, unsent
+from facility.rounds.sweep import forget_earlier
 
 SETTINGS = TrainingSettings(encoding="delta-int8", export_dtype="float32")
 
@@ -94,3 +96,28 @@ def test_what_rounds_that_were_set_aside_left_out_is_sent_with_no_later_one(tmp_
     for round in (3, 4, 1):
         finish(tmp_path, written_by_the_trainer(tmp_path, round, b"%d" % round), round)
     assert unsent(state, 5, SETTINGS) == residual_path(state, 1)
+
+
+def test_what_was_left_unsent_is_sent_once_where_updates_travel_whole_again(tmp_path: Path):
+    """It stayed where it lay, whatever `crossfed run` had said, and went out with the next difference, if ever."""
+    state, full = tmp_path / "state", dataclasses.replace(SETTINGS, encoding="full")
+    finish(tmp_path, written_by_the_trainer(tmp_path, 0, b"rest"), 0)
+    for attempt in range(2):
+        assert unsent(state, 1, full) == residual_path(state, 0), attempt
+        assert unsent(state, 1, full, built_in=False) is None, "a trainer of one's own does not know of it"
+        update = tmp_path / f"whole-{attempt}"
+        update.mkdir()
+        more = {"model": tmp_path, "state": state, "round": 1, "settings": full, "patterns": Patterns()}
+        assert make_smaller(update, **more) is None
+    for settings in (full, SETTINGS):
+        assert unsent(state, 2, settings) is None
+    forget_earlier(state, 2)
+    assert [path.name for path in (state / "residual").iterdir()] == ["round-1"]
+    assert flaw(residual_path(state, 1)) == ""
+
+
+def test_a_round_whose_update_is_masked_keeps_what_is_unsent_for_the_masks(tmp_path: Path):
+    state, full = tmp_path / "state", dataclasses.replace(SETTINGS, encoding="full")
+    finish(tmp_path, written_by_the_trainer(tmp_path, 0, b"rest"), 0)
+    make_smaller(tmp_path, model=tmp_path, state=state, round=1, settings=full, patterns=Patterns(), masked=True)
+    assert not residual_path(state, 1).exists()
