@@ -46,7 +46,7 @@ def rewind(archive: Archive, to: int) -> Path:
         archive.drop_note(REWOUND)
     for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
-    for name in ("stopped", "attempts", "evaluation", "comparison"):
+    for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):
         archive.drop_note(name)
     archive.write_history()
     fsync_directory(archive.path)

@@ -23,7 +23,6 @@ from coordinator.archive.best import best_round
 from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
-from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.report.trackers import track_round
@@ -35,7 +34,7 @@ from coordinator.rounds.presence import present_share
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import Arrived
-from coordinator.steps.decide import Decision, decide
+from coordinator.steps.decide import Decision, decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import asks_ahead, tell_released, within
 from coordinator.steps.global_loss import (
@@ -44,8 +43,6 @@ from coordinator.steps.global_loss import (
     losses_by_model,
     losses_of,
     plausible,
-    until_known,
-    without_each,
 )
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
@@ -262,11 +259,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     history = round.history
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(reported)
-    if carries(settings.closing):
-        others = without_each(reported, latest=True)
-        decision = round.decision = decide(settings, until_known(losses), others, done=number + 1)
-    else:
-        decision = round.decision = decide(settings, losses, without_each(reported))
+    decision = round.decision = decide_after(settings, reported)
     limited, now = round.capped.reasons, time.time()
     round.round_file = RoundFile(
         round=number,

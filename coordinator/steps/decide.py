@@ -6,7 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.steps.global_loss import Told, global_losses, until_known, without_each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +41,13 @@ def decide(
     if (len(losses) if done is None else done) >= settings.rounds:
         return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")
     return Decision(proceed=True, reason="go on")
+
+
+def decide_after(settings: CoordinatorSettings, reported: Sequence[Told]) -> Decision:
+    """The same after the last of the rounds of which these losses were `reported` (and are plausible)."""
+    late, losses = carries(settings.closing), global_losses(reported)
+    known = until_known(losses) if late else losses
+    return decide(settings, known, without_each(reported, latest=late), done=len(losses))
 
 
 def _early_end(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Decision | None:

@@ -21,8 +21,9 @@ from coordinator.events.outputs import write_outputs
 from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_discounted, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
+from coordinator.steps.decide import decide_after
 from coordinator.steps.following import ends_anew
-from coordinator.steps.global_loss import losses_known
+from coordinator.steps.global_loss import losses_by_model, losses_known, plausible
 from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
@@ -33,6 +34,8 @@ from facility.exchange.messages.manifest import verify_manifest
 
 log = logging.getLogger("coordinator.steps.start")
 
+REOPENED = "reopened"
+"""Note of the archive: after which round it goes on although that one had ended it."""
 GROUPS = "groups"
 """Folder of an archive that rounds do not begin in."""
 
@@ -50,12 +53,15 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
     archive.begin(model, settings.federation)
     archive.clean()
     archive.drop_note("stopped")
-    for change in take_over(archive, settings.described):
+    changes = take_over(archive, settings.described)
+    for change in changes:
         log.info("changed: %s", change)
         emit("problem", text=f"changed: {change}")
     done = archive.rounds()
     archive.write_history()
     history = archive.history()
+    if any(change.key.startswith("stop.") for change in changes):
+        reopen(archive, settings, history)
     kept = best_round(losses_known(history)) if settings.limits else None
     archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
@@ -91,16 +97,26 @@ def discard_late(workdir: Path, settings: CoordinatorSettings) -> None:
         emit("problem", text=text)
 
 
+def reopen(archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile]) -> None:
+    """Note that a federation goes on which the early end that stood under `stop` had ended, and the one that stands
+    there now does not."""
+    if not history or not history[-1].ended or archive.read_note(LIMITED).get("after_round") == history[-1].round:
+        return
+    if decide_after(settings, plausible(losses_by_model([entry.facilities for entry in history]))).proceed:
+        archive.write_note(REOPENED, {"after_round": history[-1].round})
+
+
 def goes_on(archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile]) -> bool:
     """Whether another round follows: not after the last, nor after an early end, nor where a limit forbids it.
 
-    A limit that was moved lets a federation go on that it had ended. Raises `InputError` where there is not even time
-    for the first round.
+    A limit that was moved, or another `stop` (`reopen`), lets a federation go on that it had ended. Raises `InputError`
+    where there is not even time for the first round.
     """
     following = len(history)
     note = archive.read_note(LIMITED)
     limited = note.get("after_round") == following - 1
-    if following >= settings.rounds or (history and history[-1].ended and not limited):
+    reopened = archive.read_note(REOPENED).get("after_round") == following - 1
+    if following >= settings.rounds or (history and history[-1].ended and not (limited or reopened)):
         return False
     found = exceeded_in(archive, settings, history, time.time())
     if found is None:

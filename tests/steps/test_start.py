@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.closing import ClosingSettings
-from coordinator.config.settings import CoordinatorSettings
+from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.engine.run import going_on
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps.start import start
@@ -63,6 +64,31 @@ def test_fewer_rounds_than_are_done_train_none_and_keep_what_is_there(rounds: in
     two_rounds.write_note("evaluation", {"after_round": 1})
     assert start(two_rounds, tmp_path / "model", lowered) == (newest, rounds, False)
     assert two_rounds.rounds() == [0, 1] and newest.is_dir()
+
+
+@pytest.mark.parametrize(("key", "before", "now"), [("patience", 1, 0), ("divergence", 0.5, 2.0), ("patience", 1, 2)])
+def test_a_federation_that_ended_early_goes_on_under_another_stop(
+    key: str, before: float, now: float, two_rounds: Archive, tmp_path: Path
+):
+    """It was told as a change that decides when the federation ends, and then nothing was left to do."""
+
+    def settings(value: float) -> CoordinatorSettings:
+        described = {"federation": {f"stop.{key}": value}, "facilities": {"a": {}}}
+        stop = StopSettings(**{key: value})
+        return dataclasses.replace(SETTINGS, rounds=5, stop=stop, described=described, final_evaluation=False)
+
+    start(two_rounds, tmp_path / "model", settings(before))
+    for number, loss in enumerate((2.0, 3.0)):
+        file = two_rounds.round_directory(number) / "round.json"
+        entry = json.loads(file.read_text())
+        entry["facilities"][0]["loss_received"] = loss
+        file.write_text(json.dumps(entry | {"ended": number == 1, "global_loss": loss}))
+    assert start(two_rounds, tmp_path / "model", settings(before))[2] is False
+    assert start(two_rounds, tmp_path / "model", settings(before / 2 if key == "divergence" else before))[2] is False
+    for _ in range(2):  # killed in its next round, it is asked for again
+        assert start(two_rounds, tmp_path / "model", settings(now))[2] is True
+    rewind(two_rounds, 1)
+    assert two_rounds.read_note("reopened") == {}, "what is made again may end it again"
 
 
 @pytest.mark.parametrize(
