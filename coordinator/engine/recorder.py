@@ -76,7 +76,7 @@ class Recorder:
     def tick(self) -> None:
         """Renew the snapshot, and look for jobs that have gone silent."""
         now = self.clock()
-        if now - self._written < RENEW_SECONDS:
+        if 0 <= now - self._written < RENEW_SECONDS:  # less: the clock was set back
             return
         for name, one in self.progress.live.items():
             if one.stage and one.heard and now - one.heard > SILENT_SECONDS:

@@ -172,6 +172,16 @@ def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
     assert all(one.kind in LINES for one in entries)
 
 
+def test_what_is_shown_goes_on_where_the_clock_is_set_back(tmp_path: Path):
+    """For an hour that it was set back, `crossfed status --follow` showed what had been an hour before."""
+    made, _, now = recorder(tmp_path)
+    for clock in (1000.0, 1001.0, 400.0, 403.0):
+        now["now"] = clock
+        made.tick()
+        shown = read_snapshot(tmp_path)
+        assert shown is not None and shown.time == (1000.0 if clock == 1001.0 else clock)
+
+
 def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path: Path):
     """Rounds of 100, 300 and 200 s; the one under way began at 1000 s, and three are left of six."""
     rounds = [
