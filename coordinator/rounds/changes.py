@@ -273,7 +273,8 @@ def _joins(name: str, done: int) -> Change:
 
 def _leaves(name: str, done: int) -> Change:
     follows = (
-        f"from round {done} on it is asked for nothing, and the others' weights grow; its rounds stay in the history"
+        f"from round {done} on it is asked for nothing, and the others' weights grow; its rounds stay in the history, "
+        "and a job of it that is left in its queue is cancelled"
     )
     return Change(key=f"facilities[{name}]", before="takes part", now=None, follows=follows, affects=True)
 
