@@ -352,7 +352,7 @@ def children(pid: int) -> list[int]:
     parents: dict[int, list[tuple[int, str]]] = {}
     for task in Path("/proc").glob("[0-9]*/stat"):
         try:
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
+            name, _, rest = task.read_text(encoding="utf-8", errors="replace").partition("(")[2].rpartition(")")
         except OSError:
             continue
         fields = rest.split()

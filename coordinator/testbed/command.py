@@ -46,7 +46,7 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
 def started_at(pid: int) -> int | None:
     """Start time of a live process in clock ticks since boot (proc(5), stat field 22); None for exited and zombie."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return None
     return None if fields[0] in "ZX" else int(fields[19])
@@ -54,13 +54,13 @@ def started_at(pid: int) -> int | None:
 
 def remember(pid: int, file: Path) -> None:
     """Write `pid starttime`, so that a pid used again by another process is never mistaken for ours."""
-    file.write_text(f"{pid} {started_at(pid) or 0}\n")
+    file.write_text(f"{pid} {started_at(pid) or 0}\n", encoding="utf-8")
 
 
 def recall(file: Path) -> int | None:
     """The pid in a file by `remember`, if that very process still lives."""
     try:
-        pid, start = map(int, file.read_text().split())
+        pid, start = map(int, file.read_text(encoding="utf-8").split())
     except (OSError, ValueError):
         return None
     return pid if started_at(pid) == start else None

@@ -206,6 +206,18 @@ def test_children_are_found_below_shells():
         process.wait()
 
 
+def test_processes_of_others_have_names_in_any_encoding():
+    """Names are cut after 15 bytes, within a letter too."""
+    import subprocess
+
+    code = "open('/proc/self/comm', 'wb').write(b'caf\\xc3'); print(flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert process.pid in children(os.getpid())
+        process.kill()
+
+
 def test_queues_are_read_from_the_rendered_file(tmp_path: Path):
     file = tmp_path / "streamflow.yml"
     file.write_text("""

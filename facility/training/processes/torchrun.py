@@ -33,7 +33,7 @@ def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
 def agents_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """The directory of this process's siblings under one agent, made by the first of them with mode 0700."""
     agent, restarts = os.getppid(), environment.get(RESTARTS, "0")
-    fields = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()
+    fields = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     started = fields[19]  # ticks since boot, field 22 of proc(5)
     name = f"crossfed-torchrun-{os.getuid()}-{agent}-{started}-{int(restarts)}"
     place = Path(tempfile.gettempdir()) / name
@@ -67,7 +67,7 @@ def announced(directory: Path, seconds: float, environment: Mapping[str, str] = 
         if time.monotonic() > deadline:
             raise TryAgain(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
         time.sleep(LOOK_SECONDS)
-    address, port = json.loads(place.read_text())
+    address, port = json.loads(place.read_text(encoding="utf-8"))
     return str(address), int(port)
 
 
