@@ -95,7 +95,7 @@ def copy_code(target: Path) -> None:
 
 def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras: Sequence[str] = ()) -> list[str]:
     """The pip command that fetches wheels for another platform, older manylinux tags (newer systems run them) too."""
-    project = tomllib.loads(shipped("pyproject.toml").read_text())["project"]
+    project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]
     dependencies = [*project["dependencies"]]
     for name in extras:
         dependencies += project["optional-dependencies"][name]

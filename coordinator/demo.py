@@ -242,7 +242,7 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
     sizes = sizes or Sizes()
     wanted = {"format": FORMAT, "seed": seed, "python": platform.python_version(), "sizes": vars(sizes)}
     try:
-        found = json.loads((out / STAMP).read_text())
+        found = json.loads((out / STAMP).read_text(encoding="utf-8"))
     except FileNotFoundError:
         found = None
     except (OSError, ValueError) as error:

@@ -44,7 +44,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     made_from |= {"classes": list(classes)} if classes else {}
     if out.exists():
         try:
-            same = json.loads((out / SOURCE).read_text()) == made_from
+            same = json.loads((out / SOURCE).read_text(encoding="utf-8")) == made_from
         except (OSError, ValueError):
             same = False
         if not same:
@@ -69,7 +69,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
             summary = save_image_classifier(source_name, temporary, **how)
         else:
             summary = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
-        (temporary / SOURCE).write_text(json.dumps(made_from))
+        (temporary / SOURCE).write_text(json.dumps(made_from), encoding="utf-8")
     return f"{out}: {summary}"
 
 

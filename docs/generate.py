@@ -57,10 +57,10 @@ MODULES = (
 def generate(out: Path) -> None:
     """Write settings.md, commands.md, registries.md and faults.md below `out`."""
     out.mkdir(parents=True, exist_ok=True)
-    (out / "commands.md").write_text(commands())
-    (out / "settings.md").write_text(settings())
-    (out / "registries.md").write_text(registries())
-    (out / "faults.md").write_text(faults())
+    (out / "commands.md").write_text(commands(), encoding="utf-8")
+    (out / "settings.md").write_text(settings(), encoding="utf-8")
+    (out / "registries.md").write_text(registries(), encoding="utf-8")
+    (out / "faults.md").write_text(faults(), encoding="utf-8")
 
 
 def commands() -> str:
@@ -99,7 +99,7 @@ def registries() -> str:
 
 def faults() -> str:
     """What `tests/bench/faults.py` measured: each cause, the seconds until the console's sentence, the sentence."""
-    told = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text())
+    told = json.loads((Path(__file__).parent / "reference" / "faults.json").read_text(encoding="utf-8"))
     rows = told["rows"]
     loads = sorted(row["load"] for row in rows)
     lines = [

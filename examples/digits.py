@@ -77,7 +77,7 @@ def models(out: Path) -> None:
     for name, config in configs.items():
         torch.manual_seed(0)
         AutoModelForImageClassification.from_config(config).save_pretrained(out / name)
-        (out / name / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2))
+        (out / name / "preprocessor_config.json").write_text(json.dumps(PROCESSOR, indent=2), encoding="utf-8")
 
 
 def main() -> None:

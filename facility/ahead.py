@@ -56,7 +56,7 @@ def give_up(directory: Path) -> None:
     Raises `ConfigurationError` where the file system has no hard links: then no round can be handed over either.
     """
     own = directory / f"end.{os.uname().nodename}.{os.getpid()}"
-    own.write_text(GIVEN_UP)
+    own.write_text(GIVEN_UP, encoding="utf-8")
     try:
         os.link(own, directory / COMMAND)
     except FileExistsError:
@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> int:
     check_private(a.directory / COMMAND)
     first, nodes = _here()
     if first:
-        handed = (a.directory / COMMAND).read_text() != GIVEN_UP
+        handed = (a.directory / COMMAND).read_text(encoding="utf-8") != GIVEN_UP
         write_json(a.directory / WAITED, asdict(Waited(seconds=round(seconds, 3), nodes=nodes, handed=handed)))
     return 0
 

@@ -267,7 +267,7 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         raise DatasetError(f"{directory} is not a directory: expected a dataset made by `python -m facility.prepare`")
     file = directory / NAME
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DatasetError(
             f"{directory} holds no {NAME}: not a dataset made by `python -m facility.prepare`, or an incomplete one"

@@ -32,7 +32,9 @@ def main() -> int:
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add_log_options(parser)
     arguments = parser.parse_args()
-    settings = parse(EvaluationSettings, json.loads(arguments.settings.read_text()), file=arguments.settings)
+    settings = parse(
+        EvaluationSettings, json.loads(arguments.settings.read_text(encoding="utf-8")), file=arguments.settings
+    )
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
         answer: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}

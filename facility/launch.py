@@ -39,7 +39,7 @@ FOR_EVER = 1e9
 def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
     """This process's place among the job's tasks. Raises `ConfigurationError`."""
     file = next((environ[name] for one in ALLOCATIONS for name in one.host_file if environ.get(name)), None)
-    text = Path(file).read_text() if file and Path(file).is_file() else None
+    text = Path(file).read_text(encoding="utf-8") if file and Path(file).is_file() else None
     return read_tasks(environ, text)
 
 

@@ -74,10 +74,10 @@ def material(folder: Path, ranks: int) -> None:
         splits=splits,
         sources=[],
     )
-    (data / NAME).write_text(json.dumps(dataclasses.asdict(manifest)))
+    (data / NAME).write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
     training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
     settings = FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
-    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)))
+    (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)), encoding="utf-8")
 
 
 def command(folder: Path) -> str:

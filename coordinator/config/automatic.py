@@ -90,7 +90,7 @@ class Choice:
 def read_table(file: Path = TABLE) -> tuple[MeasuredFederation, ...]:
     """The measured federations."""
     rows = []
-    for row in json.loads(file.read_text())["rows"]:
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
         best = {state: Measured(**found) for state, found in row["best"].items()}
         rows.append(MeasuredFederation(situation=Situation(**row["situation"]), mean=row["mean"], best=best))
     return tuple(rows)

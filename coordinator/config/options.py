@@ -34,7 +34,7 @@ def check_options(kind: str, options: dict[str, Any]) -> None:
         return  # checked where StreamFlow is installed
     folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
     schema = folder / f"{kind}.json"
-    known = json.loads(schema.read_text())["$defs"]["service"]["properties"] if schema.is_file() else {}
+    known = json.loads(schema.read_text(encoding="utf-8"))["$defs"]["service"]["properties"] if schema.is_file() else {}
     for name, value in options.items():
         _check_option(name, value)
         if name in ("file", "jobName"):

@@ -80,7 +80,7 @@ def _scalar(name: str) -> str:
 
 
 def _remote(site: str, template: str, path: Path) -> str:
-    guide = re.search(r"https://\S+", path.read_text())
+    guide = re.search(r"https://\S+", path.read_text(encoding="utf-8"))
     lines = [
         f"  - name: {_scalar(site)}",
         "    dataset: <prepared dataset, absolute path at the facility>",

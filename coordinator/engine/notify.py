@@ -79,7 +79,9 @@ class Notifier:
         if not (address := self.settings.webhook):
             return
         if address.startswith("file:"):
-            address = (self.folder / Path(address.removeprefix("file:")).expanduser()).read_text().strip()
+            address = (
+                (self.folder / Path(address.removeprefix("file:")).expanduser()).read_text(encoding="utf-8").strip()
+            )
         if not is_private_address(address):
             raise ValueError("neither https nor this machine")
         request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})

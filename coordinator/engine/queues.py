@@ -162,7 +162,7 @@ async def _request(queue: Queue, command: str) -> tuple[str, int]:
 def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
     """The queues named in a rendered streamflow.yml, and the hosts without one; a deployment without a job name is left
     out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`."""
-    data = yaml.safe_load(streamflow.read_text())
+    data = yaml.safe_load(streamflow.read_text(encoding="utf-8"))
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))
     ahead = _ahead(streamflow, data)

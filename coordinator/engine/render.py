@@ -99,7 +99,7 @@ def write(federation: Federation) -> list[Path]:
             changed.append(target)
     for name, text in render(federation).items():
         target = root / name
-        if not target.exists() or target.read_text() != text:
+        if not target.exists() or target.read_text(encoding="utf-8") != text:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_text(target, text)
             changed.append(target)
@@ -126,7 +126,7 @@ def stale(federation: Federation) -> list[str]:
     return [
         name
         for name, text in render(federation).items()
-        if not (root / name).exists() or (root / name).read_text() != text
+        if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
     ]
 
 

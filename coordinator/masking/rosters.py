@@ -110,4 +110,4 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
 def _clips(archive: Archive, number: int) -> dict[str, float]:
     """By tensor, from the step of the round before; {} where there is none."""
     path = archive.round_directory(number - 1) / CLIPS
-    return dict(json.loads(path.read_text())) if number and path.exists() else {}
+    return dict(json.loads(path.read_text(encoding="utf-8"))) if number and path.exists() else {}

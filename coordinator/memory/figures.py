@@ -138,7 +138,7 @@ def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
 def model_figures(directory: Path) -> ModelFigures:
     """Raises `InputError` for damaged weights or tokenizer.json, `OSError` or `ValueError` for damaged config.json."""
     checkpoint = open_checkpoint(directory)
-    whole: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    whole: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     config = whole.get("text_config") or whole
 
     def first(*names: str) -> int:

@@ -69,9 +69,9 @@ def _engine() -> Row:
     try:
         wanted = next(
             d.split("==")[1]
-            for d in tomllib.loads(shipped("pyproject.toml").read_text())["project"]["optional-dependencies"][
-                "coordinator"
-            ]
+            for d in tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"][
+                "optional-dependencies"
+            ]["coordinator"]
             if d.startswith("streamflow==")
         )
         found = importlib.metadata.version("streamflow")

@@ -380,7 +380,7 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
 
 def _pinned() -> dict[str, str]:
     try:
-        lines = shipped("constraints.txt").read_text().splitlines()
+        lines = shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     return dict(line.split("==", 1) for line in lines if "==" in line)

@@ -53,7 +53,9 @@ def task_here(federation: Federation, facility: Facility) -> Task | None:
     if facility.deployment.type != "local":
         return None
     try:
-        return task_in(json.loads((federation.path(facility.dataset) / "dataset.json").read_text())["task"])
+        return task_in(
+            json.loads((federation.path(facility.dataset) / "dataset.json").read_text(encoding="utf-8"))["task"]
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -44,7 +44,7 @@ def remember(federation: Federation, file: Path, rows: Sequence[Row]) -> None:
 def still_failing(federation: Federation, file: Path) -> str:
     """A sentence on what the last check of this federation.yml found; '' where it found nothing, or another file."""
     try:
-        found = json.loads((federation.workdir_path / FILE).read_text())
+        found = json.loads((federation.workdir_path / FILE).read_text(encoding="utf-8"))
         if found["federation"] != sha256_of(file):
             return ""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(found["time"])))

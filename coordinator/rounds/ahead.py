@@ -45,7 +45,7 @@ def forget_placeholder(workdir: Path, facility: str) -> None:
 def remembered_placeholder(workdir: Path, facility: str) -> Placeholder | None:
     """What this run, or an earlier one, left in the queue."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / f"{facility}.json").read_text())
+        raw = json.loads((Path(workdir) / FOLDER / f"{facility}.json").read_text(encoding="utf-8"))
         return Placeholder(
             directory=str(raw["directory"]),
             template=str(raw["template"]),
@@ -69,7 +69,7 @@ def write_seen(workdir: Path, facility: str, seen: Seen) -> None:
 def read_seen(workdir: Path, facility: str) -> Seen:
     """Of earlier runs; nothing where it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / f"{SEEN}/{facility}.json").read_text())
+        raw = json.loads((Path(workdir) / FOLDER / f"{SEEN}/{facility}.json").read_text(encoding="utf-8"))
         waits, spans, runs = ([float(one) for one in raw[name]] for name in ("waits", "spans", "runs"))
         worked, lost = (float(raw.get(name, 0.0)) for name in ("worked", "lost"))  # earlier versions kept none
         return Seen(waits=waits, spans=spans, runs=runs, worked=worked, lost=lost)

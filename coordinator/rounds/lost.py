@@ -20,7 +20,10 @@ def write_lost(workdir: Path, round: int, facility: str, reason: str) -> None:
 def read_lost(job_directory: Path, round: int, facility: str) -> str:
     """The reason, or '' where the job was not taken for lost. `job_directory`: of a coordinator's step."""
     try:
-        return clean(str(json.loads(_path(Path(job_directory).parent, round, facility).read_text())["reason"]), LONGEST)
+        return clean(
+            str(json.loads(_path(Path(job_directory).parent, round, facility).read_text(encoding="utf-8"))["reason"]),
+            LONGEST,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

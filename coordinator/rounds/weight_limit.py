@@ -51,7 +51,7 @@ def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -
 def longest_sequence(model: Path) -> int:
     """Positions that the model has, by its config.json; 0 where that does not say."""
     try:
-        config = json.loads((Path(model) / "config.json").read_text())
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
         return int(next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), 0))
     except (OSError, ValueError, TypeError, AttributeError):

@@ -96,7 +96,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
     try:
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         if arguments.scores is not None:
-            arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text()))
+            arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text(encoding="utf-8")))
         outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
         if outputs[1:] == (arguments.round, True) and arguments.round < settings.rounds:
             ends_anew(archive, settings)  # the same round again, whose end may have passed

@@ -38,7 +38,7 @@ def scores(model: Path, round: int, settings: CoordinatorSettings) -> dict[str, 
         command = [sys.executable, "-m", "facility.evaluate", "--model", str(model), "--settings", str(asked)]
         code = start([*command, "--out", str(out)])
         try:
-            return json.loads(out.read_text())
+            return json.loads(out.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {"results": [], "problem": f"the evaluation on tasks ended with code {code}"}
 

@@ -127,7 +127,7 @@ class Api:
             raise Rejected(f"FirecREST's answer cannot be understood: {type(error).__name__}") from None
 
     def _connect(self) -> Firecrest:
-        secret = Path(self._secret_file).expanduser().read_text().strip()
+        secret = Path(self._secret_file).expanduser().read_text(encoding="utf-8").strip()
         identity = Identity(self._client_id, secret, self._token_url, self.patience)
         client = Firecrest(firecrest_url=self.url, authorization=identity)
         client.timeout, client.num_retries_rate_limit = ANSWER_SECONDS, 0

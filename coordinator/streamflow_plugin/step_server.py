@@ -153,7 +153,7 @@ def run_module(module: str, arguments: list[str]) -> int:
 def name(word: str) -> None:
     """What `ps` and `top` show of this process."""
     with suppress(OSError):
-        Path("/proc/self/comm").write_text(word)
+        Path("/proc/self/comm").write_text(word, encoding="utf-8")
 
 
 def main() -> int:

@@ -53,7 +53,7 @@ def pid_files(site: Site, service: str) -> list[Path]:
 def pid(file: Path) -> int | None:
     """The living process whose id a daemon wrote."""
     try:
-        number = int(file.read_text())
+        number = int(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return number if started_at(number) is not None else None

@@ -176,7 +176,7 @@ def save(testbed: Testbed) -> None:
 def load(root: Path) -> Testbed:
     """Read the state file. Raises `InputError` when there is no testbed under `root`."""
     try:
-        state = json.loads((root / MARK).read_text())
+        state = json.loads((root / MARK).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"no testbed under {root}: `crossfed testbed up --root {root}` makes one") from None
     sites = tuple(Site(**(site | {"base": Path(site["base"])})) for site in state["sites"])

@@ -131,7 +131,7 @@ def _relay(site: Site, shape: Shape) -> None:
 
     def up() -> bool:
         if process.poll() is not None:
-            raise TryAgain(f"the relay of {site.name} ended: {log.read_text().strip()[-400:]}")
+            raise TryAgain(f"the relay of {site.name} ended: {log.read_text(encoding='utf-8').strip()[-400:]}")
         return ready.exists()
 
     wait_until(up, 10, f"start of the relay of {site.name}")

@@ -76,7 +76,7 @@ def make(testbed: Testbed, site: Site) -> None:
     call("ip", "-n", site.namespace, "link", "set", "wan0", "up")
     exposed = exposed_paths(python_prefixes(), site)
     file = site.etc / "view.sh"
-    file.write_text(script(site, exposed, covered_paths(exposed, testbed.root)))
+    file.write_text(script(site, exposed, covered_paths(exposed, testbed.root)), encoding="utf-8")
     command = ["nsenter", f"--net=/run/netns/{site.namespace}", "unshare", "--mount", "--uts", "--propagation=private"]
     process = detach([*command, "bash", str(file)], site.log / "view.log")
     remember(process.pid, site.run / "holder.pid")
@@ -85,7 +85,7 @@ def make(testbed: Testbed, site: Site) -> None:
         if process.poll() is not None:
             raise TryAgain(
                 f"facility {site.name}: its namespaces could not be made: "
-                f"{(site.log / 'view.log').read_text().strip()[-400:]}"
+                f"{(site.log / 'view.log').read_text(encoding='utf-8').strip()[-400:]}"
             )
         return (site.run / "ready").exists()
 

@@ -62,7 +62,7 @@ def _install(packages: list[str]) -> None:
     """apt-get install, with services kept from starting (Debian policy manual, invoke-rc.d and policy-rc.d)."""
     ours = not POLICY.exists()
     if ours:
-        POLICY.write_text("#!/bin/sh\nexit 101\n")
+        POLICY.write_text("#!/bin/sh\nexit 101\n", encoding="utf-8")
         POLICY.chmod(0o755)
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", *packages]

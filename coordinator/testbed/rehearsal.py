@@ -67,7 +67,7 @@ def prepare_sites(testbed: Testbed, sizes: Sizes = SIZES) -> tuple[Path, dict[st
 def records(testbed: Testbed, site: Site) -> list[dict[str, str]]:
     """Slurm's own record of the facility's finished jobs (jobcomp/filetxt), oldest first."""
     path = site.log / "jobs.log"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
 
 
@@ -115,7 +115,7 @@ def write_federation(
     for site in testbed.sites:
         count = tasks.get(site.name, 1)
         template = place / f"{site.name}.sh"
-        template.write_text(job_template(count, prelude))
+        template.write_text(job_template(count, prelude), encoding="utf-8")
         facilities.append(
             {
                 "name": site.name,

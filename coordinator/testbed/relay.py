@@ -95,7 +95,7 @@ def main() -> None:
     by_source = {local: there, remote: back}
     for descriptor in by_source:
         poll.register(descriptor, select.EPOLLIN)
-    with open(ready, "w") as file:
+    with open(ready, "w", encoding="utf-8") as file:
         file.write("ready\n")
     while not stopped:
         now = time.monotonic()

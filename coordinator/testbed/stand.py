@@ -94,7 +94,9 @@ def down(root: Path) -> list[str]:
 def _alone() -> Iterator[None]:
     """One `up` at a time chooses its network."""
     with open(
-        "/run/lock/crossfed-testbed.lock" if os.path.isdir("/run/lock") else "/tmp/crossfed-testbed.lock", "w"
+        "/run/lock/crossfed-testbed.lock" if os.path.isdir("/run/lock") else "/tmp/crossfed-testbed.lock",
+        "w",
+        encoding="utf-8",
     ) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -142,10 +144,10 @@ def _facility(testbed: Testbed, site: Site) -> None:
     for path in (site.etc, site.run, site.log, site.spool / "slurmctld", *(site.spool / node for node in site.nodes)):
         path.mkdir(parents=True)
     copy_code(site.code)
-    (site.code / "templates" / "testbed.sh").write_text(configuration.site_template())
+    (site.code / "templates" / "testbed.sh").write_text(configuration.site_template(), encoding="utf-8")
     for name in (".bashrc", ".profile"):
-        (site.home / name).write_text(configuration.bashrc(testbed.python))
-    (site.code / "env.sh").write_text(configuration.env_sh(site, testbed.python))
+        (site.home / name).write_text(configuration.bashrc(testbed.python), encoding="utf-8")
+    (site.code / "env.sh").write_text(configuration.env_sh(site, testbed.python), encoding="utf-8")
     for path in (site.home, *site.home.rglob("*")):
         os.chown(path, entry.pw_uid, entry.pw_gid)
     site.home.chmod(0o700)
@@ -165,20 +167,20 @@ def _write_configuration(testbed: Testbed, site: Site) -> None:
         "cgroup.conf": configuration.cgroup_conf(daemons.slurm_version()),
         "sshd_config": configuration.sshd_config(site),
         "hosts": configuration.hosts(site),
-        "authorized_keys": testbed.key.with_suffix(".pub").read_text(),
+        "authorized_keys": testbed.key.with_suffix(".pub").read_text(encoding="utf-8"),
     }
     for name, text in texts.items():
-        (etc / name).write_text(text)
+        (etc / name).write_text(text, encoding="utf-8")
     null = os.makedev(1, 3)
     for number in range(configuration.GPUS):
         os.mknod(etc / f"gpu{number}", 0o666 | 0o020000, null)
         (etc / f"gpu{number}").chmod(0o666)
     host_key = etc / "ssh_host_ed25519_key"
     call("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", site.name, "-f", host_key)
-    public = " ".join(host_key.with_suffix(".pub").read_text().split()[:2])
-    with open(testbed.known_hosts, "a") as file:
+    public = " ".join(host_key.with_suffix(".pub").read_text(encoding="utf-8").split()[:2])
+    with open(testbed.known_hosts, "a", encoding="utf-8") as file:
         file.write(f"{site.address} {public}\n")
-    with open(testbed.ssh_config, "a") as file:
+    with open(testbed.ssh_config, "a", encoding="utf-8") as file:
         file.write(configuration.ssh_config_entry(site, str(testbed.key), str(testbed.known_hosts)))
 
 

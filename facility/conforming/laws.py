@@ -144,7 +144,7 @@ def progress(directory: Path) -> str:
     file = directory / PROGRESS
     if not file.is_file():
         return "there is none: `crossfed status --follow` shows the job without its steps"
-    return f"at step {read_progress(file.read_text()).step}"
+    return f"at step {read_progress(file.read_text(encoding='utf-8')).step}"
 
 
 def evaluated(update: Path) -> str:

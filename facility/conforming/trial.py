@@ -45,9 +45,9 @@ class Trial:
         self.folder, self.module, self.ranks, self.limit = folder, module, ranks, limit_seconds
         material(folder, ranks)
         settings = folder / "settings.json"
-        raw = json.loads(settings.read_text())
+        raw = json.loads(settings.read_text(encoding="utf-8"))
         raw["training"] |= {"device": "cpu", "export_dtype": "float32", "steps": STEPS}
-        settings.write_text(json.dumps(raw | {"rounds": ROUNDS}))
+        settings.write_text(json.dumps(raw | {"rounds": ROUNDS}), encoding="utf-8")
 
     @property
     def model(self) -> Path:
@@ -80,7 +80,7 @@ class Trial:
             finally:
                 process.kill()
                 process.wait()
-        said = (directory / "output").read_text(errors="replace")[-KEPT_CHARACTERS:]
+        said = (directory / "output").read_text(errors="replace", encoding="utf-8")[-KEPT_CHARACTERS:]
         seconds = time.monotonic() - began
         return Ended(code=code, said=said, update=directory / "update", seconds=seconds, signalled=signalled)
 
@@ -127,7 +127,7 @@ def stop_while_training(process: subprocess.Popen[bytes], directory: Path, secon
 def steps_done(directory: Path) -> int:
     """Steps that `progress.json` reports; 0 where there is none, or none that can be read."""
     try:
-        return read_progress((directory / PROGRESS).read_text()).step
+        return read_progress((directory / PROGRESS).read_text(encoding="utf-8")).step
     except (OSError, CrossFedError):
         return 0
 

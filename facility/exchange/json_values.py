@@ -13,6 +13,6 @@ def read_values(path: Path) -> Any:
     """The value in the file. Raises `ConfigurationError` for one that cannot be read, is no JSON, or is nested without
     end."""
     try:
-        return json.loads(Path(path).read_text())
+        return json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None

@@ -273,7 +273,7 @@ def _source(spec: ModuleSpec) -> str:
     """A module's source text; empty where it has none (a namespace package, a compiled module)."""
     if isinstance(spec.loader, InspectLoader):
         return spec.loader.get_source(spec.name) or ""
-    return Path(spec.origin).read_text() if spec.origin and spec.origin.endswith(".py") else ""
+    return Path(spec.origin).read_text(encoding="utf-8") if spec.origin and spec.origin.endswith(".py") else ""
 
 
 def _literal(node: ast.expr, classes: Mapping[str, type]) -> Any:

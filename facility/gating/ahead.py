@@ -120,7 +120,7 @@ def _link(place: Path, text: str) -> bool:
     """Decide what a waiting job does, unless that is decided already."""
     own = place / f"gate.{os.getpid()}"
     try:
-        own.write_text(text)
+        own.write_text(text, encoding="utf-8")
         own.chmod(0o600)
         os.link(own, place / COMMAND)
     except FileExistsError:
@@ -134,7 +134,7 @@ def _link(place: Path, text: str) -> bool:
 
 def _decided(place: Path) -> str:
     try:
-        return (place / COMMAND).read_text()
+        return (place / COMMAND).read_text(encoding="utf-8")
     except FileNotFoundError:
         return ""
 

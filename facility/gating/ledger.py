@@ -128,7 +128,7 @@ def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
 def read_ledger(path: Path) -> Ledger:
     """Raises `ValueError` for a damaged file: then nothing is granted."""
     try:
-        raw = json.loads(Path(path).read_text())
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return Ledger()
     return Ledger(

@@ -87,7 +87,7 @@ def _listed(directory: Path) -> list[Path]:
 
 def _computes(node: Path) -> bool:
     try:
-        found = re.search(r"^simd_count\s+(\d+)", (node / "properties").read_text(), re.MULTILINE)
+        found = re.search(r"^simd_count\s+(\d+)", (node / "properties").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:
         return False
     return found is not None and int(found.group(1)) > 0

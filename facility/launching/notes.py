@@ -37,7 +37,7 @@ class Notes:
     def read(self, name: str) -> Any:
         """The note, or None."""
         try:
-            return json.loads((self.directory / f"{name}.json").read_text())
+            return json.loads((self.directory / f"{name}.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
 

@@ -36,7 +36,7 @@ def read_note(directory: Path | None, rank: int) -> ReplicaNote | None:
     if directory is None:
         return None
     try:
-        raw = json.loads(_file(directory, rank).read_text())
+        raw = json.loads(_file(directory, rank).read_text(encoding="utf-8"))
         return ReplicaNote(replica=int(raw["replica"]), finishes=raw["finishes"] is True)
     except (OSError, ValueError, KeyError, TypeError):
         return None

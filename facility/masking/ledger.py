@@ -96,7 +96,7 @@ class Ledger:
         if not self.path.exists():
             return []
         try:
-            return [Entry(**json.loads(line)) for line in self.path.read_text().splitlines()]
+            return [Entry(**json.loads(line)) for line in self.path.read_text(encoding="utf-8").splitlines()]
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{self.path} is damaged ({error}): what was answered before is not known, so nothing is answered; "
@@ -105,7 +105,7 @@ class Ledger:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
-        with open(self.path.with_suffix(".lock"), "a") as file:
+        with open(self.path.with_suffix(".lock"), "a", encoding="utf-8") as file:
             take_lock(file, self.path)
             yield
 

@@ -57,7 +57,7 @@ class PrivateKeys:
         """A new pair: its generation, and the public key. Pairs of rounds before the last are forgotten."""
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self.directory.glob("*.json"):
-            if json.loads(path.read_text())["round"] < round - 1:
+            if json.loads(path.read_text(encoding="utf-8"))["round"] < round - 1:
                 path.unlink()
         if self.since() is None:
             write_bytes(self.place, b"", mode=0o600)
@@ -92,7 +92,7 @@ class PrivateKeys:
     def _drawn(self, generation: str) -> tuple[X25519PrivateKey, int | None] | None:
         """A private key and `since` at its time; None where it is not here."""
         try:
-            value = json.loads((self.directory / f"{generation}.json").read_text())
+            value = json.loads((self.directory / f"{generation}.json").read_text(encoding="utf-8"))
             return X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
         except (OSError, ValueError, KeyError):
             return None

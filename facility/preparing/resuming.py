@@ -45,7 +45,7 @@ class Part:
 
     def _load(self) -> None:
         try:
-            found = json.loads((self.directory / STATE).read_text())
+            found = json.loads((self.directory / STATE).read_text(encoding="utf-8"))
             if found["request"] != self.request:
                 raise ValueError("another request")
             self.batches, self.writers = found["batches"], found["writers"]

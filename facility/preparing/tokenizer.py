@@ -128,7 +128,7 @@ def _configuration(directory: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from None
     return raw if isinstance(raw, dict) else {}

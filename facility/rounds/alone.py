@@ -169,7 +169,7 @@ def trained_at(job: Job) -> Path:
 
 def settings_alone(job: Job, *, last: bool) -> dict[str, Any]:
     """The facility's settings for a round alone; all rounds but the last keep the model in float32."""
-    raw: dict[str, Any] = json.loads(Path(job.arguments.settings).read_text())
+    raw: dict[str, Any] = json.loads(Path(job.arguments.settings).read_text(encoding="utf-8"))
     dtype = job.settings.training.export_dtype if last else "float32"
     training = (raw.get("training") or {}) | FEDERATED | {"export_dtype": dtype}
     return {key: value for key, value in raw.items() if key != "masking"} | {"training": training}

@@ -102,7 +102,7 @@ def count_released(settings: FacilitySettings, dataset: Path, state: Path) -> No
 def alone(path: Path) -> Iterator[None]:
     """Hold the account's lock."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with open(path.with_suffix(".lock"), "a") as lock:
+    with open(path.with_suffix(".lock"), "a", encoding="utf-8") as lock:
         take_lock(lock, path)
         yield
 
@@ -153,7 +153,7 @@ def account_path(dataset: Path) -> Path:
 def read_account(path: Path) -> dict[str, Reserved]:
     """What was reserved, by federation and facility. Raises `InputError` where the file is damaged."""
     try:
-        return {name: parse(Reserved, one) for name, one in json.loads(path.read_text()).items()}
+        return {name: parse(Reserved, one) for name, one in json.loads(path.read_text(encoding="utf-8")).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, ConfigurationError) as error:

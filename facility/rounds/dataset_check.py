@@ -37,6 +37,6 @@ def _figures(prepared: PreparedDataset) -> dict[str, list[int]]:
 
 def _recorded(state: Path) -> object:
     try:
-        return json.loads((state / RECORD).read_text())
+        return json.loads((state / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

@@ -12,7 +12,7 @@ SPLITS = ("train", "validation")
 
 def counts_of(dataset: Path) -> DatasetCounts:
     """From `dataset.json`; no text, no file name and no template is among them."""
-    manifest = json.loads((dataset / "dataset.json").read_text())
+    manifest = json.loads((dataset / "dataset.json").read_text(encoding="utf-8"))
     splits = {}
     for name in SPLITS:
         if (one := manifest["splits"].get(name)) is not None:

@@ -155,7 +155,7 @@ def _sacct(job: str) -> dict[str, float]:
 def _pm_counters(path: Path | None = None) -> dict[str, float]:
     """`12345 J 1700000000 us`, of `PM_COUNTER` by default."""
     try:
-        return {"node": float((path or PM_COUNTER).read_text().split()[0])}
+        return {"node": float((path or PM_COUNTER).read_text(encoding="utf-8").split()[0])}
     except (OSError, ValueError, IndexError):
         return {}
 
@@ -166,8 +166,8 @@ def _rapl(ranges: dict[str, float], place: Path | None = None) -> dict[str, floa
     for folder in sorted((place or RAPL).glob("intel-rapl:[0-9]*")):
         if folder.name.count(":") == 1:
             try:
-                found[folder.name] = float((folder / "energy_uj").read_text()) / 1e6
-                ranges[folder.name] = float((folder / "max_energy_range_uj").read_text()) / 1e6
+                found[folder.name] = float((folder / "energy_uj").read_text(encoding="utf-8")) / 1e6
+                ranges[folder.name] = float((folder / "max_energy_range_uj").read_text(encoding="utf-8")) / 1e6
             except (OSError, ValueError):
                 return {}
     return found

@@ -89,7 +89,7 @@ def evaluate(
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
             raise TryAgain(f"lm-eval ended with code {code}: {' / '.join(said[-3:]) or 'it said nothing'}")
-        return scores_in(json.loads(files[-1].read_text())["results"])
+        return scores_in(json.loads(files[-1].read_text(encoding="utf-8"))["results"])
 
 
 def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:

@@ -35,7 +35,7 @@ class Finished:
         """A whole update made for `key`, or None; one that is damaged is removed."""
         place = self.directory / f"{PREFIX}{round}"
         try:
-            if json.loads((place / KEY).read_text())["key"] != key:
+            if json.loads((place / KEY).read_text(encoding="utf-8"))["key"] != key:
                 return None
             verify_manifest(place / "update")
         except (OSError, ValueError, KeyError, TypeError, ManifestError):
@@ -69,7 +69,7 @@ class Finished:
         Yields False where the file system has no locks: then nothing keeps two jobs apart.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / f"round-{round}.lock", "a") as file:
+        with open(self.directory / f"round-{round}.lock", "a", encoding="utf-8") as file:
             try:
                 held = take_lock(file, self.directory)
             except OSError:

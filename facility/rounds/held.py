@@ -84,7 +84,7 @@ def read_held(state: Path, round: int, *, verify: bool = False) -> Held | None:
     """What was masked of a round's update; None where there is none. `verify`: nor where a file was altered."""
     place = _place(state)
     try:
-        value = json.loads((place / NAME).read_text())
+        value = json.loads((place / NAME).read_text(encoding="utf-8"))
         masks = [(int(sign), bytes.fromhex(seed)) for sign, seed in value["masks"]]
         done = MaskedTensors(masks=masks, units=value["units"], sent=value["sent"], left=value["left"])
         held = Held(
@@ -107,7 +107,7 @@ def rest_of(state: Path, held: Held) -> Path | None:
     """Where what it leaves to send is: in waiting, or kept as the round's already."""
     for place in (pending_residual(state), residual_path(state, held.round)):
         try:
-            if json.loads((place / SEAL).read_text()) == held.masked.left:
+            if json.loads((place / SEAL).read_text(encoding="utf-8")) == held.masked.left:
                 return place
         except (OSError, ValueError):
             continue

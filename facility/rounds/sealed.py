@@ -65,7 +65,7 @@ def identity(path: Path) -> list[int]:
 def unchanged(directory: Path) -> dict[str, list[int]]:
     """What `seal` noted of the files; nothing where the note is absent or no longer readable."""
     try:
-        noted = json.loads((directory / UNCHANGED).read_text())
+        noted = json.loads((directory / UNCHANGED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return noted if isinstance(noted, dict) else {}
@@ -74,7 +74,7 @@ def unchanged(directory: Path) -> dict[str, list[int]]:
 def flaw(directory: Path) -> str:
     """What differs from the seal, '' for nothing."""
     try:
-        promised, noted = json.loads((directory / SEAL).read_text()), unchanged(directory)
+        promised, noted = json.loads((directory / SEAL).read_text(encoding="utf-8")), unchanged(directory)
         for name, digest in promised.items():
             path = directory / name
             if not path.is_file():

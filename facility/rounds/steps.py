@@ -81,7 +81,7 @@ def _beside(state: Path) -> list[float]:
 
 def _read(state: Path) -> dict[str, Any]:
     try:
-        content = json.loads((state / NAME).read_text())
+        content = json.loads((state / NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}

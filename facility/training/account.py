@@ -25,7 +25,7 @@ def resident_bytes(ranks: Ranks) -> int:
     """What `peak_memory_bytes` would be of this rank now: on a CPU, interpreter and libraries before a model comes."""
     if ranks.device.type == "cuda":
         return torch.cuda.memory_allocated(ranks.device)
-    with open("/proc/self/statm") as file:
+    with open("/proc/self/statm", encoding="utf-8") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 

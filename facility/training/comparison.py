@@ -146,7 +146,7 @@ class KeptLosses:
         found = {}
         for name in (GLOBAL, INITIAL):
             try:
-                content = json.loads((self.directory / f"{name}-{digest}.json").read_text())
+                content = json.loads((self.directory / f"{name}-{digest}.json").read_text(encoding="utf-8"))
             except (OSError, ValueError):
                 continue
             if name != folder:

@@ -22,7 +22,7 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -67,9 +67,9 @@ def free_host_bytes(root: Path = Path("/")) -> float:
         ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            found = (root / folder / limit).read_text().strip()
+            found = (root / folder / limit).read_text(encoding="utf-8").strip()
             if found != "max":
-                occupied = float((root / folder / used).read_text()) - _page_cache(root / folder)
+                occupied = float((root / folder / used).read_text(encoding="utf-8")) - _page_cache(root / folder)
                 available = min(available, max(0.0, float(found) - occupied))
         except (OSError, ValueError):
             continue
@@ -79,14 +79,14 @@ def free_host_bytes(root: Path = Path("/")) -> float:
 def _page_cache(folder: Path) -> float:
     """Bytes of files that the cgroup holds in memory and the kernel may drop."""
     try:
-        figures = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        figures = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return 0.0
     return sum(float(figures.get(name, 0)) for name in ("inactive_file", "active_file"))
 
 
 def _available_bytes(root: Path) -> float:
-    for line in (root / "proc/meminfo").read_text().splitlines():
+    for line in (root / "proc/meminfo").read_text(encoding="utf-8").splitlines():
         if line.startswith("MemAvailable:"):
             return 1024.0 * float(line.split()[1])
     return float("inf")

@@ -33,7 +33,7 @@ def write_progress(directory: Path, message: JobProgress) -> bool:
     file = directory / FILE
     temporary = file.with_name(f".{FILE}.{os.getpid()}")
     try:
-        temporary.write_text(json.dumps(dataclasses.asdict(message)) + "\n")
+        temporary.write_text(json.dumps(dataclasses.asdict(message)) + "\n", encoding="utf-8")
         temporary.replace(file)
     except OSError as error:
         log.warning("%s cannot be written: %s", file, error)

@@ -85,7 +85,7 @@ def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iter
         "inference_mode": True,
         "base_model_name_or_path": base,
     }
-    (directory / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n")
+    (directory / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
 
 
 def saved_modules(modules: Iterable[str], wanted: Iterable[str]) -> list[str]:

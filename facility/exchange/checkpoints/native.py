@@ -101,11 +101,17 @@ def _made(folder: Path) -> bool:
 def _digest(compiler: str) -> str:
     """Of all that the machine code depends on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     processor = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-    parts = (SOURCE.read_text(), " ".join(FLAGS), os.path.realpath(compiler), platform.machine(), processor)
+    parts = (
+        SOURCE.read_text(encoding="utf-8"),
+        " ".join(FLAGS),
+        os.path.realpath(compiler),
+        platform.machine(),
+        processor,
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

@@ -27,7 +27,7 @@ def fsync_directory(path: Path) -> None:
 
 def as_umask_allows(mode: int) -> int:
     """What a file made with this mode gets: `mkstemp` and safetensors make files of mode 0600 whatever the umask."""
-    with suppress(OSError, StopIteration, ValueError), open("/proc/self/status") as status:
+    with suppress(OSError, StopIteration, ValueError), open("/proc/self/status", encoding="utf-8") as status:
         return mode & ~int(next(line for line in status if line.startswith("Umask:")).split()[1], 8)
     os.umask(found := os.umask(0o077))
     return mode & ~found

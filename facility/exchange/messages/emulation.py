@@ -89,7 +89,7 @@ class Emulation(Stalls):
 def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
     """Read `{"format": 1, "workers": {"0": [[second, factor], ...]}}`. Raises `ConfigurationError`."""
     try:
-        raw = json.loads(Path(path).read_text())
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
         if not isinstance(raw, dict) or set(raw) != {"format", "workers"} or raw["format"] != FORMAT:
             raise ConfigurationError(f'expected {{"format": {FORMAT}, "workers": {{...}}}}', file=path)
         trace = {

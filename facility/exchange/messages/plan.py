@@ -256,7 +256,7 @@ def read_plan(path: Path) -> Plan:
     Settings name the file, and what is said of it leaves the facility.
     """
     try:
-        raw = json.loads(Path(path).read_text())
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigurationError("is no plan, expected JSON in UTF-8", file=path) from None
     except (OSError, ValueError, RecursionError) as error:

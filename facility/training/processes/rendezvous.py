@@ -278,7 +278,11 @@ def interface_of(address: str) -> str:
         return ""
     if ":" in address:
         wanted = ip_address(address).packed.hex()
-        rows = [line.split() for line in INTERFACES.read_text().splitlines()] if INTERFACES.exists() else []
+        rows = (
+            [line.split() for line in INTERFACES.read_text(encoding="utf-8").splitlines()]
+            if INTERFACES.exists()
+            else []
+        )
         return next((row[5] for row in rows if row[:1] == [wanted]), "")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

@@ -98,7 +98,7 @@ def note_of(request: RoundRequest, inputs: RoundInputs) -> ReferenceNote:
 def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
     """Are these differences kept already? In a round after the first the model of round 0 is not compared."""
     try:
-        found = parse(ReferenceNote, json.loads((folder / NAME).read_text()), file=folder / NAME)
+        found = parse(ReferenceNote, json.loads((folder / NAME).read_text(encoding="utf-8")), file=folder / NAME)
     except (OSError, ValueError, ConfigurationError):
         return False
     if not first:

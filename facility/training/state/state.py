@@ -138,7 +138,7 @@ def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | 
     if not (path / NAME).is_file():
         return None, f"{path} is absent (this facility sat out that round, or its state was moved)"
     try:
-        state = parse(RoundState, json.loads((path / NAME).read_text()), file=path / NAME)
+        state = parse(RoundState, json.loads((path / NAME).read_text(encoding="utf-8")), file=path / NAME)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(f"{path / NAME} is unreadable: {error}; remove {path} to start afresh") from None
     if state.format > FORMAT:
@@ -338,7 +338,7 @@ def read_checkpoint(
     if not file.is_file():
         return None
     try:
-        raw = json.loads(file.read_text())
+        raw = json.loads(file.read_text(encoding="utf-8"))
         if raw.get("format") != PAUSE_FORMAT:
             return None
         pause = parse(MidRoundCheckpoint, raw, file=file)

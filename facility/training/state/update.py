@@ -296,7 +296,7 @@ def state_dtype(directory: Path, dtype: str) -> None:
     file = directory / "config.json"
     if not file.is_file():
         return
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
