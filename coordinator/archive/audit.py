@@ -51,12 +51,24 @@ def verified(file: Path, heads: list[str]) -> tuple[str, int]:
 def heads_of(archive: Path, facility: str) -> list[str]:
     """Heads of a facility's log that its updates' manifests carried, from the coordinator's log in `archive`.
 
-    Raises `InputError` where that log is broken: then its word counts nothing.
+    Raises `InputError` where that log is broken, for then its word counts nothing, and where it has no such head.
     """
     log = Path(archive) / NAME
     text, code = verified(log, [])
     if code:
         raise InputError(text)
-    entries = [json.loads(line) for line in log.read_bytes().splitlines() if line.startswith(b"{")]
-    found = [entry.get("facility_head") for entry in entries if entry.get("facility") == facility]
-    return [one for one in found if one]
+    found = [entry for line in log.read_bytes().split(b"\n") if (entry := _entry(line)).get("facility_head")]
+    heads = [str(entry["facility_head"]) for entry in found if entry.get("facility") == facility]
+    if not heads:
+        known = ", ".join(sorted({str(entry.get("facility")) for entry in found})) or "no facility"
+        raise InputError(f"{log} holds heads of the logs of {known}, none of {facility!r}: there is nothing to compare")
+    return heads
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """A line of a sound log; {} for one that was cut off while it was written, of which the next one tells."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -141,7 +141,9 @@ def audit(
 
     if action != "verify":
         raise InputError(f"audit knows verify, not {action!r}")
-    heads = [*(head or []), *(heads_of(archive, facility) if archive else [])]
+    if (archive is None) != (not facility):
+        raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
+    heads = [*(head or []), *(heads_of(archive, facility) if archive is not None else [])]
     text, code = verified(file, heads)
     print(text)
     raise typer.Exit(code)

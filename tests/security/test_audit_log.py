@@ -7,8 +7,10 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
+import typer
 
 from coordinator.archive.audit import heads_of
+from coordinator.commands.watch import audit
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
 from facility.exchange.files.audit_log import append, head, verify
@@ -101,3 +103,28 @@ def test_heads_in_the_coordinators_log_uncover_a_facilitys_cut_log(log: Path, tm
     (archive / "audit.jsonl").write_bytes((archive / "audit.jsonl").read_bytes().replace(b'"a"', b'"c"'))
     with pytest.raises(InputError, match="line 2 is broken"):
         heads_of(archive, "a")
+
+
+def test_a_log_without_a_line_is_broken(log: Path):
+    log.write_bytes(b"")
+    assert verify(log).broken == 1 and "removed" in verify(log).sentence(log)
+
+
+def test_a_line_that_was_cut_off_in_the_coordinators_log_hides_no_head(tmp_path: Path):
+    for number in range(3):
+        append(tmp_path / "audit.jsonl", "received", facility="a", facility_head=f"{number:064x}")
+        if number == 1:
+            (tmp_path / "audit.jsonl").write_bytes((tmp_path / "audit.jsonl").read_bytes()[:-20])
+    assert heads_of(tmp_path, "a") == [f"{0:064x}", f"{2:064x}"]
+
+
+def test_a_comparison_with_nothing_is_none(log: Path, tmp_path: Path):
+    archive = tmp_path / "archive"
+    archive.mkdir()
+    append(archive / "audit.jsonl", "received", facility="alpha", facility_head=head(log).upper())
+    for folder, name in ((archive, "alhpa"), (archive, ""), (None, "alpha")):
+        with pytest.raises(InputError, match="alpha, none of 'alhpa'|go together"):
+            audit("verify", log, None, folder, name)
+    with pytest.raises(typer.Exit) as end:
+        audit("verify", log, None, archive, "alpha")
+    assert end.value.exit_code == 0

@@ -27,6 +27,7 @@ FIRST = "0" * 64
 """`previous` of the first line."""
 TORN = "torn"
 """`what` of the line that follows one that was cut off while it was written (power cut, full disk)."""
+EMPTY = "there is none, and a log is made with its first line: its lines were removed, or the disk was full"
 LONGEST_LINE = 1 << 16
 OWN = ("number", "time", "previous", "what")
 
@@ -85,7 +86,7 @@ class Verdict:
 def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
     """Follow the chain. `heads`: digests that were seen before, each of which must be a line's."""
     previous, count, torn = FIRST, 0, ""
-    missing = set(heads)
+    missing = {one.lower() for one in heads}
     with open(path, "rb") as file:
         for number, raw in enumerate(_lines(file)):
             count = number + 1
@@ -100,6 +101,8 @@ def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
             missing.discard(previous)
     if torn:
         return Verdict(lines=count - 1, head=previous, broken=count, reason=torn)
+    if not count:
+        return Verdict(lines=0, head=previous, broken=1, reason=EMPTY)
     if missing:
         reason = f"no line has the digest {sorted(missing)[0]}, which was seen before: lines were cut off or rewritten"
         return Verdict(lines=count, head=previous, broken=count + 1, reason=reason)
