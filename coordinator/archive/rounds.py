@@ -42,6 +42,7 @@ from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
+from facility.exchange.messages.strict_json import parse_json
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
@@ -253,12 +254,8 @@ class Archive:
         try:
             return parse(RoundFile, _mapping(path), file=path)
         except (OSError, ValueError) as error:
-            if is_storage(error):  # nothing is wrong with the file
-                raise InputError(sentence(error, path)) from None
-            raise InputError(
-                f"{path} cannot be read: {error}; restore it from a copy, or go back: `crossfed rewind --to {number}` "
-                f"repeats round {number}"
-            ) from None
+            back = f"or go back: `crossfed rewind --to {number}` repeats round {number}"
+            raise _unreadable(path, error, back) from None
 
     def history(self) -> list[RoundFile]:
         return [self.read_round(number) for number in self.rounds()]
@@ -334,9 +331,7 @@ class Archive:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            if is_storage(error):  # nothing is wrong with the file
-                raise InputError(sentence(error, path)) from None
-            raise InputError(f"{path} cannot be read: {error}; restore it from a copy, or remove it") from None
+            raise _unreadable(path, error, "or remove it") from None
 
     def write_note(self, name: str, value: dict[str, Any]) -> None:
         write_json(self.path / f"{name}.json", value)
@@ -346,18 +341,16 @@ class Archive:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of the archive, in UTF-8 whatever the locale. Raises `ValueError` for anything else."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except RecursionError:
-        raise ValueError("its lists or mappings are nested too deep") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it holds a {type(found).__name__}, expected a mapping")
-    return found
+    """The JSON object in a file of the archive, of any size. Raises `ValueError` for anything else."""
+    return parse_json(path.read_text(encoding="utf-8"), where=path, bounded=False)
 
 
-def _no_constant(text: str) -> float:
-    raise ValueError(f"{text} is not a number in JSON")
+def _unreadable(path: Path, error: OSError | ValueError, otherwise: str) -> InputError:
+    """What a person is told of a file of the archive that cannot be read; `otherwise`: where there is no copy."""
+    if is_storage(error):  # nothing is wrong with the file
+        return InputError(sentence(error, path))
+    found = str(error) if isinstance(error, InputError) else f"{path} cannot be read: {error}"
+    return InputError(f"{found}; restore it from a copy, {otherwise}")
 
 
 def _manifest_of(model: Path) -> Manifest | None:

@@ -167,8 +167,11 @@ def test_what_auto_chose_as_the_grace_is_told_of_the_rounds_that_learned_it(tmp_
 
 @pytest.mark.parametrize(
     "content",
-    [b"null", b"[]", b"1", b"[" * 100_000, b'{"after_round": NaN}', b"\0" * 40, b""],
-    ids=["null", "list", "number", "deep", "nan", "zeros", "empty"],
+    [
+        *(b"null", b"[]", b"1", b"[" * 100_000, b'{"after_round": NaN}', b"\0" * 40, b""),
+        *(b'{"after_round": 1e999}', b'{"round": 0, "round": 1}', '{"reason": "ü"}'.encode("latin-1")),
+    ],
+    ids=["null", "list", "number", "deep", "nan", "zeros", "empty", "infinite", "twice", "latin-1"],
 )
 @pytest.mark.parametrize("name", ["evaluation", "stopped", "limited", "comparison", "round-0000/round"])
 def test_a_file_that_holds_something_else_than_a_mapping_is_named(name: str, content: bytes, tmp_path: Path):
@@ -178,7 +181,7 @@ def test_a_file_that_holds_something_else_than_a_mapping_is_named(name: str, con
     write_json(archive.round_directory(0) / "round.json", dataclasses.asdict(record))
     assert summary(archive)["rounds"]
     (tmp_path / f"{name}.json").write_bytes(content)
-    with pytest.raises(InputError, match=f"{name}.json cannot be read: .*restore it from a copy"):
+    with pytest.raises(InputError, match=f"{name}.json (cannot be read|is malformed).*restore it from a copy"):
         summary(archive)
 
 
