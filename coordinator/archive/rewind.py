@@ -14,6 +14,10 @@ from facility.exchange.messages.manifest import verify_manifest
 
 ASIDE = "rewound-"
 """Begins the names of folders with rounds that were set aside."""
+AGAIN = "begun again by crossfed rewind"
+"""Begins what a round's file says of it."""
+STATELESS = "from its half-precision model and a fresh server optimizer"
+"""Of a round whose float32 master and server optimizer's tensors were gone."""
 
 
 def rewind(archive: Archive, to: int) -> Path:
@@ -40,10 +44,7 @@ def rewind(archive: Archive, to: int) -> Path:
     undone = _readable(archive, done[to:])
     _keep_changes(archive, to, undone)
     _set_updates_aside(archive, undone, aside)
-    if stateless(archive, to):
-        archive.write_note(REWOUND, {"round": to})
-    else:
-        archive.drop_note(REWOUND)
+    archive.write_note(REWOUND, {"round": to, "stateless": stateless(archive, to)})
     for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
     for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):
@@ -89,6 +90,14 @@ def stateless(archive: Archive, to: int) -> bool:
     server optimizer starts afresh.
     """
     return to > 0 and not (archive.round_directory(to - 1) / "state").is_dir()
+
+
+def told(archive: Archive, number: int) -> list[str]:
+    """What the file of a round that comes after a rewind says of that."""
+    if archive.read_note(REWOUND).get("round") != number:
+        return []
+    how = f", {STATELESS}" if archive.state_for(number) is None and number else ""
+    return [f"{AGAIN}{how}"]
 
 
 def _span(numbers: list[int]) -> str:

@@ -12,7 +12,7 @@
         evaluation.json           the final model's perplexity by facility
         comparison.json           what the facilities found of all models after the last round
         comparison/               those models, until they have been compared (coordinator.comparison.models)
-        rewound.json              after `crossfed rewind` to a round whose state is gone: which
+        rewound.json              after `crossfed rewind`: to which round, and whether its state is gone
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
         federation.json           what federation.yml asked for, as of the latest start (coordinator.rounds.changes)
@@ -56,7 +56,7 @@ COMPARED = "comparison"
 CHANGES = "changes"
 """Note: changes of federation.yml that the next round's file will record."""
 REWOUND = "rewound"
-"""Note: the round that begins without a state, for it was pruned before a rewind."""
+"""Note: the round that comes after a rewind, and whether it begins without a state, which was pruned before."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -199,7 +199,8 @@ class RoundFile:
     """Seconds from the new model to when the next round is expected to end, where jobs take steps until then; else
     0."""
     changes: list[str] = field(default_factory=list)
-    """What was changed in federation.yml since the round before, and what followed from it."""
+    """What was changed in federation.yml since the round before, and what followed from it; and whether the round was
+    begun again by `crossfed rewind`."""
     aggregation: dict[str, Any] = field(default_factory=dict)
     model_sha256: str = ""
     """Digest of the new model's content."""
@@ -245,7 +246,8 @@ class Archive:
 
     def state_for(self, number: int) -> Path | None:
         """Aggregation state that round `number` starts from; None for round 0, and after a rewind past the newest."""
-        if number == 0 or self.read_note(REWOUND).get("round") == number:
+        rewound = self.read_note(REWOUND)
+        if number == 0 or (rewound.get("round") == number and rewound.get("stateless", True)):
             return None
         return self.round_directory(number - 1) / "state"
 

@@ -117,8 +117,8 @@ def rewind(
     to: Annotated[int, typer.Option("--to", help="Round that is to come next, from 0.")],
 ) -> None:
     """Go back to a round: it and later ones are set aside in the archive; `crossfed run` goes on from there."""
+    from coordinator.archive.rewind import STATELESS, stateless
     from coordinator.archive.rewind import rewind as go_back
-    from coordinator.archive.rewind import stateless
     from coordinator.archive.rounds import Archive
     from coordinator.config.federation import read_federation
     from coordinator.engine.one_run import only_one
@@ -131,5 +131,5 @@ def rewind(
     if stateless(archive, to):
         print(
             "the archive keeps the float32 master and the server optimizer's state of the newest round alone: "
-            f"round {to} begins from its half-precision model and a fresh server optimizer"
+            f"round {to} begins {STATELESS}"
         )

@@ -30,7 +30,7 @@ def only_one(federation: Federation) -> Iterator[int]:
     """Hold the federation's lock; yields its file descriptor. Raises `TryAgain` while another run of it is alive."""
     path = lock_of(federation)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as handle:
+    with open(path, "a", encoding="utf-8") as handle:
         held = f"another `crossfed run` of federation {federation.name!r} holds {path}; wait for it or stop it"
         if not _taken(handle, path, held):
             log.warning("%s cannot be locked there: let no second `crossfed run` work on this federation", path)

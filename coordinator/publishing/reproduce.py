@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from coordinator.archive.averaged import FOLDER
+from coordinator.archive.rewind import AGAIN
 from coordinator.config.federation import Federation
 from coordinator.config.yaml_lines import Lined
 from coordinator.publishing.card import model_digest, named_digests
@@ -179,7 +180,10 @@ def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping
         lost = [names.get(row["facility"], "a facility") for row in entry["facilities"] if row.get("note")]
         if lost:
             found.append(f"in round {entry['round']} replicas were lost, at {', '.join(lost)}")
-        if entry.get("changes"):
+        again = [line for line in entry.get("changes", []) if line.startswith(AGAIN)]
+        if again:
+            found.append(f"round {entry['round']} was {again[0]}, after rounds that are no part of this")
+        if len(entry.get("changes", [])) > len(again):
             found.append(f"federation.yml was changed before round {entry['round']} (`history.json` says how)")
         if entry.get("next_steps_reason", "").startswith("moved") and not entry.get("next_end"):
             found.append(f"from round {entry['round'] + 1} on facilities took numbers of steps that follow their speed")

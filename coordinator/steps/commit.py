@@ -20,6 +20,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.rewind import told as rewind_told
 from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
@@ -281,7 +282,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         present=round.present,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),
-        changes=changes_told(archive),
+        changes=[*changes_told(archive), *rewind_told(archive, number)],
         aggregation=dataclasses.asdict(round.record),
     )
     found = asks_ahead(archive, settings, round.round_file, directory)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from coordinator.archive.rewind import AGAIN
 from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.comparison.account import Account, OwnTraining, read_account, write_account
 from coordinator.config.federation import read_federation
@@ -272,6 +273,10 @@ def test_a_run_that_cannot_be_repeated_says_why_and_promises_no_digest(federatio
         path.write_text(json.dumps(raw))
     text = (publish(federation, tmp_path / "whole") / "crate" / "reproduce.md").read_text()
     assert "bit for bit" in text and "--expect" in text
+    raw["changes"] = [f"{AGAIN}, from its half-precision model"]
+    path.write_text(json.dumps(raw))
+    text = (publish(federation, tmp_path / "rewound") / "crate" / "reproduce.md").read_text()
+    assert f"round 2 was {AGAIN}" in text and "federation.yml was changed" not in text and "--expect" not in text
 
 
 def test_a_short_name_is_replaced_where_it_stands_alone():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import secrets
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,7 +14,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
+from coordinator.archive.summary import remarks, summary
 from coordinator.config.described import described, digest_of
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
@@ -160,6 +164,28 @@ def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_w
     start(archive, tmp_path / "model", fewer)
     close(archive, archive.model_for(2), [write_update(tmp_path / "a2", archive.model_for(2), "a", round=2)], fewer, 2)
     assert archive.read_round(2).changes == [], "told once"
+
+
+def test_a_round_that_comes_after_a_rewind_says_so_and_the_next_one_does_not(tmp_path: Path):
+    settings = settings_of(write_federation(tmp_path, ["a"], rounds=5, keep_rounds=0))
+    archive = Archive(tmp_path / "archive")
+    start(archive, tmp_path / "model", settings)
+
+    def make(number: int) -> list[str]:
+        model = archive.model_for(number)
+        update = write_update(tmp_path / secrets.token_hex(4), model, "a", round=number)
+        close(archive, model, [update], settings, number)
+        return archive.read_round(number).changes
+
+    assert make(0) == []
+    shutil.copytree(archive.round_directory(0) / "state", tmp_path / "state")
+    assert make(1) == []
+    rewind(archive, 1)
+    without = ["begun again by crossfed rewind, from its half-precision model and a fresh server optimizer"]
+    assert make(1) == without and f"from round 1 on: {without[0]}" in remarks(summary(archive))
+    shutil.move(tmp_path / "state", archive.round_directory(0) / "state")
+    rewind(archive, 1)
+    assert make(1) == ["begun again by crossfed rewind"] and make(2) == []
 
 
 def test_the_same_file_describes_the_same(tmp_path: Path):
