@@ -7,10 +7,11 @@ Times are of the coordinator's clock. What a facility says (a reason, a log) is 
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ KINDS: Mapping[str, str] = {
     "run_ended": "`crossfed run` ends; `code`, `reason`",
 }
 """Every kind of line, and what it means."""
+LATE_SECONDS = 10.0
+"""A line may be later in the file than others of its time; a clock that was set back by more is seen as that."""
+LOOKED_AT = 2
+"""Lines in a row that are earlier than one before them, by which such a clock is told from a line that is late."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,13 +88,33 @@ class Journal:
         return entry
 
     def read(self) -> list[Entry]:
-        """All lines in order of time; half a line that a crash left is passed over."""
+        """All lines in order of time; half a line that a crash left is passed over.
+
+        Where the coordinator's clock was set back, all that follows is later by as much.
+        """
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")
         except OSError:
             return []
-        found = [entry for line in lines if (entry := _entry(line)) is not None]
+        found = _on_one_clock([entry for line in lines if (entry := _entry(line)) is not None])
         return sorted(found, key=lambda entry: entry.time)
+
+
+def _on_one_clock(found: Sequence[Entry]) -> list[Entry]:
+    """The entries with times that go on where the clock was set back. What a wait was is told when it is over."""
+    ordered = [place for place, entry in enumerate(found) if entry.kind != "waited"]
+    set_back, latest, shifts = 0.0, -math.inf, [0.0] * len(found)
+    for number, place in enumerate(ordered):
+        now = found[place].time + set_back
+        following = max(found[other].time for other in ordered[number : number + LOOKED_AT]) + set_back
+        if following < latest - LATE_SECONDS:
+            set_back, now = set_back + latest - now, latest
+        latest = max(latest, now)
+        shifts[place] = set_back
+    for place, entry in enumerate(found):
+        if entry.kind == "waited" and place:
+            shifts[place] = shifts[place - 1]
+    return [replace(entry, time=entry.time + by) if by else entry for entry, by in zip(found, shifts, strict=True)]
 
 
 def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False) -> float:
@@ -116,13 +141,14 @@ def _entry(line: str) -> Entry | None:
     try:
         raw = json.loads(line)
         raw.pop("time", None)
-        return Entry(
+        found = Entry(
             time=float(raw.pop("unix")),
             kind=raw.pop("kind"),
             facility=raw.pop("facility", ""),
             round=raw.pop("round", None),
             detail=raw,
         )
+        return found if math.isfinite(found.time) else None
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
         return None
 
