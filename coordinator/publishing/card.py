@@ -35,7 +35,7 @@ NO_GUARANTEE = "no differential privacy was applied, so that a published model m
 
 
 def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[str, str]) -> ModelCard:
-    """Of the published model; `data` is the report's, `files` has the SHA-256 of the files with its weights."""
+    """Of the published model; `data` is the report's, `files` has the SHA-256 of the files beside it."""
     names = public_names(federation, data["facilities"])
     title = federation.title or federation.name
     languages = sorted({language for one in federation.facilities for language in one.public.languages})

@@ -27,6 +27,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 
+CARD = "README.md"
 PRIVATE = ("versions", "devices", "reason", "note", "unasked")
 """Keys of a facility's row that an unnamed facility keeps to itself."""
 TOLD = {"drift": "reason", "scores": "problem"}
@@ -72,7 +73,7 @@ def publish(file: Path, out: Path) -> Path:
     shown = anonymous(data, names)
     with new_directory(out) as folder:
         shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns(*OWN, *FOLDERS))
-        model_card(federation, data, digests(model)).save(folder / "model" / "README.md")
+        model_card(federation, data, digests(model)).save(folder / "model" / CARD)
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
@@ -85,13 +86,10 @@ def publish(file: Path, out: Path) -> Path:
 
 
 def digests(model: Path) -> dict[str, str]:
-    """SHA-256 of the files with weights, as `sha256sum` prints it, by their names in the published folder."""
+    """SHA-256 of the files beside the card, as `sha256sum` prints it, by their names in the published folder."""
     files = read_manifest(model).files
-    return {
-        name: one.sha256
-        for name, one in sorted(files.items())
-        if name.endswith(".safetensors") and name.partition("/")[0] not in FOLDERS
-    }
+    left_out = (*OWN, *FOLDERS, CARD)
+    return {name: one.sha256 for name, one in sorted(files.items()) if name.partition("/")[0] not in left_out}
 
 
 def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -116,11 +116,15 @@ def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Pa
     (model / "second_moments").mkdir()
     shutil.copy(model / "model.safetensors", model / "second_moments")
     (model / "source.json").write_text('{"source": "/home/somebody/models/pico"}')
+    (model / "README.md").write_text("of the base model")
     write_manifest(model, Manifest(kind="model", federation="made", round=3))
     out = publish(federation, tmp_path / "out") / "model"
     assert not (out / "source.json").exists(), "a path of the coordinator's machine"
-    weights = hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
-    assert f"SHA-256 of `model.safetensors`: `{weights}`" in (out / "README.md").read_text()
+    card = (out / "README.md").read_text()
+    told = dict(re.findall(r"- SHA-256 of `(.*)`: `(.*)`", card))
+    beside = [path for path in out.rglob("*") if path.is_file() and path.name != "README.md"]
+    assert told == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside}
+    assert "config.json" in told and "of the base model" not in card
     assert not (out / "second_moments").exists(), "what only the federation's optimizers need"
 
 
