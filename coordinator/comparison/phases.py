@@ -178,7 +178,8 @@ def _take_alone(
 def _take_figures(
     archive: Archive, settings: CoordinatorSettings, account: Account, sent: Manifest, answers: Answers
 ) -> tuple[Account, str]:
-    figures, tasks, gaps = dict(account.figures), dict(account.tasks), dict(account.gaps)
+    figures, tasks = dict(account.figures), dict(account.tasks)
+    gaps: dict[str, str] = {}  # of this batch
     folders = folders_of(sent)
     for name, update in answers.updates.items():
         manifest = read_manifest(update)
@@ -201,7 +202,9 @@ def _take_figures(
     if again:
         gaps = {name: reason for name, reason in gaps.items() if name not in failed}
     assert settings.comparison is not None
-    account = dataclasses.replace(account, figures=figures, tasks=tasks, gaps=gaps, tries=tries if again else 0)
+    gaps = {name: with_earlier(account.gaps.get(name, ""), reason) for name, reason in gaps.items()}
+    tries = tries if again else 0
+    account = dataclasses.replace(account, figures=figures, tasks=tasks, gaps=account.gaps | gaps, tries=tries)
     if not again:
         evaluated = [*_evaluated(archive, settings, account), *(name for name in folders if name != GLOBAL)]
         account = dataclasses.replace(account, batch=account.batch + 1, evaluated=evaluated)
@@ -218,6 +221,11 @@ def _lacking(answer: Manifest, expected: Sequence[str], found: Collection[str]) 
     reasons = missing_of(answer, expected)
     lines = [f"{name}: {reasons.get(name) or 'no figures came of it'}" for name in expected if name not in found]
     return f"not evaluated there: {'; '.join(lines)}" if lines else ""
+
+
+def with_earlier(before: str, reason: str) -> str:
+    """Why figures of an earlier batch are missing, and of this one; it may have been sent before."""
+    return reason if not before or before in reason else before if reason in before else f"{before}; {reason}"
 
 
 def _renewed(before: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

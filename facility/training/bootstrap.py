@@ -7,6 +7,7 @@ section 4.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -29,7 +30,9 @@ class BlockLosses:
 
     @property
     def mean(self) -> float:
-        return float(self.losses.sum() / self.predictions.sum())
+        """Nats per prediction; NaN without any."""
+        predictions = int(self.predictions.sum())
+        return float(self.losses.sum()) / predictions if predictions else math.nan
 
 
 def interval(one: BlockLosses) -> Interval:

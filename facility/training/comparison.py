@@ -11,7 +11,7 @@ import logging
 import math
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.comparison import GLOBAL, INITIAL, Figure, folders_of, with_figures, with_tasks
+from facility.exchange.messages.comparison import (
+    GLOBAL,
+    INITIAL,
+    Figure,
+    folders_of,
+    with_figures,
+    with_missing,
+    with_tasks,
+)
 from facility.exchange.messages.evaluation import ACCURACY, HELD_OUT, VALIDATION
 from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of
+from facility.exchange.messages.plausible import MOST_LOSS
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.data.loader import DataLoader
 from facility.training.prepare import load_weights
@@ -46,13 +55,24 @@ class Data:
     """Of the dataset's manifest, and of how many blocks of it are read."""
 
 
-def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
-    """Evaluate every model of the received directory; figures, and accuracies if any, on the first rank."""
+@dataclass
+class Found:
+    """What leaves the facility."""
+
+    figures: list[Figure] = field(default_factory=list)
+    scores: list[dict[str, Any]] = field(default_factory=list)
+    """Accuracies, where models classify."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Models without figures, and why."""
+
+
+def compare(round: Round) -> Found:
+    """Evaluate every model of the received directory; what was found, on the first rank."""
     request = round.request
     assert request.bundle is not None
     manifest, sets = read_manifest(request.bundle), data_sets(round)
     kept = KeptLosses(request.state / "comparison", read_manifest(request.bundle / GLOBAL).content_sha256)
-    figures, scores = [], []
+    found = Found()
     for folder, model in models_of(request, manifest).items():
         checkpoint = open_checkpoint(model)
         with together(round.ranks):
@@ -62,14 +82,26 @@ def compare(round: Round) -> tuple[list[Figure], list[dict[str, Any]]]:
             one = BlockLosses(losses=losses, predictions=predictions)
             if not round.ranks.first:
                 continue
+            where = " on held-out data" if data.held_out else ""
+            told = figure(folder, data, one, kept.others(data.digest, folder))
+            if reason := unbelievable(told):  # of one model: the others' figures are none the worse
+                log.warning("%s%s has no figures: %s", folder, where, reason)
+                found.missing[folder] = f"{reason}{where}"
+                continue
             if folder in (GLOBAL, INITIAL):
                 kept.keep(data.digest, folder, one)
-            figures.append(figure(folder, data, one, kept.others(data.digest, folder)))
+            found.figures.append(told)
             if round.engine.accuracy is not None:
-                scores.append(accuracy_score(folder, data, round.engine.accuracy, int(one.predictions.sum())))
-            where = " on held-out data" if data.held_out else ""
+                found.scores.append(accuracy_score(folder, data, round.engine.accuracy, int(one.predictions.sum())))
             log.info("%s%s: %s", folder, where, round.words.of_loss(one.mean))
-    return figures, scores
+    return found
+
+
+def unbelievable(told: Figure) -> str:
+    """Why no message can tell a model's loss; '' where one can."""
+    if 0 <= told.loss.value and told.loss.high <= MOST_LOSS:
+        return ""
+    return f"its loss is {told.loss.value:g} (up to {told.loss.high:g}), expected a number up to {MOST_LOSS:g}"
 
 
 def models_of(request: RoundRequest, manifest: Manifest) -> dict[str, Path]:
@@ -155,13 +187,15 @@ class KeptLosses:
         return found
 
 
-def finish_comparison(round: Round, figures: list[Figure], scores: list[dict[str, Any]]) -> None:
+def finish_comparison(round: Round, found: Found) -> None:
     """Write the figures as an update without weights."""
 
     def add(directory: Path) -> None:
-        with_figures(directory, figures)
-        if scores:
-            with_tasks(directory, scores)
+        with_figures(directory, found.figures)
+        if found.scores:
+            with_tasks(directory, found.scores)
+        if found.missing:
+            with_missing(directory, found.missing)
 
     request, times = round.request, round.times
     assert request.bundle is not None

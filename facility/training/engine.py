@@ -249,5 +249,6 @@ class Engine:
         if self.ranks.world > 1:
             dist.all_reduce(found, group=self.ranks.group)
         losses, predictions, right_ones = found.cpu().numpy()
-        self.accuracy = float(right_ones.sum() / predictions.sum()) if self.compute.task.answers else None
+        count = predictions.sum()
+        self.accuracy = float(right_ones.sum() / count) if count and self.compute.task.answers else None
         return losses, predictions.astype(np.int64)

@@ -62,7 +62,7 @@ def _train_round(request: RoundRequest) -> int:
     with round.budget():
         round.evaluate_received()
         if request.bundle is not None:
-            finish_comparison(round, *compare(round))
+            finish_comparison(round, compare(round))
             return Outcome.DONE
         if request.evaluates_only:
             finish_evaluation(round)

@@ -12,6 +12,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import matrix
 from coordinator.comparison.models import batches
+from coordinator.comparison.phases import with_earlier
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings
@@ -353,3 +354,8 @@ def test_batches_hold_every_model_once_and_the_global_one_always(models: int, mo
     made = batches(folders, most)
     assert all(batch[0] == "global" and len(batch) <= max(2, most) for batch in made)
     assert [name for batch in made for name in batch[1:]] == folders[1:]
+
+
+def test_why_figures_are_missing_is_told_of_every_batch():
+    assert with_earlier("", "b") == "b" and with_earlier("a", "b") == "a; b"
+    assert with_earlier("a; b", "b") == with_earlier("b", "a; b") == "a; b", "of a batch that was sent again"

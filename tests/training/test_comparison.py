@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.comparison import FOLDERS, KEY, MODELS, Figure, figures_of, perplexities, tasks_of
+from facility.exchange.messages.comparison import (
+    FOLDERS,
+    KEY,
+    MODELS,
+    Figure,
+    Interval,
+    figures_of,
+    missing_of,
+    perplexities,
+    tasks_of,
+)
 from facility.exchange.messages.evaluation import SCORES, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import read_report
 from facility.training.bootstrap import BlockLosses, difference, interval
-from facility.training.comparison import Data, accuracy_score
+from facility.training.comparison import Data, accuracy_score, unbelievable
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -160,3 +172,28 @@ def test_the_accuracy_that_a_facility_tells_is_what_its_coordinator_takes():
                 tasks_of(of(**{KEY: {"tasks": [one | change]}}), ["global"])
     for one in told:  # of a round these are no tasks
         assert scores_of(of(**{SCORES: {"results": [{k: v for k, v in one.items() if k != "model"}]}})) == {}
+
+
+def test_a_model_without_a_loss_costs_the_others_no_figure(tmp_path: Path, pico_llama: Path):
+    """One whose weights are finite and make a forward pass overflow."""
+    wild = tmp_path / "wild"
+    shutil.copytree(pico_llama, wild)
+    tensors = load_file(wild / "model.safetensors")
+    tensors["model.norm.weight"].fill_(3e38)
+    tensors["lm_head.weight"] *= 3e38 / tensors["lm_head.weight"].abs().max()
+    save_file(tensors, wild / "model.safetensors", {"format": "pt"})
+    models = write_models(tmp_path / "models", {"global": pico_llama, "update.b": wild, "initial": pico_llama})
+    rounds_in([("one", arguments(tmp_path / "one", models, write_dataset(tmp_path / "data"), rounds=2, round=2))])
+    out = read_manifest(tmp_path / "one" / "out")
+    assert {one.model for one in figures_of(out, ["global", "update.b", "initial"])} == {"global", "initial"}
+    assert "its loss is nan" in missing_of(out, ["global", "update.b", "initial"])["update.b"]
+
+
+def test_what_no_message_can_tell_is_known_before():
+    for losses, predictions in (([math.nan, 1.0], [1, 1]), ([2e4, 0.0], [1, 1]), ([0.0, 0.0], [0, 0])):
+        one = BlockLosses(losses=np.array(losses), predictions=np.array(predictions))
+        told = Figure(model="update.b", loss=interval(one), blocks=2, predictions=2)
+        assert "expected a number up to 10000" in unbelievable(told)
+    assert not unbelievable(
+        Figure(model="global", loss=Interval(value=1.0, low=0.0, high=1e4), blocks=2, predictions=2)
+    )

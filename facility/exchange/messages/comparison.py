@@ -110,9 +110,9 @@ def with_tasks(directory: Path, scores: Sequence[Mapping[str, Any]]) -> None:
 
 
 def with_missing(directory: Path, missing: Mapping[str, str]) -> None:
-    """Add to the figures in the manifest of `directory` why models of this facility's own have none."""
+    """Add to the figures in the manifest of `directory` why models have none."""
     found = read_manifest(directory).extra.get(KEY) or {}
-    with_extra(directory, KEY, found | {"missing": dict(missing)})
+    with_extra(directory, KEY, found | {"missing": found.get("missing", {}) | dict(missing)})
 
 
 def with_alone(directory: Path, alone: Alone) -> None:
@@ -151,9 +151,9 @@ def expected_of(manifest: Manifest, facility: str) -> list[str]:
 
 
 def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
-    """Why a facility has no figures of models of its own. Raises `ManifestError`."""
+    """Why a facility has no figures of models. Raises `ManifestError`."""
     found = Fields(raw=_told(manifest), where=KEY)
-    missing = Fields(raw=found.mapping("missing", 2), where=f"{KEY}: missing")
+    missing = Fields(raw=found.mapping("missing", len(expected)), where=f"{KEY}: missing")
     missing.only(list(expected))
     return {name: missing.words(name, "", longest=500) for name in missing.raw}
 
