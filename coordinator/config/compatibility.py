@@ -157,7 +157,7 @@ def check_drift(aggregation: AggregationSettings, training: Mapping[str, Trainin
 
 
 def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:
-    """Raise `ConfigurationError` where the evaluation names a facility that there is not."""
+    """Raise `ConfigurationError` where the evaluation names a facility that there is not, or data as one is named."""
     where, known = evaluation.facility, ", ".join(names)
     if where not in ("all", COORDINATOR, *names):
         raise _error(
@@ -168,6 +168,11 @@ def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:
         raise _error(
             "evaluation.held_out.facility",
             f"evaluation.held_out.facility is {held_out.facility!r}, expected one of {known}",
+        )
+    if held_out is not None and held_out.name in names:
+        raise _error(
+            "evaluation.held_out.name",
+            f"evaluation.held_out.name is {held_out.name!r}, as reports call that facility's own data: choose another",
         )
 
 

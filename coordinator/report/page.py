@@ -22,6 +22,8 @@ FEW = 8
 """Facilities that get a colour of their own in the legend."""
 MOST_ROWS = 1000
 """Rows of the table of rounds, and updates in that of artefacts; with more, the last ones are listed."""
+THE_MEAN = "the mean"
+"""A column beside those of facilities, none of whose names holds a blank."""
 MOST_POINTS = 8000
 """Of the chart of training losses."""
 MOST_BARS = 6000
@@ -296,8 +298,9 @@ def _cosines(similar: Mapping[str, Any]) -> Markup:
         for other, value in (one["cosines"] or {}).items()
         if other in shown_names
     }
-    values |= {(one["facility"], "mean"): one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
-    columns = [*names, "mean"] if any(column == "mean" for _, column in values) else names
+    to_mean = {one["facility"]: one["cosine_to_mean"] for one in parts if one["cosine_to_mean"] is not None}
+    values |= {(name, THE_MEAN): value for name, value in to_mean.items()}
+    columns = [*names, THE_MEAN] if to_mean else names
     return heat(values, names, columns, shade=lambda _, value: value, text_of=lambda value: f"{value:.2f}")
 
 

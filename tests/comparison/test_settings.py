@@ -31,6 +31,7 @@ MASKS: dict[str, Any] = {
         ({"evaluation": {"alone": True}}, "matrix"),
         ({"evaluation": {"held_out": {"facility": "a", "dataset": "d"}}}, "matrix"),
         ({"evaluation": {"matrix": True, "held_out": {"facility": "c", "dataset": "d"}}}, "expected one of a, b"),
+        ({"evaluation": {"matrix": True, "held_out": {"facility": "a", "dataset": "d", "name": "b"}}}, "own data"),
         ({"evaluation": MATRIX, "aggregation": {"exclude": ["lm_head*"]}}, "aggregation.exclude"),
         ({"evaluation": {"matrix": True, "models_per_job": 0}}, "models_per_job"),
     ],

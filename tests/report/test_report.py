@@ -394,7 +394,9 @@ def test_whole_ticks_are_round_few_and_within(low: int, high: int):
     assert f"{step:.0f}".rstrip("0") in ("1", "2", "5") and all(value % step == 0 for value in found)
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 7.5), (1e-9, 2e-9), (900.0, 1100.0)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0.0, 1.0), (3.0, 3.0), (-2.0, 7.5), (1e-9, 2e-9), (900.0, 1100.0), (0.0, 5e-324)]
+)
 def test_ticks_are_few_and_enclose_the_values(low: float, high: float):
     found = ticks(low, high)
     assert found[0] <= low and found[-1] >= high and 2 <= len(found) <= 8
@@ -432,3 +434,15 @@ def test_a_line_that_is_late_stays_where_its_time_is(tmp_path: Path):
     with journal.path.open("a") as file:
         file.write('{"unix": NaN, "kind": "started"}\n{"unix": 1e999, "kind": "started"}\n')
     assert len(journal.read()) == 5
+
+
+def test_a_facility_called_mean_keeps_its_cosines_apart_from_those_to_the_mean(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=3, rounds=2)
+    for file in archive.path.rglob("*.json*"):
+        file.write_text(file.read_text().replace("facility-01", "mean"))
+    data = data_of(archive, 2)
+    (one, other) = data["similarity"][-1]["participants"]
+    assert other["facility"] == "mean" and one["cosine_to_mean"] != one["cosines"]["mean"]
+    told = page(data)
+    for column, value in (("the mean", one["cosine_to_mean"]), ("mean", one["cosines"]["mean"])):
+        assert told.count(f"<title>{one['facility']} / {column}: {value:.2f}</title>") == 1
