@@ -10,12 +10,14 @@ from typing import Any
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq, TaggedScalar
-from ruamel.yaml.composer import Composer
+from ruamel.yaml.composer import Composer, ComposerError
 from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent
+from ruamel.yaml.nodes import ScalarNode
 from ruamel.yaml.reader import ReaderError
 from ruamel.yaml.resolver import VersionedResolver
+from ruamel.yaml.scanner import RoundTripScanner, ScannerError
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.strict_json import LARGEST_WHOLE
@@ -23,6 +25,9 @@ from facility.exchange.messages.strict_json import LARGEST_WHOLE
 MOST_BYTES = 4 << 20
 MOST_VALUES = 100_000
 """Values of a file with every alias written out; a few lines of aliases of aliases could name billions."""
+MOST_LEVELS = 50
+"""Of lists and mappings within each other: the parser's time grows with the square of their depth."""
+TOO_DEEP = f"nested too deeply: more than {MOST_LEVELS} lists and mappings within each other"
 MARKS = {
     b"\xff\xfe": "UTF-16",
     b"\xfe\xff": "UTF-16",
@@ -50,15 +55,42 @@ class _Resolver(VersionedResolver):
         return type(tag)(suffix=TEXT) if letter or bare or other else tag
 
 
+class _Scanner(RoundTripScanner):
+    """Flow collections are not read ahead beyond the depth that is allowed."""
+
+    def fetch_flow_collection_start(self, TokenClass: Any, to_push: str) -> None:
+        if self.flow_level >= MOST_LEVELS:
+            raise ScannerError(None, None, TOO_DEEP, self.reader.get_mark())
+        super().fetch_flow_collection_start(TokenClass, to_push)
+
+
 class _Composer(Composer):
-    """Keys that YAML 1.1 takes for true or false, as in `notify: {on: [done]}`, are text."""
+    """Keys are text, as `on` in `notify: {on: [done]}`, which YAML 1.1 takes for true; the depth is bounded."""
+
+    level = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.level += 1
+        if self.level > MOST_LEVELS:
+            raise ComposerError(None, None, TOO_DEEP, self.parser.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
         for key, _ in node.value:
+            if not isinstance(key, ScalarNode):  # each level of such keys doubles the time that hashing them takes
+                raise ComposerError(None, None, "a key is a list or a mapping, expected plain text", key.start_mark)
             if str(key.tag) == BOOLEAN:
                 key.ctag = type(key.ctag)(suffix=TEXT)
         return node
+
+
+def _yaml() -> YAML:
+    yaml = YAML(typ="rt", pure=True)
+    yaml.Scanner = _Scanner
+    return yaml
 
 
 class Lined:
@@ -102,7 +134,7 @@ class Lined:
             raise ConfigurationError(f"is not UTF-8 text: {error}; save it as UTF-8", file=self.file) from None
 
     def _load(self, text: str) -> Any:
-        yaml = YAML(typ="rt", pure=True)
+        yaml = _yaml()
         yaml.Resolver = _Resolver
         yaml.Composer = _Composer
         yaml.version = (1, 1)  # type: ignore[assignment]
@@ -128,11 +160,13 @@ class Lined:
             raise ConfigurationError(problem, file=self.file) from None
 
     def _refuse_recursion(self, text: str) -> None:
-        """Raise `ConfigurationError` where an alias is inside the value that it names."""
+        """Raise `ConfigurationError` where an alias is inside the value that it names, or a value too deep."""
         within: list[str | None] = []
-        for event in YAML(typ="rt", pure=True).parse(text) if "*" in text else ():
+        for event in _yaml().parse(text) if "*" in text else ():
             if isinstance(event, CollectionStartEvent):
                 within.append(event.anchor)
+                if len(within) > MOST_LEVELS:
+                    raise self._at(TOO_DEEP, event.start_mark)
             elif isinstance(event, CollectionEndEvent):
                 within.pop()
             elif isinstance(event, AliasEvent) and event.anchor in within:

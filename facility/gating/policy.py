@@ -34,6 +34,8 @@ NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 KEPT = ("CROSSFED_HOME", "CROSSFED_STATE")
 """Variables that name what a facility keeps: code, environment, optimizer state, shares of keys."""
 MOST_BYTES = 1 << 20
+MOST_LEVELS = 20
+"""Of lists and mappings within each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +117,7 @@ def read_policy(path: Path) -> Policy:
         text = path.read_bytes()
         if len(text) > MOST_BYTES:
             raise ConfigurationError(f"has {len(text)} bytes, expected at most {MOST_BYTES}", file=path)
-        root = yaml.compose(text.decode("utf-8"), Loader=yaml.SafeLoader)
+        root = yaml.compose(text.decode("utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:
@@ -138,6 +140,28 @@ def named_places(policy: Policy, file: Path) -> Iterator[tuple[str, Path]]:
         yield from ((name, resolve(one)) for one in getattr(policy, name))
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses what is nested deeper than `MOST_LEVELS`, which costs much time and then Python's stack."""
+
+    level = 0
+
+    def fetch_flow_collection_start(self, TokenClass: type[yaml.Token]) -> None:
+        self._check(self.flow_level, self.get_mark())
+        super().fetch_flow_collection_start(TokenClass)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._check(self.level, self.peek_event().start_mark)
+        self.level += 1
+        node = super().compose_node(parent, index)
+        self.level -= 1
+        return node
+
+    def _check(self, level: int, mark: yaml.Mark) -> None:
+        if level >= MOST_LEVELS:
+            problem = f"is nested too deeply: more than {MOST_LEVELS} lists and mappings within each other"
+            raise yaml.MarkedYAMLError(None, None, problem, mark)
+
+
 class _Reader:
     """Turns YAML nodes into the policy's values."""
 
@@ -151,7 +175,10 @@ class _Reader:
         found: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for key, node in root.value:
-            name, line = str(key.value), key.start_mark.line + 1
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise self.error("a key is a list or a mapping, expected plain text", line)
+            name = str(key.value)
             if name not in known:
                 raise self.error(f"unknown key {name!r}; known keys are {', '.join(known)}", line)
             if name in found:

@@ -29,6 +29,8 @@ merged:
 BOMB = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{after}: &{after} [{','.join([f'*{before}'] * 10)}]\n" for before, after in zip("abcdef", "bcdefg", strict=True)
 )
+DEEP = ["a: " + "[" * 10_000, "a: " + "{b: " * 3000, "- " * 3000, "a: " + "!!seq [" * 60, "? " * 60]
+"""What a parser without bounds takes minutes for, or all of Python's stack."""
 
 
 def read(tmp_path: Path, content: str | bytes) -> Lined:
@@ -85,7 +87,9 @@ def test_every_key_has_its_line(tmp_path: Path):
         ("a: 1\nb: 2020-01-01", 2, "put it between quotes"),
         ("a: 1\nb: [1\nc", 3, "not valid YAML"),
         ("a: 1\n---\nb: 2", 2, "another document"),
-        ("a: " + "[" * 900, None, "not valid YAML"),
+        *((deep, 1, "nested too deeply") for deep in DEEP),
+        ("a: &a 1\nb: *a\nc: " + "[" * 60, 3, "nested too deeply"),
+        ("a: 1\n" + "? " * 12, 2, "a key is a list or a mapping"),
         ("a: 1\nb: [1, " + "9" * 400 + "]", 2, "b[1] is a number of more than 64 bits"),
         ("a: 1\nb: -9223372036854775809", 2, "b is a number of more than 64 bits"),
         ("a: 1\r\nb: x\x00y", 2, "holds the control character U+0000: remove it"),

@@ -520,10 +520,13 @@ BAD_POLICIES = {
     "facility: alpha\nadapters_only: maybe": (2, "true or false"),
     "facility: alpha\nfacility: beta": (2, "twice"),
     "facility: alpha": (2, "lacks federations, keys"),
+    "facility: alpha\nfill: " + "[" * 3000: (2, "nested too deeply"),
+    "facility: alpha\nfill:\n  " + "- " * 3000: (3, "nested too deeply"),
+    "facility: alpha\n? [fill, hours]\n: 1": (2, "a key is a list or a mapping"),
 }
 
 
-@pytest.mark.parametrize("text", BAD_POLICIES)
+@pytest.mark.parametrize("text", BAD_POLICIES, ids=lambda text: text[:60])
 def test_a_policy_that_is_not_sound_closes_the_gate_and_names_the_line(tmp_path: Path, text: str, capsys, monkeypatch):
     line, words = BAD_POLICIES[text]
     file = tmp_path / "policy.yml"
