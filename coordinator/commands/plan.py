@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.app import PLAN, app
+from coordinator.console import command_console
 
 
 @app.command(rich_help_panel=PLAN)
@@ -70,6 +69,6 @@ def plan(
             least_gain=gain,
         )
     write_plan(out, made)
-    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
+    console = command_console(140)
     show_plan(made, described if isinstance(described, Problem) else None, console=console)
     print(f"written to {out}")

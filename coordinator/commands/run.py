@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.app import RUN, FederationOption, app
+from coordinator.console import command_console
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.exit_codes import ExitCode
 
@@ -30,7 +30,7 @@ def check(
     from coordinator.preflight.check import show
     from coordinator.preflight.last_check import remember
 
-    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
+    console = command_console(160)
     rows = look(federation, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
     with suppress(ConfigurationError):  # then the row on federation.yml fails
         remember(read_federation(federation), federation, rows)

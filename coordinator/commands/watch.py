@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from coordinator.commands.app import WATCH, FederationOption, app
+from coordinator.console import command_console
 from facility.exchange.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from coordinator.archive.summary import remarks, shown, table
     from coordinator.engine.stuck_jobs import lines_of
 
-    console = Console(width=None if sys.stdout.isatty() else 140, emoji=False)
+    console = command_console(140)
     console.print(
         f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
         f"{escape(data['archive'])}"

@@ -18,6 +18,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 
 from coordinator.archive.summary import shown
+from coordinator.console import command_console
 
 ENGINE = "coordinator.engine"
 """Name of the logger of all that goes to a run's console."""
@@ -59,7 +60,7 @@ class Lasting:
 def lasting_console(width: int) -> Console:
     """The console of a run; `width`: in characters, where it is no terminal."""
     stream = cast(TextIO, Lasting(sys.stdout))
-    return Console(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
+    return command_console(width, stream)
 
 
 class ConsoleHandler(logging.Handler):

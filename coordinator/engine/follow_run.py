@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 import time
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 
 from coordinator.archive.summary import shown
+from coordinator.console import command_console
 from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot
 from facility.exchange.errors import InputError
 
@@ -31,7 +30,7 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
                 f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one"
             ) from None
         raise InputError(f"{workdir / FILE} is damaged; a run that goes on writes it again")
-    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
+    console = command_console(160)
     if as_json:
         print(json.dumps(dataclasses.asdict(snapshot)))
         return 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from coordinator.console import command_console
 from facility.exchange.errors import InputError
 from facility.exchange.logs import configure_logging
 
@@ -69,7 +68,7 @@ def quickstart(
         set_up=set_up,
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
-    console = Console(width=None if sys.stdout.isatty() else 160, emoji=False)
+    console = command_console(160)
     code = show(look(file, link=False), as_json=False, console=console)
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")

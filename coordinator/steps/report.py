@@ -9,11 +9,10 @@ import sys
 import traceback
 from pathlib import Path
 
-from rich.console import Console
-
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, summary, table
 from coordinator.config.settings import read_coordinator_settings
+from coordinator.console import command_console
 from coordinator.events.event import emit
 from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
@@ -55,7 +54,7 @@ def main() -> int:
         said = first_line(error)
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", said)
         emit("problem", text=f"the report page cannot be written ({said}): fix that, then run `crossfed report`")
-    Console(width=140, emoji=False).print(table(data))
+    command_console(140).print(table(data))
     for line in remarks(data):
         print(line)
     if data["stopped"]:
