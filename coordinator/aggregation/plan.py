@@ -27,6 +27,7 @@ from coordinator.aggregation.rules.registry import RULES, decide
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from coordinator.aggregation.squared_gradients import squared_gradients
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.running_statistics import is_running_statistic
 
 
 def needs_histograms(settings: AggregationSettings) -> bool:
@@ -137,6 +138,8 @@ def make_plan(
         clip_factors=factors,
     )
     plan = decide(settings.aggregation_rule, updates, settings.values_of(rule))
+    if rule.lengthens:
+        plan = _averaging_statistics(plan, list(weights))
     if plan.coefficients is not None:
         values = [float(share) * f for share, f in zip(plan.coefficients, factors or [1.0] * len(names), strict=True)]
         return dataclasses.replace(plan, coefficients=values, details=details | plan.details)
@@ -154,6 +157,15 @@ def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[fl
     norms = [float(np.sqrt(max(value, 0.0))) for value in gram.diagonal()]
     limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=clip_ratio(settings, len(gram)))
     return limit, clipping.factors(norms, limit)
+
+
+def _averaging_statistics(plan: Plan, weights: list[float]) -> Plan:
+    """The plan, but running statistics of batch normalisation are the updates' plain weighted mean."""
+
+    def by_tensor(tensor: str) -> Sequence[float] | None:
+        return weights if is_running_statistic(tensor) else plan.coefficients_of(tensor)
+
+    return dataclasses.replace(plan, coefficients=None, tensor_coefficients=by_tensor)
 
 
 def _sorting(combine: Combine) -> Combine:

@@ -68,6 +68,29 @@ def test_no_rule_takes_a_variance_below_those_of_the_facilities(tmp_path: Path, 
     assert bool((make.read_all(tmp_path / "m1")["norm.running_var"] >= torch.stack(found).amin(0) - 1e-6).all())
 
 
+LONGER = """
+from coordinator.aggregation.rules.contract import AggregationRule, Plan
+DECLARATION = AggregationRule(name="longer", implementation="plan", lengthens=True)
+def plan(updates):
+    return Plan(coefficients=[3 * weight for weight in updates.weights])
+"""
+
+
+def test_a_rule_of_ones_own_that_lengthens_steps_leaves_variances_alone(tmp_path: Path, monkeypatch):
+    (tmp_path / "own_longer").mkdir()
+    (tmp_path / "own_longer" / "__init__.py").touch()
+    (tmp_path / "own_longer" / "rule.py").write_text(LONGER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start = {"conv.weight": torch.zeros(8), "norm.running_var": torch.ones(8)}
+    base = make.model(tmp_path / "m0", start)
+    moved = {"conv.weight": torch.ones(8), "norm.running_var": torch.full((8,), 0.5)}
+    paths = [make.update(tmp_path / name, moved, base=base, facility=name) for name in ("a", "b")]
+    settings = AggregationSettings(rule="own_longer.rule", weights="equal", **make.UNBOUNDED)
+    aggregate(base=base, updates=paths, out=tmp_path / "m1", settings=settings)
+    found = make.read_all(tmp_path / "m1")
+    assert torch.all(found["conv.weight"] == 3) and torch.all(found["norm.running_var"] == 0.5)
+
+
 def test_a_counter_that_moved_is_refused_unless_it_is_personal(tmp_path: Path):
     sent = tensors_of(0)
     base = make.model(tmp_path / "m0", sent)

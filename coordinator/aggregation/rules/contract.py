@@ -71,6 +71,9 @@ class AggregationRule(Declaration):
 
     minimum_updates: str = ""
     """Name of a function of the same file, (*, parameters) -> least number of updates; empty: one is enough."""
+    lengthens: bool = False
+    """A step may be longer than every update's, which would take a variance below zero: the running statistics of batch
+    normalisation are averaged plainly, whatever the plan says."""
 
 
 @dataclass(frozen=True, kw_only=True)

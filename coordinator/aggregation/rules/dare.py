@@ -5,8 +5,6 @@ free lunch", ICML 2024, arXiv 2311.03099, equation 3: each change stays with pro
 
 The random choice is a counter-based one (Philox, Salmon et al. 2011), keyed by seed, round, facility and tensor and
 placed by the values' offset: it does not depend on the order of work.
-
-Running statistics of batch normalisation are averaged plainly: a rescaled change takes a variance below zero.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ import numpy as np
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -33,6 +30,7 @@ DECLARATION = AggregationRule(
         ),
         Parameter(name="seed", default=0, text="Of dare's random choice, mixed with round, facility and tensor."),
     ),
+    lengthens=True,
 )
 
 BLOCK = 1 << 16
@@ -74,5 +72,4 @@ def plan(
         masks = [kept(seed, updates.number, name, tensor, offset, width, density) for name in updates.facilities]
         return combine(steps, masks, updates.weights, density)
 
-    weights = list(updates.weights)
-    return Plan(tensor_coefficients=lambda tensor: weights if is_running_statistic(tensor) else None, combine=dropped)
+    return Plan(combine=dropped)

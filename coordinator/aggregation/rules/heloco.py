@@ -23,7 +23,6 @@ import numpy as np
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -40,6 +39,7 @@ DECLARATION = AggregationRule(
         ),
     ),
     needs=("tensor_products", "momentum"),
+    lengthens=True,
 )
 ALIGNED = 0.2
 """Least cosine of a step that is left as it is."""
@@ -83,9 +83,7 @@ def plan(updates: RoundUpdates, *, heloco_staleness: int) -> Plan:
     assert updates.tensor_products is not None and updates.momentum_products is not None
     products = updates.momentum_products
     chosen = {
-        name: [*updates.weights, 0.0]  # no momentum moves these
-        if is_running_statistic(name)
-        else coefficients(updates, gram, products[name], heloco_staleness)
+        name: coefficients(updates, gram, products[name], heloco_staleness)
         for name, gram in updates.tensor_products.items()
     }
     turned = [

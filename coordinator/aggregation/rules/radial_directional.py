@@ -2,9 +2,8 @@
 
 A. Douillard et al., "Decoupled DiLoCo", 2026, arXiv 2604.21428: with phi(x) = x / |x| and phi(0) = 0, the step of a
 tensor is (sum w |v| / sum w) phi(sum w phi(v)). The mean of M unlike steps is shorter than each of them by about
-sqrt(M); this one is as long as they are, whatever their number. Where the directions cancel, and for embeddings, the
-output layer and running statistics of batch normalisation, whose variances a longer step takes below zero, it is the
-plain mean. A tensor's step is a weighted sum of the updates' steps, whose weights follow from
+sqrt(M); this one is as long as they are, whatever their number. Where the directions cancel, and for embeddings and the
+output layer, it is the plain mean. A tensor's step is a weighted sum of the updates' steps, whose weights follow from
 the tensor's inner products: one pass over the tensors measures them, and nothing but these products is kept.
 """
 
@@ -17,7 +16,6 @@ import numpy as np
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.patterns import matches
-from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -33,6 +31,7 @@ DECLARATION = AggregationRule(
         ),
     ),
     needs=("tensor_products",),
+    lengthens=True,
 )
 CANCELLED = 1e-3
 """Mean directions shorter than this point nowhere. The square of their length is a sum that cancels, and steps are
@@ -55,9 +54,7 @@ def plan(updates: RoundUpdates, *, plain_mean: str) -> Plan:
     assert updates.tensor_products is not None
     weights, patterns = np.array(updates.weights), plain_mean.split()
     chosen: Mapping[str, list[float]] = {
-        name: weights.tolist()
-        if matches(name, patterns) or is_running_statistic(name)
-        else coefficients(gram, weights).tolist()
+        name: weights.tolist() if matches(name, patterns) else coefficients(gram, weights).tolist()
         for name, gram in updates.tensor_products.items()
     }
     return Plan(tensor_coefficients=chosen.__getitem__)
