@@ -28,8 +28,9 @@ from facility.exchange.messages.manifest import read_manifest, write_manifest
 def average(models: Sequence[Path], out: Path, rounds: Sequence[int]) -> None:
     """Write the mean of the models to the new directory `out`; peak memory is a few megabytes.
 
-    Floating-point tensors are averaged in float32 and stored in the dtype that they have in the last model; all other
-    tensors and files are the last model's. Raises `InputError` where the models do not hold the same tensors.
+    Floating-point tensors are averaged in float32, float64 ones in float64, and stored in the dtype that they have in
+    the last model; all other tensors and files are the last model's. Raises `InputError` where the models do not hold
+    the same tensors.
     """
     every = [open_checkpoint(model) for model in models]
     last = every[-1]
@@ -54,12 +55,13 @@ def _write_mean(writer: TensorWriter, name: str, entries: list[TensorEntry], las
         for offset, content in raw(last):
             writer.write(name, offset, content)
         return
+    arithmetic = np.float64 if any(entry.dtype == "F64" for entry in (*entries, last)) else np.float32
     for start, values in parts(entries):
-        total, other = np.zeros(len(values[0]), np.float32), np.empty(len(values[0]), np.float32)
+        total, other = np.zeros(len(values[0]), arithmetic), np.empty(len(values[0]), arithmetic)
         for one, entry in zip(values, entries, strict=True):
             widen(one, entry.dtype, other)
             total += other
-        total /= np.float32(len(entries))
+        total /= arithmetic(len(entries))
         stored = np.empty(len(total), STORAGE[last.dtype])
         narrow(total, last.dtype, stored, np.empty(len(total), np.uint32))
         writer.write(name, start * stored.itemsize, as_bytes(stored))

@@ -46,6 +46,7 @@ def test_the_mean_is_that_of_float32_rounded_once_and_the_rest_is_the_last_model
             "whole": torch.randn(5),
             "count": torch.tensor([number]),
             "one": torch.tensor(float(number)),
+            "double": torch.randn(5, dtype=torch.float64),
         }
         for number in range(3)
     ]
@@ -55,6 +56,8 @@ def test_the_mean_is_that_of_float32_rounded_once_and_the_rest_is_the_last_model
     for name in ("half", "whole", "one"):
         wanted = torch.stack([one[name].float() for one in every]).mean(0).to(every[0][name].dtype)
         assert torch.equal(found.read(name), wanted), name
+    wanted = torch.stack([one["double"] for one in every]).mean(0)
+    torch.testing.assert_close(found.read("double"), wanted, rtol=1e-15, atol=1e-15)
     assert found.read("count").tolist() == [2]
     assert (tmp_path / "mean" / "config.json").exists()
     assert verify_manifest(tmp_path / "mean").extra[MEAN_OF] == [7, 8, 9]
