@@ -62,7 +62,9 @@ class Engine:
         self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
         """True if replicas step in lockstep on a shared batch, False if a policy of `facility.sync` joins them."""
         self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
-        self.skipped = self.bad_in_a_row = self._good = 0
+        self.skipped = self.bad_in_a_row = 0
+        self.good = 0
+        """Steps of this round that were not skipped."""
         self.accuracy: float | None = None
         """Share of right answers in the latest evaluation; None for a task that has none."""
 
@@ -182,8 +184,8 @@ class Engine:
     def _count(self, finite: bool, norm: float, loss: float) -> None:
         """Skipped steps; in half precision (fp16) a gradient that overflows first lowers the loss scale."""
         if finite:
-            self.bad_in_a_row, self._good = 0, self._good + 1
-            if self.scale != 1.0 and self._good % 500 == 0:
+            self.bad_in_a_row, self.good = 0, self.good + 1
+            if self.scale != 1.0 and self.good % 500 == 0:
                 self.scale *= 2.0
             return
         self.skipped += 1

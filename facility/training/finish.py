@@ -143,6 +143,7 @@ def save_state(round: Round) -> None:
         optimizer_steps=round.progress.optimizer_steps if kept else 0,
         sync=sorted(round.sync_vectors.keys() - {KIND}) if kept else [],
         optimizer=training.optimizer,
+        betas=[training.beta1, training.beta2],
     )
     state.save_state(
         request.state,

@@ -44,6 +44,7 @@ from facility.training.shards import add_shards
 from facility.training.state import state
 from facility.training.state.reference import prepare_reference
 from facility.training.state.resume import SavedState, restore, restore_vectors, that_fits
+from facility.training.state.step_counts import steps_seen
 from facility.training.state.update import personal, round_in_place
 from facility.training.stop import Stop
 
@@ -304,7 +305,7 @@ class Round:
         counted = self.progress.optimizer_steps
         if self.engine.together or self.setup.layout.sync.state_policy != "reset":
             return counted
-        here = state.steps_seen(self.engine.optimizer, self.engine.parts, counted)
+        here = steps_seen(self.engine.optimizer, self.engine.parts, counted)
         return min(steps for replica, steps in gather(self.ranks, [self.replica, here]) if replica == self.replica)
 
     def _averaging(self, finished: bool) -> dist.ProcessGroup | None:
@@ -323,6 +324,7 @@ class Round:
             losses=progress.losses,
             scale=self.engine.scale,
             skipped=self.engine.skipped,
+            bad_in_a_row=self.engine.bad_in_a_row,
             samples=self.sync.samples,
             sequences=progress.sequences,
             rates=self.drift.rates if self.drift is not None else 0.0,
@@ -344,6 +346,8 @@ class Round:
             replicas=[first_of[replica] for replica in range(self.replicas)],
             sync=sorted(vectors),
             optimizer=request.training.optimizer,
+            betas=[request.training.beta1, request.training.beta2],
+            compute_dtype=request.training.compute_dtype,
         )
         state.save_checkpoint(
             request.state,

@@ -20,7 +20,8 @@ from facility.training.optimizers.protocol import optimizer_of
 from facility.training.shards import LocalShard, shard_of
 from facility.training.state import moments, second_moments
 from facility.training.state.second_moments import SECOND
-from facility.training.state.state import count_alike, kept_of, moments_of
+from facility.training.state.state import kept_of, moments_of
+from facility.training.state.step_counts import count_alike, decay_alike
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
@@ -213,6 +214,28 @@ def test_a_parameter_that_no_moments_came_for_begins_like_a_new_one(form: Any, t
             torch.testing.assert_close(state[kind] / (1 - beta**1002), corrected)
     count_alike(new, plain, 2)
     assert all(float(new.state[part.tensor]["step"]) == 2 for part in plain)
+
+
+@pytest.mark.parametrize(("before", "now"), [((0.9, 0.999), (0.9, 0.95)), ((0.5, 0.9), (0.95, 0.999))])
+def test_decays_that_are_changed_between_rounds_leave_the_corrected_moments(before: Any, now: Any):
+    """beta2 lowered after ten steps made the next ones seven times too long, and raised, six times too short."""
+    parts, same = shards(), shards()
+    settings = TrainingSettings(beta1=before[0], beta2=before[1])
+    steps(first := optimizer_of(parts, settings), [part.tensor for part in parts], count=10)
+    changed = optimizer_of(same, TrainingSettings(beta1=now[0], beta2=now[1]))
+    for part, other in zip(parts, same, strict=True):
+        had = first.state[part.tensor]
+        changed.shards(other)
+        changed.state[other.tensor].update({kind: value.clone() for kind, value in had.items()})
+    decay_alike(changed, same, before)
+    for part, other in zip(parts, same, strict=True):
+        for kind, old, new in zip(("exp_avg", "exp_avg_sq"), before, now, strict=True):
+            had, have = (one.state[tensor][kind] for one, tensor in ((first, part.tensor), (changed, other.tensor)))
+            torch.testing.assert_close(have / (1 - new**10), had / (1 - old**10))
+    kept = {part.name: changed.state[part.tensor]["exp_avg_sq"].clone() for part in same}
+    decay_alike(changed, same, None)
+    decay_alike(changed, same, now)
+    assert all(torch.equal(kept[part.name], changed.state[part.tensor]["exp_avg_sq"]) for part in same)
 
 
 def ones(found: list[Moment]) -> dict[Moment, Any]:

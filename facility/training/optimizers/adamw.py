@@ -72,3 +72,15 @@ def even_out(state: dict[str, Any], betas: Sequence[float], steps: int) -> None:
     for moment, beta in zip(MOMENTS, betas, strict=True):
         state[moment].mul_((1 - beta**steps) / (1 - beta**seen))
     state["step"].fill_(float(steps))
+
+
+@torch.no_grad()
+def redecay(state: dict[str, Any], before: Sequence[float], betas: Sequence[float]) -> None:
+    """Make the moments of a parameter, which decayed by `before`, those of other decays: corrected they are the same.
+
+    Uncorrected, a beta2 lowered from 0.999 to 0.95 after ten steps would make the next steps seven times too long.
+    """
+    seen = float(state["step"])
+    for moment, old, new in zip(MOMENTS, before, betas, strict=True):
+        if seen > 0 and old != new:
+            state[moment].mul_((1 - new**seen) / (1 - old**seen))

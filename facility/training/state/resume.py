@@ -124,7 +124,10 @@ def restore(
             )
         here = found.progress_of(replica, replicas)
         share = replica_share(engine.layout, replica, together=engine.together)
-        engine.scale, engine.skipped = here.scale, here.skipped
+        engine.skipped = here.skipped
+        if found.compute_dtype in ("", training.compute_dtype):
+            engine.scale, engine.bad_in_a_row = here.scale, here.bad_in_a_row
+            engine.good = max(0, here.steps - here.skipped)
         return RoundProgress(
             position=here.position,
             done=here.steps,
@@ -144,7 +147,9 @@ def restore(
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
         with together(ranks):
             directory = request.state / f"round-{previous.round}"
-            state.load_moments(directory, engine.optimizer, engine.parts, previous.optimizer_steps)
+            state.load_moments(
+                directory, engine.optimizer, engine.parts, previous.optimizer_steps, betas=previous.betas
+            )
         progress.optimizer_steps = previous.optimizer_steps
     if training.optimizer_state == "shared":
         with together(ranks):

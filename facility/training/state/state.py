@@ -25,11 +25,11 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
 from facility.rounds.kept import latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
-from facility.training.optimizers.adamw import even_out
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
+from facility.training.state.step_counts import count_alike, decay_alike
 
 FORMAT = 1
 PAUSE_FORMAT = 2
@@ -55,6 +55,8 @@ class RoundState:
     """Vectors over the parameters that the policy between replicas keeps (DiLoCo's outer momentum)."""
     optimizer: str = "adamw"
     """Whose state it is."""
+    betas: list[float] | None = None
+    """Decays (beta1, beta2) of AdamW's moments; None: an earlier version did not say."""
     format: int = FORMAT
 
 
@@ -77,6 +79,8 @@ class ReplicaProgress:
     """Sum of the learning rates of the steps, where drift is corrected."""
     sequences: int = -1
     """That the steps were taken on; -1: an earlier version did not say."""
+    bad_in_a_row: int = 0
+    """Skipped steps up to here that a lower loss scale does not explain."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -100,6 +104,10 @@ class MidRoundCheckpoint:
     """Vectors over the parameters that the policy between replicas keeps."""
     optimizer: str = "adamw"
     """Whose state it is."""
+    betas: list[float] | None = None
+    """Decays (beta1, beta2) of AdamW's moments; None: an earlier version did not say."""
+    compute_dtype: str = ""
+    """That the loss scale goes with; empty: an earlier version did not say."""
     format: int = PAUSE_FORMAT
 
     def progress_of(self, replica: int, replicas: int) -> ReplicaProgress:
@@ -195,30 +203,19 @@ def load_moments(
     parts: Sequence[LocalShard],
     steps: int,
     *,
+    betas: Sequence[float] | None,
     replica: int | None = None,
 ) -> None:
-    """Fill the optimizer from a state directory; from a pause, with the moments of one replica."""
+    """Fill the optimizer from a state directory; from a pause, with the moments of one replica.
+
+    `betas`: that the moments were made with (`RoundState.betas`).
+    """
     moments = moments_of(optimizer, parts)
     load_shards(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
     for part in parts:
         if "step" in (state := optimizer.state[part.tensor]):
             state["step"].fill_(float(steps))
-
-
-def count_alike(optimizer: Optimizer, parts: Sequence[LocalShard], steps: int) -> None:
-    """Let Adam's moments of every parameter held here be those of `steps` steps."""
-    betas = {
-        id(tensor): group["betas"] for group in optimizer.param_groups for tensor in group["params"] if "betas" in group
-    }
-    for part in parts:
-        if id(part.tensor) in betas and "step" in (held := optimizer.state.get(part.tensor, {})):
-            even_out(held, betas[id(part.tensor)], steps)
-
-
-def steps_seen(optimizer: Optimizer, parts: Sequence[LocalShard], counted: int) -> int:
-    """Steps that the moments held here have seen, of those that were `counted`; these where no moment counts them."""
-    found = [float(held["step"]) for part in parts if "step" in (held := optimizer.state.get(part.tensor, {}))]
-    return min(counted, round(max(found))) if found else counted
+    decay_alike(optimizer, parts, betas)
 
 
 def publish(
@@ -367,7 +364,7 @@ def load_checkpoint(
     written = len(pause.replicas)
     sources = [replica] if written == replicas else list(range(written))
     steps = pause.progress_of(replica, replicas).optimizer_steps
-    load_moments(directory / PAUSED, optimizer, parts, steps, replica=sources[0])
+    load_moments(directory / PAUSED, optimizer, parts, steps, betas=pause.betas, replica=sources[0])
     checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of([*parts, *statistics])
     load_shards(of_replica(sources[0], weights), checkpoint)
     for part in weights if len(sources) > 1 else ():
