@@ -75,8 +75,10 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
     home = shell_word(deployment.environment.home)
+    back = "{ [ -d code ] || [ ! -d code.old ] || mv code.old code; }"  # a connection broke within the swap below
     arrive = (
-        f"umask 077; mkdir -p {home} && cd {home} && rm -rf code.new code.old && mkdir code.new && tar xf - -C code.new"
+        f"umask 077; mkdir -p {home} && cd {home} && {back} && rm -rf code.new code.old && mkdir code.new "
+        "&& tar xf - -C code.new"
     )
     swap = f"cd {home} && {{ [ ! -d code ] || mv code code.old; }} && mv code.new code && rm -rf code.old"
     packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +19,7 @@ from coordinator.archive.averaged import MEAN_OF
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
-from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
+from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory
@@ -55,9 +56,12 @@ def _write_mean(writer: TensorWriter, name: str, entries: list[TensorEntry], las
         for offset, content in raw(last):
             writer.write(name, offset, content)
         return
-    arithmetic = np.float64 if any(entry.dtype == "F64" for entry in (*entries, last)) else np.float32
+    arithmetic: type[np.floating[Any]] = (
+        np.float64 if any(entry.dtype == "F64" for entry in (*entries, last)) else np.float32
+    )
     for start, values in parts(entries):
-        total, other = np.zeros(len(values[0]), arithmetic), np.empty(len(values[0]), arithmetic)
+        total: Array = np.zeros(len(values[0]), arithmetic)
+        other: Array = np.empty(len(values[0]), arithmetic)
         for one, entry in zip(values, entries, strict=True):
             widen(one, entry.dtype, other)
             total += other

@@ -27,7 +27,7 @@ from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
-from facility.preparing.output import Prepared, check_out, in_few, published, recognised
+from facility.preparing.output import Prepared, check_out, finish_replacement, in_few, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.resuming import part_of
@@ -220,6 +220,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         {name: importlib.metadata.version(name) for name in LIBRARIES},
     )
     with part_of(request.out, wanted | {"made by": [file_digests(request.tokenizer), versions]}, known=known) as part:
+        finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
         with published(request.out) as directory:

@@ -53,8 +53,8 @@ def published(out: Path) -> Iterator[Path]:
         with new_directory(out) as directory:
             yield directory
         return
-    newer, older = (out.with_name(f".{out.name}.{word}") for word in ("new", "old"))
-    for left in (newer, older):  # by a run that was killed between the two moves below
+    newer, older = _beside(out)
+    for left in (newer, older):  # by a run that was killed around the two moves below
         if left.is_dir():
             shutil.rmtree(left)
     with new_directory(newer) as directory:
@@ -62,6 +62,23 @@ def published(out: Path) -> Iterator[Path]:
     os.rename(out, older)
     os.rename(newer, out)
     shutil.rmtree(older)
+
+
+def finish_replacement(out: Path) -> None:
+    """Where a kill came between the two moves of `published`, make the second: what is to be `out` is whole.
+
+    Only where no other process replaces `out`, so under its lock (`part_of`).
+    """
+    out = Path(os.path.realpath(out))
+    newer, older = _beside(out)
+    if not out.exists() and newer.is_dir() and older.is_dir():
+        os.rename(newer, out)
+        shutil.rmtree(older)
+
+
+def _beside(out: Path) -> tuple[Path, Path]:
+    """Where what replaces `out` waits, and where what it replaces goes."""
+    return out.with_name(f".{out.name}.new"), out.with_name(f".{out.name}.old")
 
 
 def in_few(

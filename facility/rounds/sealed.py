@@ -93,6 +93,7 @@ def _has(path: Path, digest: str) -> bool:
 def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]:
     """Verify what a facility keeps. Moves damaged directories that `round` can do without to `damaged/`, and returns a
     sentence for each. Raises `InputError` for one that it needs; `evaluates`: no step is taken in it."""
+    _finish_replacements(state)
     sentences = []
     for found in sorted(state.rglob(SEAL)):
         directory = found.parent
@@ -130,6 +131,14 @@ def replace_directory(path: Path, new: Path) -> None:
     os.rename(new, path)
     fsync_directory(path.parent)
     discard(old)
+
+
+def _finish_replacements(state: Path) -> None:
+    """Where a kill came between the two moves of `replace_directory`, make the second."""
+    for new in sorted(state.rglob(f"*{NEW}")):
+        path = new.with_name(new.name.removesuffix(NEW))
+        if path.with_name(path.name + OLD).is_dir() and not path.exists() and not flaw(new):
+            os.rename(new, path)
 
 
 def discard(directory: Path) -> None:

@@ -124,6 +124,25 @@ def test_what_killed_replacements_left_is_removed(request_: Request, monkeypatch
     assert [one for one in left if one.exists()] == []
 
 
+def test_a_kill_between_the_two_moves_leaves_the_new_dataset(request_: Request, monkeypatch: pytest.MonkeyPatch):
+    """Its place was empty, both datasets lay hidden beside it, and the next run made it all again."""
+    prepare(request_)
+    changed, rename = dataclasses.replace(request_, block_tokens=8, replace=True), output.os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        if Path(source).name == ".out.new":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(output.os, "rename", killed)
+        prepare(changed)
+    assert not request_.out.exists()
+    found = prepare(changed)
+    assert found.reused and found.dataset.manifest.block_tokens == 8
+    assert not [one for one in request_.out.parent.iterdir() if one.name.startswith(".out.")]
+
+
 def test_another_process_that_finished_first_is_not_overwritten(request_: Request, monkeypatch: pytest.MonkeyPatch):
     """One that looked before, and held the lock after."""
     from facility.preparing import build

@@ -61,6 +61,18 @@ def test_a_facility_is_set_up_over_ssh_and_again(far: Path, tmp_path: Path, capf
     assert not (home / "code.old").exists() and not (home / "code.new").exists()
 
 
+def test_code_that_a_broken_swap_put_aside_stays_until_the_new_code_has_come(far: Path, tmp_path: Path, monkeypatch):
+    home = far / "it's a home"
+    (home / "code.old").mkdir(parents=True)
+    (home / "code.old" / "kept").touch()
+    (tmp_path / "bin" / "tar").write_text('#!/bin/bash\n[ "$1" = xf ] && exit 2\nexec /bin/tar "$@"\n')  # a full disk
+    (tmp_path / "bin" / "tar").chmod(0o755)
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with pytest.raises(TryAgain):
+        set_up(federation, "far", bundle=None, arguments=[])
+    assert (home / "code" / "kept").is_file()
+
+
 def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
     with pytest.raises(InputError, match="is on this machine"):

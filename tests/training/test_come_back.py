@@ -106,6 +106,29 @@ def test_a_kill_as_one_state_takes_the_place_of_another_leaves_a_whole_one(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_kill_between_the_two_moves_of_a_state_loses_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The mid-round checkpoint lay beside its place, and the round began anew."""
+    for name in ("paused", "paused.new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+        seal(tmp_path / name)
+    rename = sealed.os.rename
+
+    def killed(source: Path, target: Path) -> None:
+        if source.name == "paused.new":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(sealed.os, "rename", killed)
+        replace_directory(tmp_path / "paused", tmp_path / "paused.new")
+    assert not (tmp_path / "paused").exists()
+    assert check_kept(tmp_path, 0) == []
+    assert (tmp_path / "paused/model.safetensors").read_text() == "paused.new"
+    state.drop_checkpoint(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("now", "goes_on", "samples"),
     [({"batch_sequences": 6}, True, 2 * 4 + 6), ({"steps": 1}, False, 4), ({"batch_sequences": 2}, False, 3 * 2)],

@@ -34,7 +34,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.images.decode import MOST_PIXELS, Decoder, ImageLimits
 from facility.preparing.images.sources import ImageSource, Picture, find_images
-from facility.preparing.output import Prepared, check_out, published, recognised
+from facility.preparing.output import Prepared, check_out, finish_replacement, published, recognised
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import RowWriter
 from facility.preparing.reading import Progress
@@ -140,6 +140,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
     if (found := _there(request, wanted)) is not None:
         return found
     with part_of(request.out, {}, known=False):  # nothing is gone on from: it holds the lock
+        finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
         with published(request.out) as directory:

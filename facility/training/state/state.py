@@ -286,7 +286,7 @@ def save_state(
 
 def drop_checkpoint(directory: Path) -> None:
     """Remove the mid-round checkpoint of a round that is complete, its update included."""
-    for name in (PAUSED, f"{PAUSED}{OLD}", f"{PAUSED}{NEW}"):
+    for name in (f"{PAUSED}{NEW}", f"{PAUSED}{OLD}", PAUSED):
         discard(directory / name)
 
 
