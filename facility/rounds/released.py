@@ -12,22 +12,12 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.privacy import steps_reported
 from facility.exchange.messages.settings import FacilitySettings
-
-FOLDER, NAME = "privacy", "released.jsonl"
-
-
-def ledger_path(state: Path) -> Path:
-    """The ledger of releases (`facility.training.privacy.ledger`) in a facility's state directory."""
-    return Path(state) / FOLDER / NAME
+from facility.rounds.privacy_ledger import Ledger, ledger_path
 
 
 def steps_released(state: Path) -> int:
-    """Noised steps in the ledger; whether it is damaged is found where it is read whole."""
-    try:
-        lines = ledger_path(state).read_bytes().splitlines(keepends=True)
-    except FileNotFoundError:
-        return 0
-    return sum(line.endswith(b"\n") and b'"kind": "training"' in line for line in lines)
+    """Noised steps in the ledger. Raises `InputError` where it is damaged."""
+    return Ledger(state=state).count("training")
 
 
 def check_remembered(received: Manifest, settings: FacilitySettings, state: Path) -> None:

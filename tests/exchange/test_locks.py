@@ -21,7 +21,7 @@ from facility.masking.ledger import Entry
 from facility.masking.ledger import Ledger as Answers
 from facility.preparing.resuming import part_of
 from facility.rounds.finished import Finished
-from facility.training.privacy.ledger import Ledger as Releases
+from facility.rounds.privacy_ledger import Ledger as Releases
 from tests.federations import write_federation
 
 

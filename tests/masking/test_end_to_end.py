@@ -28,7 +28,7 @@ from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import read_factors
 from facility.exchange.masking.moments import error_of
-from facility.training.privacy.ledger import Ledger
+from facility.rounds.privacy_ledger import Ledger
 from tests.engine.engines import crossfed, killed_at, streamflow, weights
 from tests.federations import write_federation
 from tests.masking.federation import ssh_keys

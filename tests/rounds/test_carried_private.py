@@ -32,9 +32,9 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.signatures import sign
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.rounds.models import Models, digest_of, tell
+from facility.rounds.privacy_ledger import Entry, Ledger
 from facility.rounds.smaller import make_smaller
 from facility.training.privacy.budget import choose_noise
-from facility.training.privacy.ledger import Entry, Ledger
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 from tests.rounds.carried import Carried

@@ -15,9 +15,12 @@ from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.privacy import DATASET_LIMIT, RELEASED, DifferentialSettings
 from facility.exchange.messages.report import read_failure, read_report
 from facility.rounds.dataset_budget import account_path, count_released, read_account, reserve_budget
-from facility.rounds.released import check_remembered, ledger_path, steps_released
+from facility.rounds.privacy_ledger import ledger_path
+from facility.rounds.released import check_remembered, steps_released
 from tests.rounds.test_round import Site
 from tests.training.federation import write_dataset, write_settings
+
+RELEASE = '{"kind": "training", "round": 0, "unit": "document", "noise_multiplier": 1.0, "sampling_rate": 0.1}\n'
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def reserve(
     settings = SimpleNamespace(federation=federation, facility="north", differential=asked)
     ledger = ledger_path(state := dataset.parent / ".crossfed" / federation / "north")
     ledger.parent.mkdir(parents=True, exist_ok=True)
-    ledger.write_text('{"kind": "training"}\n' * steps + '{"kind": "validation"}\n')
+    ledger.write_text(RELEASE * steps + RELEASE.replace("training", "validation"))
     reserve_budget(settings, dataset, {DATASET_LIMIT: limit} if limit else {}, state=state)  # type: ignore[arg-type]
 
 
@@ -118,7 +121,7 @@ def test_a_ledger_that_was_removed_or_restored_releases_nothing_more(dataset: Pa
     reserve(dataset, "heron", 2.0, steps=4)
     settings = SimpleNamespace(federation="heron", facility="north", differential=object())
     state = dataset.parent / ".crossfed" / "heron" / "north"
-    ledger_path(state).write_text('{"kind": "training"}\n' * 8 + '{"kind": "training"')
+    ledger_path(state).write_text(RELEASE * 8 + RELEASE[:20])
     count_released(settings, dataset, state)  # type: ignore[arg-type]
     assert read_account(account_path(dataset))["heron/north"].steps == 8, "a line that was cut off was not used"
     before = account_path(dataset).read_bytes()

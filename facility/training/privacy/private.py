@@ -22,12 +22,12 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive
+from facility.rounds.privacy_ledger import Entry, Kind, Ledger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
 from facility.training.privacy.budget import OutOfBudget, choose_noise
 from facility.training.privacy.gradients import Gradients, RecordGradients
-from facility.training.privacy.ledger import Entry, Kind, Ledger
 from facility.training.privacy.micro_batches import rows_of
 from facility.training.privacy.randomness import SecretRandom
 from facility.training.privacy.rows import RowReader

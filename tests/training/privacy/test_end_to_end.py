@@ -11,7 +11,7 @@ from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.report.make import data_of
-from facility.training.privacy.ledger import Entry, Ledger
+from facility.rounds.privacy_ledger import Entry, Ledger
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 

@@ -11,7 +11,7 @@ import pytest
 
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.privacy.accounting import Releases
-from facility.training.privacy.ledger import Entry, Ledger
+from facility.rounds.privacy_ledger import Entry, Ledger
 
 
 def entry(noise: float = 1.0, rate: float = 0.1, kind: str = "training", **changes: object) -> Entry:

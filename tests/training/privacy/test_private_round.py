@@ -15,7 +15,7 @@ from facility.exchange.messages import loss_curve
 from facility.exchange.messages.privacy import WITHHELD, privacy_of
 from facility.exchange.messages.progress import FILE
 from facility.exchange.messages.report import Report, read_report
-from facility.training.privacy.ledger import Ledger
+from facility.rounds.privacy_ledger import Ledger
 from tests.distributed import run_distributed
 from tests.training.federation import largest_difference, started, train, write_dataset, write_settings
 from tests.training.layouts import run_rounds

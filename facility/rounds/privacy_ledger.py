@@ -20,9 +20,14 @@ from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
 from facility.exchange.validation import parse, validated
-from facility.rounds.released import ledger_path
 
+FOLDER, NAME = "privacy", "released.jsonl"
 Kind = Literal["training", "validation"]
+
+
+def ledger_path(state: Path) -> Path:
+    """The ledger of releases in a facility's state directory."""
+    return Path(state) / FOLDER / NAME
 
 
 @validated(frozen=True, kw_only=True)
@@ -109,10 +114,13 @@ class Ledger:
             return []
 
     def _read(self) -> list[Entry]:
+        known: dict[bytes, Entry] = {}  # the steps of a round have the same line
         found = []
         for number, line in enumerate(self._lines(), 1):
             try:
-                found.append(parse(Entry, json.loads(line)))
+                if line not in known:
+                    known[line] = parse(Entry, json.loads(line))
+                found.append(known[line])
             except (ValueError, ConfigurationError) as error:
                 raise InputError(
                     f"{self.path}, line {number}, is damaged ({error}): how much of the privacy budget is spent is not "
