@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -166,6 +167,30 @@ def test_agreeing_is_paid_once_a_unit_after_the_last_backward():
     assert float(mine[0]) == pytest.approx(simulated_seconds(one, plan), rel=1e-6)
     parameters_server = replace(plan, sync=replace(plan.sync, name="sharded_ps"))
     assert simulated_seconds(one, plan) - simulated_seconds(one, parameters_server) == pytest.approx(0.016, rel=1e-2)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_many_layouts_of_many_replicas_that_each_serve_a_part_cost_what_single_ones_do_in_little_memory(shared):
+    """Sixteen layouts of 300 replicas: of all pairs of all layouts a single array would take 11.5 MB."""
+    count, groups = 300, 16
+    uplink = {"name": "u", "bandwidth_gbit_per_s": 20, "sources": [0, 1, 2], "destinations": [3, 4]}
+    raw = whole(devices=count, blocks=2, batch_samples=count, syncs=["sharded_ps"])
+    raw["links"]["shared"] = [uplink] if shared else []
+    one = problem_from_json(raw)
+    assert isinstance(one, Problem)
+    cost, rng = Cost(one, 1, count, 1, "1f1b"), np.random.default_rng(0)
+    lines = np.array([rng.permutation(count) for _ in range(groups)])
+    layouts = Layouts(lines, np.array([[0, 4]] * groups), np.ones((groups, count), dtype=int))
+    tracemalloc.start()
+    found = cost.seconds(layouts)
+    assert tracemalloc.get_traced_memory()[1] < 10e6
+    tracemalloc.stop()
+    plan = plan_on(
+        one, [lines[0].tolist()], [(0, 4)], micro_batches=[1] * count, micro_batch_samples=1, schedule="1f1b",
+        sync="sharded_ps",
+    )  # fmt: skip
+    assert shared or found[0] == pytest.approx(simulate(one, plan).iteration_seconds)
+    assert np.ptp(found) < 1e-6 * found[0]  # all devices agree, in whichever order
 
 
 def test_dear_collectives_make_a_pipeline_of_what_would_be_replicas():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
+from coordinator.simulation.pipelines import collectives
 from coordinator.simulation.pipelines.iteration import simulate_layout
 from coordinator.simulation.pipelines.layout import Layout, Uplink
-from tests.simulation.layouts import uniform
+from tests.simulation.layouts import random_layout, uniform
 
 ENGINES = ("longest path", "events")
 
@@ -137,3 +139,28 @@ def test_in_flight_micro_batches_of_the_schedules():
 def test_local_steps_pay_for_synchronising_once_in_k():
     layout = uniform(1, 2, replicas=2, gradient_bytes=10.0, sync="local", sync_every=5)
     assert simulate_layout(layout).iteration_seconds == pytest.approx(6 + 10 / 5)
+
+
+@pytest.mark.parametrize("mode", ["allreduce", "sharded_ps", "central_ps"])
+def test_an_exchange_is_the_sum_of_its_legs(mode):
+    """Unlike links, one of them compressed and one of them absent."""
+    compression = {(1, 2): (0.5, 0.01), (2, 0): (0.25, 0.02)}
+    layout = random_layout(np.random.default_rng(3), 1, (2, 2, 2, 2), compression=compression)
+
+    def of_leg(leg: collectives.Leg) -> float:
+        ratio, coding = layout.compression.get((leg.source, leg.target), (1.0, 0.0))
+        speed = layout.bandwidth[leg.source, leg.target]
+        sent = ratio * leg.bytes / speed if speed else np.inf
+        return leg.steps * layout.latency[leg.source, leg.target] + coding * leg.bytes + sent
+
+    for devices in ((0, 1, 2, 3), (2, 0), (3, 1, 2)):
+        found = collectives.phases(mode, devices, 5.0)
+        slowest = [max(sum(map(of_leg, chain)) for chain in phase) for phase in found]
+        legs = [leg for phase in found for chain in phase for leg in chain]
+        assert collectives.seconds(layout, mode, devices, 5.0) == pytest.approx(sum(slowest))
+        sent = sum(layout.sent_bytes(leg.source, leg.target, leg.bytes) for leg in legs)
+        assert collectives.sent_bytes(layout, mode, devices, 5.0) == pytest.approx(sent)
+        assert collectives.pairs(mode, devices) == {(leg.source, leg.target) for leg in legs}
+    layout.bandwidth[0, 1] = 0.0
+    assert collectives.seconds(layout, mode, (0, 1, 2, 3), 5.0) == np.inf
+    assert collectives.seconds(layout, mode, (0,), 5.0) == 0.0

@@ -188,12 +188,9 @@ class Cost:
             bytes_each = (steps / replicas * size)[:, :, None]
             return (bytes_each * slow + pieces[:, :, None] * steps * self.latency[grid, ring]).max(axis=2)
         if mode == "sharded_ps":
-            a, c = grid[..., :, None], grid[..., None, :]
             part = (2 * size / replicas)[:, :, None]
-            own = np.eye(replicas, dtype=bool)
-            slow = np.where(own, 0.0, self._stage_per_byte(a, c)).sum(axis=3)
-            wait = 2 * pieces[:, :, None] * self.latency[a, c].sum(axis=3)
-            return (part * slow + wait).max(axis=2)
+            slow, wait = self._to_all_others(grid)
+            return (part * slow + 2 * pieces[:, :, None] * wait).max(axis=2)
         root, rest = grid[:, :, :1], grid[:, :, 1:]
         inward = (
             size[:, :, None] * self._stage_per_byte(rest, root) + pieces[:, :, None] * self.latency[rest, root]
@@ -202,6 +199,21 @@ class Cost:
             size[:, :, None] * self._stage_per_byte(root, rest) + pieces[:, :, None] * self.latency[root, rest]
         ).max(axis=2)
         return inward + outward
+
+    def _to_all_others(self, grid: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[layout, stage, replica] sums over the other replicas of a stage: seconds a byte to them, and latencies."""
+        if not self.shared:  # every pair of a thousand replicas is a million numbers a layout: products add them up
+            member = np.zeros((*grid.shape[:2], len(self.memory)))
+            np.put_along_axis(member, grid, 1.0, axis=2)
+            slow, wait = member @ self.per_byte.T, member @ self.latency.T
+            return np.take_along_axis(slow, grid, axis=2), np.take_along_axis(wait, grid, axis=2)
+        slow, wait = np.empty(grid.shape), np.empty(grid.shape)
+        own = np.eye(self.replicas, dtype=bool)
+        for number in range(len(grid)):
+            a, c = grid[number : number + 1, :, :, None], grid[number : number + 1, :, None, :]
+            slow[number] = np.where(own, 0.0, self._stage_per_byte(a, c)).sum(axis=3)[0]
+            wait[number] = self.latency[a, c].sum(axis=3)[0]
+        return slow, wait
 
     def _stage_per_byte(self, source: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Seconds a byte, shared links divided by all agreeing flows that cross them."""

@@ -149,18 +149,14 @@ def _pieces(layout: Layout, chunk: int) -> int:
 def _traffic(layout: Layout) -> set[tuple[int, int]]:
     pairs = layout.pairs()
     for row in layout.grid:
-        for phase in collectives.phases(layout.sync, row, 1.0):
-            pairs |= {(leg.source, leg.target) for chain in phase for leg in chain}
+        pairs |= collectives.pairs(layout.sync, row)
     return pairs
 
 
 def _sync_bytes(layout: Layout) -> float:
     return sum(
-        layout.sent_bytes(leg.source, leg.target, leg.bytes)
+        collectives.sent_bytes(layout, layout.sync, layout.grid[chunk % layout.stages], float(size))
         for chunk, size in enumerate(layout.gradient_bytes)
-        for phase in collectives.phases(layout.sync, layout.grid[chunk % layout.stages], float(size))
-        for chain in phase
-        for leg in chain
     )
 
 
