@@ -37,7 +37,7 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
         aggregation.source, begun = adapter_base(whole, layout, scratch)
         if begun:  # there is no step yet that a server optimizer could take
             aggregation.settings = settings.without_optimizer()
-    patterns = Patterns(tuple(settings.include), tuple(settings.personal))
+    patterns = settings.federated
     tensors = aggregation.source.tensors
     aggregation.floats = {n: e for n, e in tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
     if not aggregation.floats:

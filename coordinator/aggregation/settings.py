@@ -12,6 +12,7 @@ from coordinator.aggregation.rule_parameters import declared, unset, with_rule_p
 from coordinator.aggregation.rules.contract import MOMENTUM, SQUARED_GRADIENTS
 from coordinator.aggregation.rules.registry import RULES, fewest_updates
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.running_statistics import PATTERNS
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.registry import Declaration, Value
@@ -207,6 +208,11 @@ class AggregationSettings:
     def personal(self) -> list[str]:
         """Patterns of all tensors that are not federated: `exclude`, and the statistics that are personal."""
         return [*self.exclude, *(PATTERNS if self.batch_norm == "personal" else ())]
+
+    @property
+    def federated(self) -> Patterns:
+        """Which tensors are federated."""
+        return Patterns(tuple(self.include), tuple(self.personal))
 
     @property
     def aggregation_rule(self) -> str:

@@ -111,6 +111,11 @@ class RoundSettings:
         """How updates are masked; None where they are not."""
         return self.privacy if self.privacy is not None and self.privacy.secure_aggregation else None
 
+    @property
+    def masked_bits(self) -> int:
+        """Bits of a value of an update under masks; 0: updates are not masked."""
+        return self.masks.bits if self.masks is not None else 0
+
 
 @validated(frozen=True, kw_only=True)
 class CoordinatorSettings(RoundSettings):

@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, A, B, is_adapter, saves, targeted
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import Patterns, matches
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
 from facility.exchange.messages.settings import TrainingSettings
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+MOST_BYTES = 4
+"""Of a value of an update."""
+EVERYTHING = Patterns()
 IN_A_BLOCK = re.compile(r"\.\d+\.")
 """In the name of a module of a block: the block's number."""
 
@@ -56,12 +59,12 @@ class ModelFigures:
     """Of a classifier's head: the names of its classes, by number."""
 
     def trained(self, training: TrainingSettings) -> int:
-        """Parameters that are trained and sent: all, or those of the adapters and of `modules_to_save`.
+        """Parameters that are trained: all but the frozen ones, or those of the adapters and of `modules_to_save`.
 
         Without `targets` every matrix in a block counts as a linear layer; without `modules_to_save` a classifier's
         head is saved, as the trainer does. A model that holds adapters has them trained as they are.
         """
-        if not training.lora.rank or not self.shapes:
+        if not self.shapes:
             return self.parameters
         return sum(map(math.prod, self.trained_shapes(training)))
 
@@ -71,6 +74,14 @@ class ModelFigures:
 
     def trained_tensors(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
         """Names and shapes of the tensors that are trained; empty where they are not known."""
+        return [
+            (name, shape)
+            for name, shape in self._own_or_adapters(training)
+            if is_adapter(name) or not matches(name, training.freeze)
+        ]
+
+    def _own_or_adapters(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
+        """The same with those that are frozen: all that an update may hold."""
         lora = training.lora
         if not lora.rank:
             return [(name, tuple(shape)) for name, shape in self.shapes.items()]
@@ -94,12 +105,47 @@ class ModelFigures:
                 found += [(f"{name}{factor}weight", (lora.rank * shape[0], size)) for factor, size in pairs]
         return found
 
-    def written(self, training: TrainingSettings) -> int:
-        """Bytes of an update as the trainer writes it: what is frozen in the model's own dtype, where that is wider."""
+    def written(self, training: TrainingSettings, federated: Patterns = EVERYTHING, *, whole: bool = False) -> int:
+        """Bytes of an update: what is frozen in the model's own dtype, where nothing is exported in float32.
+
+        `whole`: with what is not `federated`, which stays at the facility in float32, as the trainer writes it.
+        """
         item = BYTES[training.export_dtype]
-        wider = {name: ITEM_BYTES[dtype] - item for name, dtype in self.dtypes.items() if ITEM_BYTES[dtype] > item}
-        frozen = [] if training.lora.rank else [name for name in wider if matches(name, training.freeze)]
-        return self.trained(training) * item + sum(math.prod(self.shapes[name]) * wider[name] for name in frozen)
+        if not self.shapes:
+            return self.parameters * item
+        adapters, trained = training.lora.rank > 0, self.trained_tensors(training)
+        total, changed = 0, {name for name, _ in trained}
+        for name, shape in trained if adapters else self._own_or_adapters(training):
+            dtype, stays = self.dtypes.get(name, ""), not federated.federated(name)
+            if stays and not whole:
+                continue
+            kept = not adapters and dtype and (dtype not in FLOATS or (name not in changed and item < MOST_BYTES))
+            total += math.prod(shape) * (ITEM_BYTES[dtype] if kept else MOST_BYTES if stays else item)
+        return total
+
+    def changed(self, *trainings: TrainingSettings, federated: Patterns = EVERYTHING) -> int:
+        """Values of a round's model that differ from the one before: those that some facility trains, and federated.
+
+        Of one facility's settings: values of its update that differ from the received model.
+        """
+        if not self.shapes:
+            return self.parameters
+        tensors = dict(tensor for training in trainings for tensor in self.trained_tensors(training))
+        return sum(math.prod(shape) for name, shape in tensors.items() if federated.federated(name))
+
+    def averaged(self, training: TrainingSettings, federated: Patterns = EVERYTHING) -> int:
+        """Values that the coordinator averages, whether or not they change: of the adapters, or all that are
+        federated."""
+        if not self.shapes:
+            return self.parameters
+        if training.lora.rank:
+            return self.changed(training, federated=federated)
+        return sum(math.prod(shape) for name, shape in self.shapes.items() if federated.federated(name))
+
+    def not_federated(self, training: TrainingSettings, federated: Patterns) -> int:
+        """Bytes that a whole model which is received holds of tensors that are not federated."""
+        names = [] if training.lora.rank else [name for name in self.shapes if not federated.federated(name)]
+        return sum(math.prod(self.shapes[name]) * ITEM_BYTES.get(self.dtypes.get(name, ""), 2) for name in names)
 
     def received(self, training: TrainingSettings) -> int:
         """Bytes of a model as a facility receives it: with adapters in it, or these alone where it has the base."""
@@ -118,15 +164,31 @@ class ModelFigures:
         first = self.trained_shapes(training) if training.first_moments == "mean" else []
         return moments_sent(second, first, form=form)
 
-    def travelling(self, full: int, encoding: str, density: float) -> int:
-        """Bytes on the link of a checkpoint that takes `full` bytes whole."""
-        return full if encoding == FULL else round(declared_codec(encoding).message_bytes(self.parameters, density))
+    def returned(self, training: TrainingSettings, federated: Patterns = EVERYTHING) -> int:
+        """Bytes of an update on the link, without its moments. Adapters travel whole in any encoding."""
+        whole = self.written(training, federated)
+        if training.lora.rank:
+            return whole
+        changed = self.changed(training, federated=federated)
+        return self.travelling(whole, training.encoding, training.sparse_density, changed)
 
-    def travelling_at_most(self, full: int, encoding: str, density: float) -> int:
+    def travelling(self, full: int, encoding: str, density: float, changed: int | None = None) -> int:
+        """Bytes on the link of a checkpoint that takes `full` bytes whole, of whose values so many are `changed`; None:
+        all. What is not is in no message."""
+        if encoding == FULL:
+            return full
+        values = self.parameters if changed is None else changed
+        density = min(1.0, density * self.parameters / values) if values else density  # a share of all values
+        return round(declared_codec(encoding).message_bytes(values, density))
+
+    def travelling_at_most(self, full: int, encoding: str, density: float, changed: int | None = None) -> int:
         """The same at most, for disks: a lossless message is as large as what changed asks for."""
         if encoding == FULL:
             return full
-        return math.ceil(declared_codec(encoding).most_bytes(self.parameters, density, full))
+        values = self.parameters if changed is None else changed
+        if changed is not None and self.parameters:
+            full = math.ceil(full * min(1.0, changed / self.parameters))
+        return math.ceil(declared_codec(encoding).most_bytes(values, density, full))
 
 
 def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:

@@ -26,6 +26,7 @@ from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
+from coordinator.preflight.disk import Disk, facility_disk
 from coordinator.preflight.elastic import check_clock, check_elastic, check_elastic_steps, outlook_if_elastic
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
@@ -162,10 +163,11 @@ def check_facility(
     local = deployment.type == "local"
     dataset = str(federation.path(facility.dataset)) if local else facility.dataset
     workdir = deployment.workdir or str(federation.workdir_path / facility.name)
-    sending, trainer = federation.sending.encoding, federation.trainer_of(facility)
+    trainer = federation.trainer_of(facility)
     base = facility.training.lora.base
     base = str(federation.path(base)) if local and base else base
-    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, sending, trainer, base)
+    need = disk_of(federation, facility, model) if model is not None else Disk(parts={})
+    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, need, trainer, base)
     rows += rows_of_site
     rows += check_clock(elastic, facility.name, (answer or {}).get("clock", 0.0))
     rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
@@ -179,9 +181,35 @@ def check_facility(
         rows.append(memory_row(federation, facility, model, block, template))
         if link and not deployment.gate:
             rows.append(
-                check_link(facility, deployment, model, federation.sending, masked=federation.masks is not None)
+                check_link(
+                    facility,
+                    deployment,
+                    model,
+                    federation.sending,
+                    federated=federation.aggregation.federated,
+                    masked_bits=federation.masked_bits,
+                    changed=changed_by_all(federation, model),
+                )
             )
     return rows, answer
+
+
+def disk_of(federation: Federation, facility: Facility, model: ModelFigures) -> Disk:
+    """What the facility needs at most."""
+    return facility_disk(
+        model,
+        facility.training,
+        federation.sending.encoding,
+        federated=federation.aggregation.federated,
+        masked_bits=federation.masked_bits,
+        changed=changed_by_all(federation, model),
+    )
+
+
+def changed_by_all(federation: Federation, model: ModelFigures) -> int:
+    """Values of the model that a round changes."""
+    trainings = [one.training for one in federation.facilities]
+    return model.changed(*trainings, federated=federation.aggregation.federated)
 
 
 def memory_row(

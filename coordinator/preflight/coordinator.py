@@ -133,6 +133,8 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
         sending=federation.sending,
         limited=federation.limits is not None,
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
+        federated=federation.aggregation.federated,
+        masked_bits=federation.masked_bits,
     )
     for folder in (archive, work):
         if not _is_open(folder):

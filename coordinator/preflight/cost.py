@@ -9,18 +9,18 @@ import time
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import SendingSettings
-from coordinator.memory.figures import ModelFigures
+from coordinator.memory.figures import EVERYTHING, ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
+from coordinator.preflight.disk import MASKED_VALUES
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 
 PROBE_BYTES = 16_000_000
-MASKED_VALUES = 2
-"""Bytes of a second moment under masks, over those of one that is not masked."""
 
 
 def check_memory(
@@ -78,16 +78,29 @@ def arrangement(training: TrainingSettings, ranks: int, *, planned: bool) -> str
 
 
 def check_link(
-    facility: Facility, deployment: Deployment, model: ModelFigures, sending: SendingSettings, *, masked: bool = False
+    facility: Facility,
+    deployment: Deployment,
+    model: ModelFigures,
+    sending: SendingSettings,
+    *,
+    federated: Patterns = EVERYTHING,
+    masked_bits: int = 0,
+    changed: int | None = None,
 ) -> Row:
-    """Send a little over ssh and scale it to a round's models. `masked`: second moments come back under masks."""
+    """Send a little over ssh and scale it to a round's models, of which updates hold what is `federated`.
+
+    `masked_bits`: of a value under masks, under which second moments come back as well; 0: updates are not masked.
+    `changed`: values of a model that a round changes; None: those that this facility trains.
+    """
     training = facility.training
-    there = model.travelling(model.received(training), sending.encoding, sending.sparse_density)
+    changed = model.changed(training, federated=federated) if changed is None else changed
+    there = model.travelling(model.received(training), sending.encoding, sending.sparse_density, changed)
     walk, moments = model.mean_walk(training), model.moments(training)
     there += walk + moments
-    back = moments * (MASKED_VALUES if masked else 1) + model.travelling(
-        model.written(training), training.encoding, training.sparse_density
-    )
+    if masked_bits:
+        back = moments * MASKED_VALUES + model.averaged(training, federated) * masked_bits // 8
+    else:
+        back = moments + model.returned(training, federated)
     named = ((walk, "the mean walk"), (moments, "moments"))
     parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
     sent = f"{size(there)} there{f' ({parts})' if parts else ''}"

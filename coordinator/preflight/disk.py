@@ -6,20 +6,26 @@ when: `coordinator.archive.rounds.Archive.prune`, `coordinator.archive.sweep`, `
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import split_rule
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import SendingSettings
-from coordinator.memory.figures import WALK_BYTES, ModelFigures, moments_bytes
+from coordinator.memory.figures import EVERYTHING, WALK_BYTES, ModelFigures, moments_bytes
 from coordinator.preflight.row import size
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
 
 IN_FLIGHT = "updates on their way"
 """The part of a coordinator's bound that lies in its work directory; the others lie in the archive."""
 MASTER_BYTES = 4
 """Of a parameter in float32."""
+MASKED_VALUES = 2
+"""Bytes of a second moment under masks, over those of one that is not masked."""
+OWN_ROUNDS = 3
+"""Rounds of which a facility has its own tensors at once: the one that ends, and two before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +46,27 @@ class Disk:
         return f"{size(self.bytes)} ({listed})"
 
 
-def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str = "full") -> Disk:
+def facility_disk(
+    model: ModelFigures,
+    training: TrainingSettings,
+    sending: str = "full",
+    *,
+    federated: Patterns = EVERYTHING,
+    masked_bits: int = 0,
+    changed: int | None = None,
+) -> Disk:
     """Two models (this round's, and the next one arriving), one update, and the state as a round ends.
 
     As a round ends the state before it and the new one are there: two times AdamW's moments, with the walks where
     drift is corrected (and a third time after an update that was not used); beside them until the update is complete
     the checkpoint in the middle of the round (master weights and moments) of a job that ran out of time, and, where
     jobs are told when to save, the older one that it takes the place of. `sending`: the encoding of received models: as
-    one arrives, its message and the two models that are kept are there beside it.
+    one arrives, its message and the two models that are kept are there beside it. `changed`: values of a model that a
+    round changes; None: those that this facility trains.
+
+    What is not `federated` stays here in float32: of three rounds, in the model that is trained, and in the update
+    until it is taken out of it, which writes what travels anew. Under masks of `masked_bits` a value the masked numbers
+    are there beside the update, which is written in float32 where it is masked a second time, and what these leave.
     """
     trained = model.trained(training)
     state = moments_bytes(model, training)
@@ -56,19 +75,32 @@ def facility_disk(model: ModelFigures, training: TrainingSettings, sending: str 
     paused = state + (MASTER_BYTES - walk) * trained
     again = paused if training.limits.seconds or training.limits.save_every else 0
     moments_sent = model.moments(training)
-    update = model.written(training)
-    encoded = training.encoding != "full"
+    update = model.written(training, federated)
+    encoded = training.encoding != "full" and not training.lora.rank
     received, beside = model.received(training), model.mean_walk(training) + moments_sent
-    message = beside + model.travelling_at_most(received, sending, density=1.0) if sending != "full" else 0
+    here = model.changed(training, federated=federated)
+    most = model.travelling_at_most(received, sending, density=1.0, changed=here if changed is None else changed)
+    message = beside + most if sending != "full" else 0
+    returned = moments_sent + model.returned(training, federated) if encoded else 0
+    residual = MASTER_BYTES * here if encoded else 0
+    own = model.written(training, federated, whole=True) - update
+    with_own = with_own_tensors = 0
+    if federated != EVERYTHING:
+        with_own_tensors = received + beside + own - model.not_federated(training, federated)
+        with_own = max(update + own + moments_sent, returned + residual) - returned - residual
+    averaged = model.averaged(training, federated)
+    masked = averaged * masked_bits // 8 + moments_sent if masked_bits else 0
     return Disk(
         parts={
             "models": (2 if sending == "full" else 3) * (received + beside),
             "a model's encoded form": message,
-            "update": update + moments_sent,
-            "its encoded form": moments_sent + model.travelling(update, training.encoding, training.sparse_density)
-            if encoded
-            else 0,
-            "residuals": 2 * MASTER_BYTES * trained if encoded else 0,
+            "a model with its own tensors": with_own_tensors,
+            "its own tensors": OWN_ROUNDS * own,
+            "update": (max(update, MASTER_BYTES * averaged) if masked_bits else update) + moments_sent,
+            "with its own tensors": with_own,
+            "its encoded form": returned,
+            "its masked form": 2 * masked,
+            "residuals": 2 * (averaged * masked_bits // 8 if masked_bits else residual),
             "optimizer state": moments,
             "state of the walk that is corrected by": moments if walk else 0,
             "state of a round that ends or pauses": paused + max(moments, again),
@@ -88,39 +120,51 @@ def coordinator_disk(
     sending: SendingSettings | None = None,
     limited: bool = False,
     comparison: ComparisonSettings | None = None,
+    federated: Patterns = EVERYTHING,
+    masked_bits: int = 0,
 ) -> Disk:
     """`keep_rounds` models and the initial one, the next one, one update of each facility, one state and the next.
 
     `updates`: the training settings of each facility. An update that travels as a difference is there as it came, and
     `decoded` as well where it is not averaged so (`coordinator.rounds.verification`). `links`: the archive's file
     system has hard links, so that what adapters leave unchanged is there once (`coordinator.aggregation.unchanged`).
-    `sending`: of models that travel as differences, each round's message is there beside its model, and the model that
-    is encoded beside the one that facilities will hold. `limited`: a limit may end the federation at its best model,
-    which stays. `comparison`: of models after the last round, for which updates and those trained alone stay.
+    `sending`: of models that travel as differences, each round's message is there beside its model, which is decoded
+    and so shares nothing with others, and the model that is encoded beside the one that facilities will hold.
+    `limited`: a limit may end the federation at its best model, which stays. `comparison`: of models after the last
+    round, for which updates and those trained alone stay. `federated`: what updates hold. `masked_bits`: of a value of
+    a masked update; 0: updates are not masked.
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
     in_flight = 0
     for training in updates.values():
-        whole = model.written(training)
-        encoded = training.encoding != "full"
-        in_flight += model.travelling(whole, training.encoding, training.sparse_density) if encoded else 0
+        whole, encoded = model.written(training, federated), training.encoding != "full" and not training.lora.rank
+        if masked_bits:
+            in_flight += model.averaged(training, federated) * masked_bits // 8
+            in_flight += MASKED_VALUES * model.moments(training)
+            continue
+        in_flight += model.returned(training, federated) if encoded else 0
         in_flight += whole if decoded or not encoded else 0
         in_flight += model.moments(training) * (2 if decoded and encoded else 1)
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
-    adapters = max((model.written(training) for training in updates.values() if training.lora.rank), default=0)
-    trained = max((model.trained(training) for training in updates.values()), default=model.parameters)
-    walk = max((model.mean_walk(training) for training in updates.values()), default=0)
-    moments = max((model.moments(training) for training in updates.values()), default=0)
+
+    def most(figure: Callable[[TrainingSettings], int]) -> int:
+        return max(map(figure, updates.values()), default=0)
+
+    adapters = most(lambda one: model.written(one, federated) if one.lora.rank else 0)
+    averaged = most(lambda one: model.averaged(one, federated)) if updates else model.parameters
+    changed = model.changed(*updates.values(), federated=federated) if updates else model.parameters
+    walk, moments = most(model.mean_walk), most(model.moments)
     shared = links and bool(updates) and all(training.lora.rank for training in updates.values())
-    following = (0 if shared else model.bytes) + adapters + walk + moments
-    messages = encoded_one = 0
+    linked = adapters + walk + moments + (0 if shared else model.bytes)
+    following, messages, encoded_one = linked, 0, 0
     if sending is not None and sending.encoding != "full":
-        encoded_one = model.bytes + adapters + walk + moments
-        of_one = model.travelling_at_most(model.bytes + adapters, sending.encoding, sending.sparse_density)
+        following, encoded_one = model.bytes + adapters + walk + moments, linked  # decoded as every receiver does
+        density = sending.sparse_density
+        of_one = model.travelling_at_most(model.bytes + adapters, sending.encoding, density, changed)
         messages = (kept + 1) * (of_one + walk + moments)
     compared = 0
     if comparison is not None and comparison.updates:
-        each = sum(model.written(training) + model.moments(training) for training in updates.values())
+        each = sum(model.written(training, federated) + model.moments(training) for training in updates.values())
         compared = each * (2 if comparison.alone else 1)
     return Disk(
         parts={
@@ -132,6 +176,6 @@ def coordinator_disk(
             "messages of these": messages,
             "the model that is encoded": encoded_one,
             IN_FLIGHT: in_flight,
-            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots) + bool(walk)) * trained,
+            "server state, old and new": 2 * MASTER_BYTES * (1 + len(slots) + bool(walk)) * averaged,
         }
     )

@@ -13,7 +13,7 @@ from coordinator.config.federation import Facility
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_base_model
-from coordinator.preflight.disk import Disk, facility_disk
+from coordinator.preflight.disk import Disk
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run
 from coordinator.preflight.row import Row, fail, ok, size, warning
@@ -120,15 +120,15 @@ def check_site(
     model: ModelFigures | None,
     dataset: str,
     workdir: str,
-    sending: str,
+    reserve: Disk,
     trainer: TrainerSettings | None = None,
     base: str = "",
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, trainer, dataset, base model and room; and the answer itself.
 
-    `base`: the facility's `training.lora.base`, resolved where the facility is this machine.
+    `reserve`: what its rounds need at most. `base`: the facility's `training.lora.base`, resolved where the facility is
+    this machine.
     """
-    reserve = facility_disk(model, facility.training, sending) if model else Disk(parts={})
     if deployment.gate:
         answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
     else:

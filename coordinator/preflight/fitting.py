@@ -38,9 +38,7 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
         rows.append(names)
         for one in federation.facilities:
             if model is not None and tasks[one.name] == task and one.training.lora.rank:
-                settings = federation.aggregation
-                patterns = Patterns(tuple(settings.include), tuple(settings.personal))
-                rows += _adapters(one.name, one.training.lora, model, patterns)
+                rows += _adapters(one.name, one.training.lora, model, federation.aggregation.federated)
     return rows
 
 

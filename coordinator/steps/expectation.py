@@ -81,7 +81,7 @@ class Expected:
     @property
     def patterns(self) -> Patterns:
         """Which tensors are federated, and which are personal."""
-        return Patterns(tuple(self.settings.include), tuple(self.settings.personal))
+        return self.settings.federated
 
     def sent(self) -> Sent:
         """The manifest and the checkpoint of what was sent: of several models, the global one."""

@@ -19,6 +19,7 @@ from coordinator.memory.need import needed_bytes
 from coordinator.preflight.cost import check_link
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
 from coordinator.rounds.verification import averaged_as_encoded, averages_encoded
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.layout import LimitSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.probe import disk
@@ -84,7 +85,7 @@ def test_moments_that_travel_are_with_every_model_and_update_and_are_told_with_t
     row = check_link(Facility(name="a", dataset="/d", training=both), Deployment(), model, SendingSettings())
     assert "5.38 kB there (3.33 kB of it moments) and 5.38 kB back a round" in row.found, row
     one = Facility(name="a", dataset="/d", training=shared)
-    row = check_link(one, Deployment(), model, SendingSettings(), masked=True)  # in 8 bytes a value on the way back
+    row = check_link(one, Deployment(), model, SendingSettings(), masked_bits=16)  # in 8 bytes a value on the way back
     assert "2.61 kB there (560 B of it moments) and 3.17 kB back a round" in row.found, row
 
 
@@ -167,6 +168,88 @@ def test_of_adapters_only_they_travel_and_only_they_have_a_state():
     plain = {"a": TrainingSettings()}
     kept = [coordinator_disk(model, plain, rule="mean", rounds=9, keep_rounds=3, links=one) for one in (True, False)]
     assert kept[0] == kept[1], "a round changes all of a model that is trained whole"
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (16, 16),
+    "model.layers.0.mlp.up_proj.weight": (24, 16),
+    "model.layers.0.mlp.down_proj.weight": (16, 24),
+}
+HELD = dataclasses.replace(MODEL, shapes=SHAPES, dtypes=dict.fromkeys(SHAPES, "BF16"))
+E, B = 256, 2 * 384
+"""Values of the embedding, and of the block."""
+HEADLESS = Patterns(exclude=("model.embed_tokens.*",))
+
+
+def test_what_stays_at_its_facility_is_there_in_float32_for_three_rounds_and_in_no_update():
+    """By the files of a third round: tests/rounds/test_personal.py."""
+    plain, own = TrainingSettings(), facility_disk(HELD, TrainingSettings(), federated=HEADLESS)
+    assert HELD.written(plain, HEADLESS) == 2 * B and HELD.written(plain, HEADLESS, whole=True) == 2 * B + 4 * E
+    more = {"a model with its own tensors": 2 * B + 4 * E, "its own tensors": 3 * 4 * E}
+    more |= {"update": 2 * B, "with its own tensors": 2 * B + 4 * E}
+    assert own.parts == facility_disk(HELD, plain).parts | more
+    # Either the update with them and without, or that without and its message with what that leaves.
+    encoded = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    parts, message = facility_disk(HELD, encoded, federated=HEADLESS).parts, B + 4 * B // 256
+    assert parts["update"] == 4 * B and parts["its encoded form"] == message and parts["residuals"] == 2 * 4 * B
+    assert parts["with its own tensors"] + message + 4 * B == max(4 * (B + E), message + 4 * B)
+    coordinator = coordinator_disk(HELD, {"a": plain}, rule="mean", rounds=5, keep_rounds=2, federated=HEADLESS)
+    assert coordinator.parts[IN_FLIGHT] == 2 * B
+    assert coordinator.parts["server state, old and new"] == 2 * 4 * B
+    row = check_link(Facility(name="a", dataset="/d"), Deployment(), HELD, SendingSettings(), federated=HEADLESS)
+    assert "2.05 kB there and 1.54 kB back a round" in row.found, row
+
+
+def test_frozen_tensors_have_no_state_and_are_in_no_message_but_in_whole_updates():
+    frozen = TrainingSettings(freeze=["model.layers.*"])
+    encoded = dataclasses.replace(frozen, encoding="delta-int8", export_dtype="float32")
+    assert HELD.trained(frozen) == E and HELD.written(frozen) == 2 * (E + B) and HELD.averaged(frozen) == E + B
+    parts = facility_disk(HELD, frozen).parts
+    assert parts["optimizer state"] == 8 * E and parts["state of a round that ends or pauses"] == 20 * E
+    parts = facility_disk(HELD, encoded, "delta-int8").parts
+    assert parts["its encoded form"] == parts["a model's encoded form"] == E + 4 and parts["residuals"] == 8 * E
+    sending = SendingSettings(encoding="delta-int8")
+    row = check_link(Facility(name="a", dataset="/d", training=encoded), Deployment(), HELD, sending)
+    assert f"{E + 4} B there and {E + 4} B back a round" in row.found, row
+    # Another facility trains what this one does not, so that models that are sent differ in all of it.
+    other = dataclasses.replace(encoded, freeze=["model.embed*"])
+    assert HELD.changed(encoded, other) == E + B
+    messages = [
+        coordinator_disk(HELD, updates, rule="mean", rounds=5, keep_rounds=2, sending=sending).parts[
+            "messages of these"
+        ]
+        for updates in ({"a": encoded}, {"a": encoded, "b": other})
+    ]
+    assert messages == [3 * (E + 4), 3 * (E + B + 4 * (E + B) // 256)]
+
+
+def test_adapters_travel_whole_in_any_encoding_and_a_model_that_is_sent_differs_in_them_alone():
+    lora = TrainingSettings(lora=LoraSettings(rank=2))
+    encoded = dataclasses.replace(lora, encoding="delta-int8", export_dtype="float32")
+    adapters = 2 * 2 * (24 + 16)
+    assert HELD.returned(encoded) == HELD.written(encoded) == 4 * adapters
+    assert (
+        facility_disk(HELD, encoded).parts["its encoded form"] == facility_disk(HELD, encoded).parts["residuals"] == 0
+    )
+    sending, options = SendingSettings(encoding="delta-int8"), {"rule": "mean", "rounds": 5, "keep_rounds": 2}
+    row = check_link(Facility(name="a", dataset="/d", training=lora), Deployment(), HELD, sending)
+    message = round(adapters * (1 + 4 / 256))
+    assert f"{message} B there and {2 * adapters} B back a round" in row.found, row
+    parts = coordinator_disk(HELD, {"a": encoded}, links=True, sending=sending, **options).parts
+    assert parts[IN_FLIGHT] == 4 * adapters
+    # Each is decoded as its receivers do and is there whole; what is encoded has its base from the round before.
+    assert parts["the next model"] == 2 * P + 4 * adapters and parts["the model that is encoded"] == 4 * adapters
+
+
+@pytest.mark.parametrize("bits", [16, 32])
+def test_masked_updates_take_as_many_bits_as_the_settings_say(bits: int):
+    row = check_link(Facility(name="a", dataset="/d"), Deployment(), HELD, SendingSettings(), masked_bits=bits)
+    assert f"2.05 kB there and {2.05 if bits == 16 else 4.1:g} kB back a round" in row.found, row
+    plain = TrainingSettings()
+    parts = coordinator_disk(HELD, {"a": plain}, rule="mean", rounds=5, keep_rounds=2, masked_bits=bits).parts
+    assert parts[IN_FLIGHT] == P * bits // 8
+    parts = facility_disk(HELD, plain, masked_bits=bits).parts
+    assert parts["its masked form"] == parts["residuals"] == 2 * P * bits // 8 and parts["update"] == 4 * P
 
 
 def test_the_adapters_counted_are_those_that_the_trainer_makes(tmp_path: Path):

@@ -8,11 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from coordinator.memory.figures import model_figures
+from coordinator.preflight.disk import facility_disk
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.job import Job
 from facility.rounds.one_round import OneRound
 from facility.rounds.personal import Personal
@@ -118,3 +122,31 @@ def test_without_patterns_nothing_is_touched(tmp_path: Path):
     before = read_manifest(update)
     Personal(tmp_path / "state", Patterns()).take_out(update, received, 0)
     assert read_manifest(update) == before and not (tmp_path / "state").exists()
+
+
+def test_the_bound_on_disk_is_what_is_there_as_an_update_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In a third round, whose predecessors' tensors are still there; the trainer writes what stays in float32."""
+    personal, state, out = Personal(tmp_path / "state", HEAD), tmp_path / "state", tmp_path / "work"
+    size = {"vocab_size": 2048, "hidden_size": 64, "tie_word_embeddings": False}
+    received = save_pico(tmp_path / "received", dtype="bfloat16", **size)
+    write_manifest(received, Manifest(kind="model", federation="f", round=0))
+    tensors, most, remove = open_checkpoint(received), 0, shutil.rmtree
+
+    def watched(path: Path, **options: Any) -> None:
+        nonlocal most
+        most = max(most, sum(file.stat().st_size for root in (state, out) for file in root.rglob("*.safetensors")))
+        remove(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", watched)
+    for number in range(3):
+        personal.put_in(received, number)
+        update = out / f"update{number}"
+        update.mkdir(parents=True)
+        kinds = {name: torch.bfloat16 if HEAD.federated(name) else torch.float32 for name in tensors.tensors}
+        save_tensors(update, ((name, tensors.read(name).to(kind)) for name, kind in kinds.items()))
+        write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=number))
+        personal.take_out(update, received, number)
+        remove(update)
+    parts = facility_disk(model_figures(received), TrainingSettings(), federated=HEAD).parts
+    names = ("a model with its own tensors", "its own tensors", "update", "with its own tensors")
+    assert most == pytest.approx(sum(parts[name] for name in names), rel=0.05)
