@@ -26,6 +26,7 @@ def layouts_of_settings(
     )
     replicated = grid.replicas > 1 and training.sync.policy == "allreduce"
     copies = replicated and grid.shards == 1 and not layout.offload and not spans
+    sharded = (grid.shards > 1 or replicated) and not copies
     return [
         RankLayout(
             spans=tuple(spans[stage :: layout.stages]),
@@ -36,7 +37,8 @@ def layouts_of_settings(
             sequences=sequences,
             tokens=tokens,
             shards=grid.shards,
-            sharded=(grid.shards > 1 or replicated) and not copies,
+            sharded=sharded,
+            offloaded=sharded and layout.offload and device == "cuda",
             reshard=layout.sharding in ("FULL_SHARD", "HYBRID_SHARD") and not spans,
             chunk_rows=rows_of(training, sequences * tokens, vocabulary, device),
         )
@@ -53,6 +55,7 @@ def layouts_of_plan(
     spans = [(first, end) for first, end in plan.stage_units] if pipelined else []
     replicated = plan.replicas > 1 and plan.sync.name == "allreduce" and training.sync.policy == "allreduce"
     copies = replicated and shards == 1 and not training.layout.offload and not pipelined
+    sharded = (shards > 1 or replicated) and not copies
     return {
         number: RankLayout(
             spans=tuple(spans[stage :: plan.stages]),
@@ -63,7 +66,8 @@ def layouts_of_plan(
             sequences=plan.micro_batch_samples,
             tokens=tokens,
             shards=shards,
-            sharded=(shards > 1 or replicated) and not copies,
+            sharded=sharded,
+            offloaded=sharded and training.layout.offload and device == "cuda",
             reshard=training.layout.sharding in ("FULL_SHARD", "HYBRID_SHARD") and not pipelined,
             chunk_rows=rows_of(training, plan.micro_batch_samples * tokens, vocabulary, device),
         )

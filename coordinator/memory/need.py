@@ -63,15 +63,27 @@ def needed_by_plan(
 
 
 def smallest_ranks(
-    model: ModelFigures, training: TrainingSettings, block_tokens: int, memory: float, *, device: str = "cuda"
+    model: ModelFigures,
+    training: TrainingSettings,
+    block_tokens: int,
+    memory: float,
+    *,
+    device: str = "cuda",
+    local_ranks: int = 0,
 ) -> int | None:
-    """The fewest ranks of `memory` bytes that hold the training, or None when no number up to `MOST_RANKS` does."""
-    ranks = 1
+    """The fewest ranks of `memory` bytes that hold the training, or None when no number up to `MOST_RANKS` does.
+
+    `local_ranks`: of one node, on which sharding may depend; of more than that whole nodes count. 0: not known.
+    """
+    node, ranks = local_ranks or 1, 1
     while ranks <= MOST_RANKS:
+        local = min(ranks, local_ranks)
         try:
-            if needed_bytes(model, training, block_tokens, ranks, device=device) <= memory:
+            if needed_bytes(model, training, block_tokens, ranks, device=device, local_ranks=local) <= memory:
                 return ranks
         except ConfigurationError:
             pass  # so many ranks make no whole pipelines
         ranks += 1 if ranks < 16 else ranks // 8
+        if ranks > node:
+            ranks = -(-ranks // node) * node
     return None

@@ -51,7 +51,7 @@ def check_memory(
             f"about {size(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
         )
     memory = deployment.gpu_memory_gb * 1e9
-    least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device)
+    least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device, local_ranks=gpus)
     if need > memory * 0.95:
         fix = f"ask for at least {least} GPUs" if least else "lower micro_batch_sequences or prepare shorter blocks"
         return fail(

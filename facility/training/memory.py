@@ -47,7 +47,7 @@ def predicted_bytes(
     dimensions = dimensions_of(model, config)
     weights = weights_of(model, structure, settings, chunked=chunk_rows > 0)
     units = memory_of_units(weights, dimensions, settings)
-    return rank_memory(units, rank_layout(layout, ranks, chunk_rows), dimensions, settings)
+    return rank_memory(units, rank_layout(layout, ranks, chunk_rows, settings), dimensions, settings)
 
 
 def dimensions_of(model: nn.Module, config: Any) -> Dimensions:
@@ -88,7 +88,7 @@ def unit_of_whole(model: nn.Module) -> Callable[[str], int]:
     return lambda name: int(name[len(blocks) :].split(".", 1)[0]) + 1 if name.startswith(blocks) else 0
 
 
-def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int) -> RankLayout:
+def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int, settings: TrainingSettings) -> RankLayout:
     """This rank's place in the layout, as the law of memory takes it."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
@@ -102,6 +102,7 @@ def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int) -> RankLayout:
         tokens=layout.block_tokens,
         shards=grid.shards,
         sharded=layout.sharded,
+        offloaded=layout.sharded and settings.layout.offload and ranks.device.type == "cuda",
         reshard=layout.reshard and not layout.units,
         chunk_rows=chunk_rows,
     )

@@ -620,6 +620,27 @@ def test_memory_by_hand():
     assert smallest_ranks(model, training, 10, 30_000) == 2 and smallest_ranks(model, training, 10, 100) is None
 
 
+def test_ranks_that_would_do_are_whole_nodes_and_no_more_nodes_do_where_each_holds_a_model():
+    model = ModelFigures(parameters=8000, bytes=2000, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
+    sharding = {name: TrainingSettings(layout=LayoutSettings(sharding=name)) for name in ("FULL_SHARD", "HYBRID_SHARD")}
+    least = {
+        (name, node): smallest_ranks(model, training, 1, 80_000, local_ranks=node)
+        for name, training in sharding.items()
+        for node in (0, 2, 4)
+    }
+    assert least["FULL_SHARD", 0] == 3 and least["FULL_SHARD", 2] == least["FULL_SHARD", 4] + 1 == 4
+    assert least["HYBRID_SHARD", 2] is None and least["HYBRID_SHARD", 4] == 3
+
+
+def test_weights_that_are_offloaded_need_no_room_on_a_gpu():
+    model = ModelFigures(parameters=8000, bytes=2000, vocabulary=50, positions=0, hidden=8, layers=2, heads=2)
+    away = TrainingSettings(layout=LayoutSettings(offload=True))
+    whole = needed_bytes(model, away, 1, 1)
+    assert whole == needed_bytes(model, TrainingSettings(), 1, 1), "one rank shards nothing"
+    assert needed_bytes(model, away, 1, 2, device="cpu") == needed_bytes(model, TrainingSettings(), 1, 2, device="cpu")
+    assert needed_bytes(model, away, 1, 2) < needed_bytes(model, TrainingSettings(), 1, 2)
+
+
 UP, EMBEDDING = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
 ONE_BLOCK = ModelFigures(
     parameters=9472,

@@ -150,6 +150,25 @@ def test_fsdp_gathers_embedding_head_and_two_blocks():
     assert sharded(**alone)["gathered weights"] == 4 * 30 + 4 * (6 + 4)
 
 
+@pytest.mark.parametrize("drift", [False, True])
+def test_what_is_offloaded_counts_while_it_is_gathered_and_the_gradients_of_one_block(drift: bool):
+    units = (unit(10, 0), unit(4, 7), unit(6, 7), unit(20, 0))
+    there, away = (
+        rank_memory(
+            units,
+            RankLayout(sequences=1, tokens=3, shards=2, sharded=True, offloaded=offloaded),
+            Dimensions(hidden=5, blocks=2, vocabulary=11),
+            TrainingSettings(drift_correction=drift),
+        )
+        for offloaded in (False, True)
+    )
+    assert away == {name: size for name, size in there.items() if name != "drift correction"} | {
+        "weights": 0,
+        "optimizer": 0,
+        "gradients": 6 * (4 + 4) + 4 * 6 // 2,
+    }
+
+
 def test_whole_gradients_of_embedding_and_head_remain_when_activations_are_gone():
     units = (unit(1000, 0), unit(4, 7), unit(20, 0))
     layout = RankLayout(sequences=1, tokens=3, shards=2, sharded=True)

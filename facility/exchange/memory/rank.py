@@ -32,6 +32,8 @@ class RankLayout:
     """Whether FSDP2 holds the parameters, over shards or replicas."""
     reshard: bool = True
     """FSDP2 frees a block's weights between forward and backward."""
+    offloaded: bool = False
+    """FSDP2 keeps what it shards, its gradients and the optimizer's state in the host's memory, not in a GPU's."""
     chunk_rows: int = 0
     """Positions of which logits are computed at once; 0: all of a micro-batch."""
 
@@ -45,7 +47,8 @@ def rank_memory(
     wait for their backward, and of the largest block that is computed again; logits and their gradient in float32, of
     `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); in half
     precision the copies that autocast makes; under FSDP2 the weights that are gathered; the correction of drift (4 a
-    trained weight); one quantised layer in float32, as it is loaded and as it is multiplied.
+    trained weight); one quantised layer in float32, as it is loaded and as it is multiplied. What is offloaded counts
+    while it is gathered, and the gradients of one block while they are reduced.
     """
     chunks = [range(first, end) for first, end in layout.spans] or [range(len(units))]
     held = [units[unit] for chunk in chunks for unit in chunk]
@@ -60,20 +63,28 @@ def rank_memory(
     logits = in_flight(layout, with_head)
     activations = in_flight(layout, [a + b for a, b in zip(kept, with_head, strict=True)]) - logits
     activations += tokens * max((unit.again for unit in held), default=0.0)
+    here, ends = not layout.offloaded, (0, len(units) - 1)
+    blocks = [units[unit] for chunk in chunks for unit in chunk if unit not in ends]
     parts = {
-        "weights": int(sum(unit.weights for unit in held)) // layout.shards,
-        "gradients": 4 * trained // layout.shards,
-        "optimizer": int(sum(unit.state for unit in held)) // layout.shards,
+        "weights": here * int(sum(unit.weights for unit in held)) // layout.shards,
+        "gradients": 4 * trained // layout.shards if here else reduced_bytes(blocks, layout, training),
+        "optimizer": here * int(sum(unit.state for unit in held)) // layout.shards,
         "activations": round(activations),
         "logits": round(logits + once * has_head),
     }
     more = {
         "weights in half precision": 0 if layout.sharded else sum(unit.copies for unit in held),
         "gathered weights": gathered_bytes(units, chunks, layout, beside=parts["activations"] + parts["logits"]),
-        "drift correction": 4 * trained // layout.shards if training.drift_correction else 0,
+        "drift correction": here * 4 * trained // layout.shards if training.drift_correction else 0,
         "one layer dequantised": 4 * max((unit.largest_in_bits for unit in held), default=0),
     }
     return parts | {name: value for name, value in more.items() if value}
+
+
+def reduced_bytes(blocks: Sequence[UnitMemory], layout: RankLayout, training: TrainingSettings) -> int:
+    """Of the largest block's gradients while they are reduced: as computed, in float32, and the shard of their sum."""
+    largest = max((block.trained for block in blocks), default=0)
+    return largest * (width_of(training) + 4) + 4 * largest // layout.shards
 
 
 def logits_bytes(chunk_rows: int, dimensions: Dimensions, training: TrainingSettings) -> tuple[float, float]:

@@ -47,7 +47,7 @@ class LayoutSettings:
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """full: a block keeps its input only and runs again in backward; selective: it also keeps matrix products."""
     offload: bool = False
-    """Keep shards in CPU memory between uses (GPU only)."""
+    """Keep shards in CPU memory between uses (GPU only; without effect where no ranks share a model by FSDP)."""
     compile: bool = False
     """Compile every block with torch.compile."""
 
