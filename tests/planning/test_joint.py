@@ -11,6 +11,7 @@ from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import plan_on, simulated_seconds
 from coordinator.planning.joint.bound import joint_bound
 from coordinator.planning.joint.cost import Cost, Layouts
+from coordinator.planning.joint.every import every_layout
 from coordinator.planning.joint.plan import one_pipeline, plan_joint
 from coordinator.planning.joint.starts import best_cuts, even_cuts, even_share
 from coordinator.planning.replan import replan
@@ -133,6 +134,56 @@ def test_memory_forces_more_stages():
         device["memory_gigabytes"] = 0.2
     with pytest.raises(Infeasible, match="short by"):
         plan_joint(problem_from_json(raw), Stop(60, iterations=1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_of_few_layouts_the_best_is_found_whatever_the_time(seed):
+    """Three unlike devices, some with room for a part: all layouts are simulated here."""
+    rng = np.random.default_rng(seed)
+    raw = whole(devices=3, blocks=2, seed=seed, batch_samples=int(rng.integers(1, 4)), syncs=["allreduce"])
+    for device in raw["devices"]:
+        device |= {"memory_gigabytes": float(rng.choice([0.25, 0.5, 8])), "slowdown": float(rng.choice([1, 1.5, 3]))}
+    raw["devices"][seed % 3]["memory_gigabytes"] = 8
+    one = problem_from_json(raw)
+    assert isinstance(one, Problem)
+    least = np.inf
+    for stages, replicas in ((1, 1), (1, 2), (1, 3), (2, 1), (3, 1)):
+        if replicas > one.batch_samples:
+            continue
+        found = every_layout(Cost(one, stages, replicas, 1, "1f1b"))
+        assert found is not None
+        for line, cuts, share in zip(found.line, found.cuts, found.share, strict=True):
+            for schedule in one.schedules:
+                plan = plan_on(
+                    one,
+                    line[: stages * replicas].reshape(stages, replicas).tolist(),
+                    list(zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True)),
+                    micro_batches=share.tolist(),
+                    micro_batch_samples=1,
+                    schedule=schedule,
+                    sync="allreduce",
+                )
+                least = min(least, simulated_seconds(one, plan))
+    plan, again = plan_joint(one, Stop(30, 1)), plan_joint(one, Stop(60), seed=5)
+    assert plan.predicted_seconds == pytest.approx(least, rel=1e-9)
+    assert (plan.grid, plan.stage_units, plan.schedule) == (again.grid, again.stage_units, again.schedule)
+
+
+def test_seconds_that_are_all_zero_make_a_plan_not_a_traceback():
+    free = [unit | {"forward_ms": 0, "backward_ms": 0} for unit in whole()["units"]]
+    assert plan_joint(problem(units=free), Stop(0.2, 1)).predicted_seconds == 0.0
+
+
+def test_every_layout_is_there_once():
+    cost = Cost(problem(devices=4, blocks=3, batch_samples=5), 2, 2, 1, "gpipe")
+    found = every_layout(cost)
+    assert found is not None
+    rows = {tuple(row) for row in np.concatenate([found.line[:, :4], found.cuts, found.share], axis=1).tolist()}
+    assert len(rows) == len(found.line) == 4 * 3 * 2 // 2 * 4 * 4
+    assert all(sorted(line) == [0, 1, 2, 3] for line in found.line.tolist()) and (found.share.sum(axis=1) == 5).all()
+    many = problem(devices=40, blocks=3, batch_samples=64)
+    assert every_layout(Cost(many, 2, 20, 1, "gpipe")) is None
+    assert every_layout(Cost(problem(devices=40, blocks=3, batch_samples=40), 1, 40, 1, "gpipe")) is not None
 
 
 def test_equal_devices_on_a_fast_network_become_replicas():

@@ -137,12 +137,12 @@ def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str
     shape = f"{plan.stages} x {plan.replicas},"
     other = next((t for t in others if not t["what"].startswith(shape)), None)
     if other is not None:
-        reasons.append(
-            f"next shape: {other['what']} at {other['seconds']:.4g} s ({other['seconds'] / best.seconds - 1:+.1%})"
-        )
+        share = f" ({other['seconds'] / best.seconds - 1:+.1%})" if best.seconds else ""
+        reasons.append(f"next shape: {other['what']} at {other['seconds']:.4g} s{share}")
     even = min((t["seconds"] for t in others if t["what"].startswith("even")), default=None)
     if even is not None:
-        reasons.append(f"the even split over one pipeline takes {even:.4g} s ({even / best.seconds:.2f}x)")
+        share = f" ({even / best.seconds:.2f}x)" if best.seconds else ""
+        reasons.append(f"the even split over one pipeline takes {even:.4g} s{share}")
     idle = len(problem.devices) - used
     if idle:
         reasons.append(f"{idle} devices stay idle: no layout tried was better with them")

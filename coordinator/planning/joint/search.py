@@ -11,7 +11,7 @@ from coordinator.planning.stop import Stop
 def anneal(
     cost: Cost, begin: Layouts, rng: np.random.Generator, stop: Stop, *, steps: int, hot: float = 0.03
 ) -> tuple[Layouts, np.ndarray]:
-    """Cool all chains once; the best state of every chain and its unsmoothed cost."""
+    """Cool all chains once; the best state of every chain, within memory, if it came to one, and its cost."""
     state = begin.copy()
     chains = len(state.line)
     k = np.arange(chains)
@@ -19,6 +19,8 @@ def anneal(
     energy = cost.value(state, smooth)
     temperatures = energy * np.choose((k // 3) % 3, [hot, hot / 4, hot * 2.5])
     best, low = state.copy(), energy.copy()
+    limited = bool(np.isfinite(cost.memory).any())
+    fits = fitting = cost.feasible(state)
     moves = [_swap_devices, _swap_devices, _swap_devices]
     if cost.stages > 1:
         moves += [_shift_units, _shift_units, _reverse_stages]
@@ -36,6 +38,10 @@ def anneal(
         state.put(accept, proposal)
         energy[accept] = new[accept]
         better = energy < low * (1 - 1e-12)
+        if limited:
+            fits = np.where(accept, cost.feasible(proposal), fits)
+            better = (better & (fits == fitting)) | (fits & ~fitting)
+            fitting = fitting | (fits & better)
         best.put(better, state)
         low[better] = energy[better]
     return best, cost.value(best)
@@ -114,8 +120,11 @@ def _shift_share(cost: Cost, state: Layouts, rng: np.random.Generator) -> Layout
 
 
 def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layouts:
-    """Local optimum from one layout: steepest descent over swaps of devices and shifts of a unit or micro-batches."""
-    now, worth = begin, float(cost.value(begin)[0])
+    """Local optimum from one layout: steepest descent over swaps of devices and shifts of a unit or micro-batches.
+
+    From within memory it stays there.
+    """
+    now, worth, fits = begin, float(cost.value(begin)[0]), bool(cost.feasible(begin)[0])
     for _ in range(most):
         if stop(0):
             break
@@ -123,6 +132,8 @@ def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layout
         values = cost.value(around)
         if not len(values):  # one device that holds everything has no neighbour
             break
+        if fits:
+            values = np.where(cost.feasible(around), values, np.inf)
         best = int(values.argmin())
         if values[best] >= worth * (1 - 1e-9):
             break

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from coordinator.planning.joint.cost import Cost, Layouts
+from coordinator.planning.joint.every import every_layout
 from coordinator.planning.joint.starts import grids, starts
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.schedules.registry import interleaved
+
+POOL, OUTSIDE = 32, 8
+"""Layouts that a shape keeps at most, and those of them that exceed a memory."""
 
 
 @dataclass
@@ -20,11 +24,15 @@ class Shape:
 
     cost: Cost
     pool: Layouts
-    """Its best layouts so far, best first."""
+    """Its best layouts so far: those within memory, then others; of each the best first."""
     worth: np.ndarray
     """Their cost by closed forms, in terms of the objective."""
+    fits: bool
+    """Is there one within memory? Else their cost says how far they are from that, and is no promise."""
     schedules: tuple[str, ...]
     """Schedules that its best layout is simulated under."""
+    whole: bool = False
+    """Were all its layouts looked at? Then there is nothing to search."""
     bias: float = 1.0
     """Simulated over closed forms, of the layout that was simulated last."""
 
@@ -32,6 +40,14 @@ class Shape:
     def standing(self) -> float:
         """What its best layout is expected to be worth by simulation."""
         return float(self.worth[0]) * self.bias
+
+
+def sorted_pool(cost: Cost, layouts: Layouts, worth: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Which layouts to keep, in order, and whether one of them is within memory."""
+    feasible = cost.feasible(layouts)
+    order = np.lexsort((worth, ~feasible))
+    near = order[feasible.sum() :][:OUTSIDE]  # the way to a better one may lead through a layout that does not fit
+    return np.concatenate([order[: feasible.sum()][: POOL - len(near)], near]), bool(feasible.any())
 
 
 def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
@@ -57,10 +73,11 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
                     if found and stop.used > 0.4 * stop.seconds:
                         return found
                     cost = Cost(problem, stages, width, samples, schedule)
-                    pool = starts(cost, lines)
+                    every = every_layout(cost)
+                    pool = starts(cost, lines) if every is None else every
                     worth = cost.value(pool)
-                    order = np.argsort(worth, kind="stable")[:32]
-                    found.append(Shape(cost, pool.take(order), worth[order], tuple(schedules)))
+                    order, fits = sorted_pool(cost, pool, worth)
+                    found.append(Shape(cost, pool.take(order), worth[order], fits, tuple(schedules), every is not None))
     if not found:
         raise ConfigurationError(
             f"no allowed shape fits {devices} devices, {units} units and {problem.batch_samples} samples: stages "
