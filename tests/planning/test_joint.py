@@ -244,6 +244,15 @@ def test_interleaving_is_chosen_where_it_fills_the_bubble():
     assert plan.predicted_seconds < only.predicted_seconds
 
 
+def test_a_schedule_that_was_not_asked_for_is_told():
+    """Five micro-batches are no whole rounds of two stages."""
+    asked = {"devices": 2, "blocks": 4, "batch_samples": 5, "stages": [2]}
+    plan = plan_joint(problem(**asked, schedules=["interleaved_1f1b"]), Stop(0.5, 1))
+    told = [reason for reason in plan.reasons if "schedules holds interleaved_1f1b alone" in reason]
+    assert plan.schedule == "1f1b" and len(told) == 1 and "faster than 1f1b" in told[0]
+    assert not any("alone" in reason for reason in plan_joint(problem(**asked), Stop(0.5, 1)).reasons)
+
+
 def test_the_same_seed_gives_the_same_plan():
     one = problem(devices=6, blocks=8)
     first, second = (plan_joint(one, Stop(600, iterations=2), seed=3) for _ in range(2))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from facility.exchange.memory.rank import RankLayout, rank_memory
-from facility.exchange.memory.units import Dimensions, UnitMemory
+from facility.exchange.memory.units import Dimensions, UnitMemory, products
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
@@ -59,7 +59,9 @@ def test_adapters_keep_the_inputs_and_outputs_of_their_layers():
     assert every["activations"] > predicted()["activations"] > found["activations"]
 
 
-@pytest.mark.parametrize(("checkpointing", "values", "again"), [("full", 1, 11 + 4 * 2), ("selective", 10, 0)])
+@pytest.mark.parametrize(
+    ("checkpointing", "values", "again"), [("full", 1, 11 + 4 * 2), ("selective", 7 + 2 * 2, 4 + 2 * 2)]
+)
 def test_what_is_computed_again_is_not_kept(checkpointing: Literal["full", "selective"], values: int, again: int):
     """Of one block all is there while it is computed again."""
     found = predicted(layout=LayoutSettings(activation_checkpointing=checkpointing))
@@ -117,6 +119,41 @@ def test_a_block_keeps_what_autograd_says_it_keeps(inner: int, half: bool):
 
     measured, ratio = (saved(128) - saved(64)) / 64 / hidden, inner / hidden  # weights are in both
     assert measured == pytest.approx(2 * (11 + 4 * ratio) + 12 if half else 4 * (11 + 4 * ratio), rel=0.05)
+
+
+@pytest.mark.parametrize("inner", [512, 704])
+@pytest.mark.parametrize("half", [False, True])
+def test_a_block_that_keeps_its_products_keeps_what_is_predicted(inner: int, half: bool):
+    """Tensors that are there after a forward pass of transformers' Llama, beside its input and its output."""
+    import gc
+
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from facility.training.parallel.recompute import recompute_in_backward
+
+    hidden, heads = 256, 4
+    config = LlamaConfig(
+        vocab_size=8, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=1, num_attention_heads=heads
+    )
+
+    def tensors() -> dict[int, torch.Tensor]:
+        found = [getattr(one, "val", one) for one in gc.get_objects() if type(one).__name__ == "_VersionWrapper"]
+        return {one.untyped_storage().data_ptr(): one for one in found if isinstance(one, torch.Tensor)}
+
+    def kept(tokens: int) -> int:
+        model = LlamaForCausalLM(config).model
+        recompute_in_backward(model.layers[0], selective=True)
+        entering = model.embed_tokens(torch.zeros((1, tokens), dtype=torch.long)).detach().requires_grad_()
+        places, before = model.rotary_emb(entering, torch.arange(tokens)[None]), tensors()
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            left = model.layers[0](entering, position_embeddings=places, attention_mask=None)
+        after = {place: one for place, one in tensors().items() if place not in before}
+        after.pop(left.untyped_storage().data_ptr(), None)
+        return sum(one.untyped_storage().nbytes() for one in after.values())
+
+    measured = (kept(128) - kept(64)) / 64 / hidden
+    assert measured == pytest.approx((2 if half else 4) * products(inner / hidden), rel=0.03)
 
 
 def sharded(**training: Any) -> dict[str, int]:

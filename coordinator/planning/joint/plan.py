@@ -143,6 +143,11 @@ def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str
     if even is not None:
         share = f" ({even / best.seconds:.2f}x)" if best.seconds else ""
         reasons.append(f"the even split over one pipeline takes {even:.4g} s{share}")
+    if plan.stages > 1 and plan.schedule not in problem.schedules:
+        reasons.append(
+            f"schedules holds {', '.join(problem.schedules)} alone, which needs several chunks a device and as many "
+            f"micro-batches in every round of them; no such plan was possible or faster than {plan.schedule}"
+        )
     idle = len(problem.devices) - used
     if idle:
         reasons.append(f"{idle} devices stay idle: no layout tried was better with them")

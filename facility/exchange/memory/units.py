@@ -103,11 +103,12 @@ def _memory_of_unit(
     # Of whole models whose blocks are neither compiled nor computed again; what is sent from block to block else.
     cast = CAST_BYTES * dimensions.hidden * (block and casts and dimensions.gated > 0 and not adapted and not compiled)
     checkpointing = training.layout.activation_checkpointing
-    if checkpointing == "full":
-        again = kept + cast
+    if checkpointing != "none":
+        whole = kept + cast
         kept, cast = width * dimensions.hidden * block, (4 - width) * dimensions.hidden * block
-    elif checkpointing == "selective":
-        kept, cast = width * 10 * dimensions.hidden * block, 0
+        if checkpointing == "selective":
+            kept += width * (products(dimensions.gated) * dimensions.hidden * block + products_beside(held))
+        again = max(0.0, whole - kept) if checkpointing == "selective" else whole
     return UnitMemory(
         weights=sum(one.count * one.held_bytes for one in held),
         trained=sum(one.count for one in held if one.trained),
@@ -136,6 +137,18 @@ def kept_values(gated: float, *, adapters: bool, compiled: bool) -> float:
     if adapters:
         return 7 + 3 * gated
     return 10 + 2 * gated if compiled else 11 + 4 * gated
+
+
+def products(gated: float) -> float:
+    """Results of matrix products and attention in a block, a token and hidden unit: of four layers of attention, of
+    attention itself and of the network's last layer; and of its first, 4 hidden widths, or of two of r if it is gated.
+    """
+    return 6 + (2 * gated or 4)
+
+
+def products_beside(held: Sequence[Weight]) -> int:
+    """The same of adapters, a token."""
+    return sum(one.shape[0] for one in held if len(one.shape) == 2 and (A in one.name or B in one.name))
 
 
 def kept_beside(name: str, shape: Sequence[int]) -> float:
