@@ -103,7 +103,10 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="File to write; default report.html, .md or .json in the archive.")
     ] = None,
-    format: Annotated[str, typer.Option(help="html, md or json.")] = "html",
+    format: Annotated[
+        str,
+        typer.Option(help="html, md or json; default what the name of --out ends in, else html.", show_default=False),
+    ] = "",
 ) -> None:
     """Write the report of the federation so far: curves, timeline, traffic, cost, updates, failures, digests.
 

@@ -27,8 +27,13 @@ def data_of(federation: Federation) -> dict[str, Any]:
     )
 
 
-def make_report(file: Path, out: Path | None = None, format: str = "html") -> Path:
-    """Write the report; returns where. Raises `InputError` for a format that there is not, or an archive not begun."""
+def make_report(file: Path, out: Path | None = None, format: str = "") -> Path:
+    """Write the report; returns where. Raises `InputError` for a format that there is not, or an archive not begun.
+
+    Without a format it is the one that the name of `out` ends in, else HTML.
+    """
+    ending = out.suffix.lower().removeprefix(".") if out is not None else ""
+    format = format or (ending if ending in FORMATS else "html")
     if format not in FORMATS:
         raise InputError(f"--format is {format!r}, expected one of {', '.join(FORMATS)}")
     federation = read_federation(file)

@@ -14,6 +14,7 @@ from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.commands.watch import _print_progress
 from coordinator.config.federation import read_federation
+from coordinator.report.make import make_report
 from facility.exchange.files.durable import write_json
 from tests.conftest import ROOT
 
@@ -47,3 +48,12 @@ def test_a_terminal_that_lacks_letters_stops_no_command(federation: Path):
     done = subprocess.run(command, env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert REASON.replace("山", "\\u5c71").encode("latin-1") in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "begins"),
+    [("r.md", "", "# "), ("r.JSON", "", "{"), ("r.txt", "", "<!doctype"), ("r.md", "html", "<!doctype")],
+)
+def test_a_report_has_the_format_that_its_file_is_named_by(federation: Path, name: str, format: str, begins: str):
+    """`crossfed report --out report.md` wrote HTML."""
+    assert make_report(federation, federation.parent / name, format).read_text().startswith(begins)
