@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F401 (each adds its commands)
-from coordinator.commands.app import PANELS, app
+from coordinator.commands.app import PANELS, Interrupted, app
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
 
@@ -35,6 +35,8 @@ def called() -> int:
         return stop.exit_code
     except typer.Abort:
         return ExitCode.INTERRUPTED
+    except Interrupted:
+        raise KeyboardInterrupt from None
     return result if isinstance(result, int) else 0
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from coordinator.config.locate import find_federation
 from facility import __version__
@@ -15,7 +16,23 @@ from facility.exchange.logs import LEVELS, VARIABLE, configure_logging
 PANELS = SET_UP, RUN, WATCH, PLAN, REHEARSE = "Set up", "Run", "Watch", "Plan", "Rehearse"
 """Panels of `crossfed --help`, in its order."""
 
+
+class Interrupted(BaseException):
+    """Ctrl-C, under a name that typer leaves alone: of `KeyboardInterrupt` it makes an exit code without a word."""
+
+
+class Commands(TyperGroup):
+    """All commands."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
+
 app = typer.Typer(
+    cls=Commands,
     name="crossfed",
     help="Cross-facility federated learning of foundation models, run as a CWL workflow.",
     no_args_is_help=True,

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from coordinator import cli
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.commands.watch import _print_progress
@@ -48,6 +50,17 @@ def test_a_terminal_that_lacks_letters_stops_no_command(federation: Path):
     done = subprocess.run(command, env=environment, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert REASON.replace("山", "\\u5c71").encode("latin-1") in done.stdout
+
+
+def test_a_command_that_is_interrupted_says_so(
+    federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Typer makes an exit code of Ctrl-C: every command but those of modules ended without a word."""
+    monkeypatch.setattr("coordinator.commands.watch._progress", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(sys, "argv", ["crossfed", "status", "-f", str(federation)])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(
