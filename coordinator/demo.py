@@ -20,7 +20,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -234,12 +234,26 @@ def prepare_datasets(out: Path, sizes: Sizes) -> None:
             raise CrossFedError(f"{' '.join(command)} ended with code {process.returncode}:\n{output}")
 
 
-def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[str, Any], bool]:
+def told(text: str) -> None:
+    """What is being made, to a person who waits."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def make(
+    out: Path,
+    *,
+    seed: int = 1,
+    sizes: Sizes | None = None,
+    datasets: bool = True,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], bool]:
     """Make the demo's material below `out` unless it exists; returns the content of `material.json` and if it existed.
 
-    Raises `InputError` when `out` holds something else under one of the names, or material made otherwise.
+    `datasets`: prepare both texts, too, which takes as long as all else. `progress` is given a sentence before each
+    part. Raises `InputError` when `out` holds something else under one of the names, or material made otherwise.
     """
     sizes = sizes or Sizes()
+    parts = PARTS if datasets else PARTS[:-1]
     wanted = {"format": FORMAT, "seed": seed, "python": platform.python_version(), "sizes": vars(sizes)}
     try:
         found = json.loads((out / STAMP).read_text(encoding="utf-8"))
@@ -248,7 +262,7 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
     except (OSError, ValueError) as error:
         raise InputError(f"{out / STAMP} cannot be read: {error}; remove {out} and try again") from None
     if found is not None:
-        if {name: found.get(name) for name in wanted} != wanted or not all((out / part).is_dir() for part in PARTS):
+        if {name: found.get(name) for name in wanted} != wanted or not all((out / part).is_dir() for part in parts):
             raise InputError(
                 f"{out} holds material made otherwise (another seed, Python or version), or a part of it is gone: "
                 "remove it (`make clean`) or choose another --out"
@@ -261,10 +275,14 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
         write_text(out / UNFINISHED, "The demo's material is being made here.\n")
     for part in PARTS:  # what an interrupted run left
         shutil.rmtree(out / part, ignore_errors=True)
+    progress(f"making two texts and a tokenizer in {out}")
     characters = write_texts(out, sizes)
     tokenizer = train_tokenizer(out, sizes)
+    progress("making a small Llama")
     parameters = make_model(out, tokenizer, sizes, seed)
-    prepare_datasets(out, sizes)
+    if datasets:
+        progress("preparing a dataset for each facility")
+        prepare_datasets(out, sizes)
     made = wanted | {"parameters": parameters, "characters": characters}
     write_json(out / STAMP, made)
     (out / UNFINISHED).unlink()
@@ -273,7 +291,7 @@ def make(out: Path, *, seed: int = 1, sizes: Sizes | None = None) -> tuple[dict[
 
 def make_federation(out: Path) -> Path:
     """Make the demo's material and its federation below `out`; returns federation.yml; an existing one is unchanged."""
-    make(out / ".crossfed" / "demo")
+    make(out / ".crossfed" / "demo", progress=told)
     file = out / "workflow" / "federation.yml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -293,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     add_log_options(parser)
     options = parser.parse_args(argv)
     check_seed(options.seed)
-    made, there = make(options.out, seed=options.seed)
+    made, there = make(options.out, seed=options.seed, progress=told)
     if options.json:
         print(json.dumps(made, indent=2))
     else:

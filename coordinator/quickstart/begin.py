@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 LOGIN = re.compile(rf"(?:({USER.pattern})@)?((?:{HOST.pattern}))")
 DEMO = "demo"
+SET_UP = "set-up"
+"""The last question."""
 KEY = "~/.ssh/id_ed25519"
 BLOCK = 1024
 """Tokens of a block, unless the model takes fewer."""
@@ -70,8 +72,9 @@ def begin(request: Request, dialog: Dialog) -> Path:
     file = request.folder / "workflow" / "federation.yml"
     texts, surveys = dict(request.data), {}
     if file.exists():
-        log.info("%s exists: going on with it", file)
+        log.info("%s exists: going on with it; what it says holds, whatever the command says of the same", file)
         federation = read_federation(file)
+        check_names(request, [one.name for one in federation.facilities], f"; they are those of {file}: edit it")
         for facility in federation.facilities:
             if _is_dataset(federation, facility, texts.get(facility.name, "")):
                 texts[facility.name] = ""
@@ -81,21 +84,32 @@ def begin(request: Request, dialog: Dialog) -> Path:
         if not FACILITY_NAME.fullmatch(request.name):
             raise InputError(f"--name {request.name!r}: {NAME_WORDS}")
         choices = []
-        for name, login in (request.facilities or _ask_facilities(dialog)).items():
+        logins = request.facilities or _ask_facilities(dialog)
+        check_names(request, list(logins), "")
+        for name, login in logins.items():
             choice, survey = _facility(request, dialog, name, login)
             choices.append(choice)
             texts[name] = "" if choice.prepared else choice.data
             if survey is not None:
                 surveys[name] = survey
-        model = _model(request, dialog)
+        source = request.model or _ask_model(dialog)
         signing_key = _signing_key(request, dialog) if any(choice.gated for choice in choices) else ""
-        dialog.check_given()
+        dialog.check_given(later=(SET_UP,))  # before a model is downloaded
+        model = _model(request, source)
         _write(file, request, model, choices, signing_key)
         log.info("%s is written", file)
         federation = read_federation(file)
-    if request.set_up and dialog.agrees("set-up", "send the tokenizer, set each facility up, prepare its data there"):
+    if request.set_up and dialog.agrees(SET_UP, "send the tokenizer, set each facility up, prepare its data there"):
         _set_up(federation, request, texts, surveys)
     return file
+
+
+def check_names(request: Request, names: Sequence[str], whose: str) -> None:
+    """Raise `InputError` for an option that names another facility than these. `whose`: words after the names."""
+    named = {"--facility": request.facilities, "--data": request.data, "--key": request.keys}
+    for option, given in named.items():
+        if unknown := [name for name in given if name and name not in names]:
+            raise InputError(f"{option} {unknown[0]}=...: the facilities are {', '.join(names)}{whose}")
 
 
 def _is_dataset(federation: Federation, facility: Facility, data: str) -> bool:
@@ -186,14 +200,16 @@ def _signing_key(request: Request, dialog: Dialog) -> str:
     return path
 
 
-def _model(request: Request, dialog: Dialog) -> Path:
-    source = request.model or dialog.ask(
-        "model", Proposal(value="", why=f"hub name (ORG/NAME), folder of a checkpoint, or {DEMO!r} for a small one")
-    )
+def _ask_model(dialog: Dialog) -> str:
+    why = f"hub name (ORG/NAME), folder of a checkpoint, or {DEMO!r} for a small one"
+    return dialog.ask("model", Proposal(value="", why=why))
+
+
+def _model(request: Request, source: str) -> Path:
     out = request.folder.resolve() / "model"
     if source == DEMO:
         material = request.folder.resolve() / ".demo"
-        make(material)
+        make(material, datasets=False, progress=log.info)
         source = str(material / "model")
     log.info("%s", convert(source, out, dtype="bfloat16", revision="main"))
     return out

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coordinator.console import command_console
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.logs import configure_logging
 
 
@@ -35,7 +37,9 @@ def quickstart(
     rounds: Annotated[int, typer.Option(help="Rounds.", min=1)] = 5,
     steps: Annotated[int, typer.Option(help="Optimizer steps of one facility in a round.", min=1)] = 100,
     batch_sequences: Annotated[int, typer.Option(help="Blocks of one step; lowered for small datasets.", min=1)] = 64,
-    block_tokens: Annotated[int, typer.Option(help="Tokens of a block; 0: the model's limit, at most 1024.")] = 0,
+    block_tokens: Annotated[
+        int, typer.Option(help="Tokens of a block; 0: the model's limit, at most 1024.", min=0)
+    ] = 0,
     prepare: Annotated[str, typer.Option(help="Further arguments of facility.prepare, as one word.")] = "",
     answer: Annotated[
         list[str] | None, typer.Option(help="QUESTION=VALUE, such as bologna.partition=boost_usr_prod. Repeat.")
@@ -47,8 +51,10 @@ def quickstart(
 
     The same command goes on where it stopped.
     """
+    from coordinator.config.federation import read_federation
     from coordinator.preflight.check import check as look
     from coordinator.preflight.check import show
+    from coordinator.preflight.last_check import remember
     from coordinator.quickstart.begin import Request, begin
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
@@ -69,7 +75,10 @@ def quickstart(
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
     console = command_console(160)
-    code = show(look(file, link=False), as_json=False, console=console)
+    rows = look(file, link=False, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    with suppress(ConfigurationError):  # then the row on federation.yml fails
+        remember(read_federation(file), file, rows)
+    code = show(rows, as_json=False, console=console)
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)

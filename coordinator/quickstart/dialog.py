@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.quickstart.propose import Proposal
@@ -24,7 +24,8 @@ class Dialog:
     """Every question so far."""
 
     def ask(self, question: str, proposal: Proposal, *, must: bool = True) -> str:
-        """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for."""
+        """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for, and where
+        the input has no further line."""
         self.asked.append(question)
         if question in self.given:
             return self.given[question]
@@ -37,7 +38,13 @@ class Dialog:
         others = f"; others: {', '.join(proposal.others[:12])}" if proposal.others else ""
         self.say(clean(f"{question}: {proposal.why}{others}", 600))
         while True:
-            answer = self.ask_line(f"  {question} [{clean(proposal.value, 200)}]: ").strip() or proposal.value
+            try:
+                line = self.ask_line(f"  {question} [{clean(proposal.value, 200)}]: ")
+            except EOFError:
+                self.say("")
+                how = f"give --answer {question}=VALUE, or --yes for all proposals"
+                raise InputError(f"{question} has no answer, for the input has ended: {how}") from None
+            answer = line.strip() or proposal.value
             if answer or not must:
                 return answer
             self.say("  an answer is needed here")
@@ -46,7 +53,7 @@ class Dialog:
         """True for yes, which --yes answers too."""
         return self.ask(question, Proposal(value="yes", why=why)).lower() in ("y", "yes")
 
-    def check_given(self) -> None:
-        """Raise `InputError` when an answer fits no question that was asked."""
-        if unknown := sorted(set(self.given) - set(self.asked)):
+    def check_given(self, later: Sequence[str] = ()) -> None:
+        """Raise `InputError` when an answer fits no question that was asked, or will be `later`."""
+        if unknown := sorted(set(self.given) - set(self.asked) - set(later)):
             raise InputError(f"--answer {unknown[0]} answers no question; asked were {', '.join(self.asked)}")

@@ -101,6 +101,23 @@ def test_complete_material_is_recognised_and_other_material_is_not_overwritten(m
     assert contents(made) == before
 
 
+def test_what_is_being_made_is_told_and_datasets_that_nobody_wants_are_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`crossfed demo` said nothing for a minute on a slow machine; half of the wait of `crossfed quickstart --model
+    demo` went into datasets that nothing read."""
+    monkeypatch.setattr(demo_material, "train_tokenizer", lambda out, _: (out / "tokenizer").mkdir())
+    monkeypatch.setattr(demo_material, "make_model", lambda out, *_: (out / "model").mkdir())
+    monkeypatch.setattr(demo_material, "prepare_datasets", lambda out, _: (out / "datasets").mkdir())
+    told: list[str] = []
+    for datasets in (False, True):
+        out = tmp_path / str(datasets)
+        assert not make(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
+        assert make(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
+        assert (out / "datasets").exists() == datasets
+    assert len(told) == 5 and told[-1] == "preparing a dataset for each facility"
+
+
 def test_an_interrupted_run_is_made_again_and_strangers_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     out = tmp_path / "demo"
     monkeypatch.setattr(demo_material, "train_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))

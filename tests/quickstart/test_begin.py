@@ -7,13 +7,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import typer
 
 from coordinator.config.deployments import Deployment
+from coordinator.config.federation import read_federation
+from coordinator.preflight import check
+from coordinator.preflight.last_check import remember, still_failing
+from coordinator.preflight.row import fail, ok
 from coordinator.quickstart import begin as beginning
 from coordinator.quickstart import host_keys
 from coordinator.quickstart.begin import Request, begin
+from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import Round
 from coordinator.quickstart.dialog import Dialog
+from facility.exchange.errors import InputError
 from tests.training.federation import write_dataset
 
 FINGERPRINT = "SHA256:" + "a" * 43
@@ -46,6 +53,71 @@ def test_the_same_command_prepares_the_same_again(prepared: bool, tmp_path: Path
     for _ in range(2):
         begin(request, Dialog(given={}, yes=True))
     assert texts == ["" if prepared else str(data)] * 2
+
+
+def made(folder: Path, **further: Any) -> Request:
+    """A request for two facilities of this machine, over a text that exists."""
+    (folder / "text").write_text("text")
+    logins = {"here": "local", "too": "local"}
+    plan = Round(rounds=1)
+    stated = {"folder": folder / "fed", "name": "heron", "model": "demo", "plan": plan, "set_up": False}
+    return Request(**stated | {"facilities": logins, "data": dict.fromkeys(logins, str(folder / "text"))} | further)
+
+
+def test_an_option_for_a_facility_that_there_is_not_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`--data` and `--key` of a misspelt name were passed over; given again, so was `--facility` of another."""
+    monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
+    dialog = Dialog(given={}, yes=True)
+    texts = made(tmp_path).data
+    for wrong in ({"data": {**texts, "her": "text"}}, {"keys": {"": "key", "her": "key"}}):
+        with pytest.raises(InputError, match=r"her=\.\.\.: the facilities are here, too$"):
+            begin(made(tmp_path, **wrong), dialog)
+    assert not (tmp_path / "fed").exists()
+    begin(made(tmp_path, keys={"": "key"}), dialog)
+    for wrong in ({"data": {**texts, "her": "text"}}, {"facilities": {"here": "local", "her": "local"}}):
+        with pytest.raises(InputError, match="her=.*are here, too; they are those of .*federation.yml: edit it"):
+            begin(made(tmp_path, **wrong), dialog)
+    begin(made(tmp_path, facilities={"here": "local"}, data={}), dialog)
+
+
+def test_an_answer_to_no_question_is_refused_before_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It was found after the download; the answer to the last question, `set-up`, counted as one to none."""
+    models: list[str] = []
+    monkeypatch.setattr(beginning, "_model", lambda _, source: models.append(source) or tmp_path / "fed" / "model")
+    with pytest.raises(InputError, match=r"here\.partitoin answers no question"):
+        begin(made(tmp_path, model=""), Dialog(given={"model": "demo", "here.partitoin": "x"}, yes=True))
+    assert not models and not (tmp_path / "fed").exists()
+    monkeypatch.setattr(beginning, "equip", lambda *_: pytest.fail("it is set up"))
+    begin(made(tmp_path, set_up=True), Dialog(given={"set-up": "no"}, yes=True))
+    assert models == ["demo"] and (tmp_path / "fed" / "workflow" / "federation.yml").is_file()
+
+
+def test_an_input_that_ends_is_an_error_that_names_the_question(tmp_path: Path):
+    """Without a terminal the command ended by itself, with the code of Ctrl-C and without a word."""
+
+    def ends(_: str) -> str:
+        raise EOFError
+
+    with pytest.raises(InputError, match="model has no answer, .*: give --answer model=VALUE, or --yes"):
+        begin(made(tmp_path, model=""), Dialog(given={}, yes=False, ask_line=ends))
+
+
+@pytest.mark.parametrize("code", [1, 0])
+def test_what_its_check_finds_stands_in_the_way_of_a_run_until_one_finds_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A run began in spite of it; where `crossfed check` had failed before, no run began though this one passed."""
+    row = ok("here", "dataset", "1 block") if code == 0 else fail("here", "dataset", "there is none", "make one")
+    monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
+    begin(made(tmp_path), Dialog(given={}, yes=True))
+    file = tmp_path / "fed" / "workflow" / "federation.yml"
+    federation = read_federation(file)
+    remember(federation, file, [fail("here", "dataset", "there is none", "make one")] if code == 0 else [])
+    monkeypatch.setattr(check, "check", lambda *_, **__: [row])
+    with pytest.raises(typer.Exit) as stop:
+        quickstart(tmp_path / "fed", yes=True, set_up=False)
+    assert stop.value.exit_code == code
+    assert bool(still_failing(federation, file)) == bool(code)
 
 
 @pytest.mark.parametrize("before", ["", "a ssh-ed25519 AAAA\n", "a ssh-ed25519 AAAA"])
