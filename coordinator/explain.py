@@ -35,9 +35,13 @@ def _key_or_facility(word: str, file: Path | None) -> str:
     except InputError as error:
         unknown = error
     try:
-        federation = read_federation(file or find_federation())
+        found = file or find_federation()
     except InputError:
         raise unknown from None
+    try:
+        federation = read_federation(found)
+    except InputError as error:
+        raise InputError(f"{unknown}; the federation's facilities are not known: {error}") from None
     names = [one.name for one in federation.facilities]
     if word not in names:
         raise InputError(f"{unknown}; the facilities are {', '.join(names)}") from None

@@ -38,6 +38,7 @@ KINDS: Mapping[str, str] = {
     "averaged": "a round is complete; `decision`",
     "compared": "a part of the comparison of models is complete; `text`",
     "repeated": "a round is asked for again; `reason`",
+    "rewound": "`crossfed rewind` set this round and later ones aside",
     "login_refused": "a facility refuses the login; `reason`",
     "login_works": "it takes the login again",
     "stuck": "a job will not begin by itself; `reason`, `advice`",

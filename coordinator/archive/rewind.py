@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, Archive, RoundFile
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
@@ -50,6 +51,7 @@ def rewind(archive: Archive, to: int) -> Path:
     for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):
         archive.drop_note(name)
     archive.write_history()
+    Journal(archive.path).append("rewound", time=time.time(), round=to)
     fsync_directory(archive.path)
     return aside
 

@@ -121,8 +121,10 @@ class Lined:
             content = self.file.read_bytes()
         except FileNotFoundError:
             raise ConfigurationError("no such file; `crossfed init` writes a first one", file=self.file) from None
+        except IsADirectoryError:
+            raise ConfigurationError("is a folder; name the file, such as its federation.yml", file=self.file) from None
         except OSError as error:
-            raise ConfigurationError(f"cannot be read: {error}", file=self.file) from None
+            raise ConfigurationError(f"cannot be read: {error.strerror}", file=self.file) from None
         for mark, name in MARKS.items():
             if content.startswith(mark):
                 raise ConfigurationError(f"is {name}, expected plain UTF-8: save it so", file=self.file)

@@ -11,7 +11,7 @@ from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
-from coordinator.engine.live import read_snapshot, sentence
+from coordinator.engine.live import Snapshot, read_snapshot, sentence
 from coordinator.report.advice import advice_for
 from facility.exchange.errors import InputError
 
@@ -21,7 +21,7 @@ OUT = ("failed", "absent", "refused")
 
 def explain_facility(federation: Federation, name: str) -> str:
     """How a facility stands, why, and what to do."""
-    archive, entries = Archive(federation.archive_path), Journal(federation.archive_path).read()
+    archive, entries = Archive(federation.archive_path), _entries(federation.archive_path)
     lines = [f"{name}:", *_now(federation.workdir_path, name)]
     own = [entry for entry in entries if entry.facility == name]
     if (stuck := _latest(own, "stuck", until=("started", "trained"))) is not None:
@@ -44,7 +44,7 @@ def explain_facility(federation: Federation, name: str) -> str:
 
 def explain_round(federation: Federation, number: int) -> str:
     """What became of a round, facility by facility. Raises `InputError` for a round that has not begun."""
-    archive, entries = Archive(federation.archive_path), Journal(federation.archive_path).read()
+    archive, entries = Archive(federation.archive_path), _entries(federation.archive_path)
     own = [entry for entry in entries if entry.round == number]
     if number in archive.rounds():
         record = archive.read_round(number)
@@ -62,7 +62,7 @@ def explain_round(federation: Federation, number: int) -> str:
     if not own:
         done = len(archive.rounds())
         raise InputError(f"round {number} has not begun: {done} rounds are complete, the next one is round {done}")
-    lines = [f"Round {number} is not complete."]
+    lines = [f"Round {number} is not complete.", *_idle(read_snapshot(federation.workdir_path))]
     out, states = {}, {}
     for name in (one.name for one in federation.facilities):
         mine = [entry for entry in own if entry.facility == name]
@@ -102,13 +102,30 @@ def _refusals(reasons: Mapping[str, str], number: int, entries: Sequence[Entry])
     return lines
 
 
-def _now(workdir: Path, name: str) -> list[str]:
-    snapshot = read_snapshot(workdir)
+def _entries(archive: Path) -> list[Entry]:
+    """The journal without what was written of rounds before `crossfed rewind` set them aside."""
+    entries: list[Entry] = []
+    for entry in Journal(archive).read():
+        if entry.kind == "rewound":
+            entries = [one for one in entries if one.round is None or one.round < (entry.round or 0)]
+        entries.append(entry)
+    return [entry for entry in entries if entry.kind != "rewound"]
+
+
+def _idle(snapshot: Snapshot | None) -> list[str]:
+    """That no run goes on, where none does: what is said of jobs was so when the last one ended."""
     if snapshot is None:
         return ["  No run goes on, and the work directory knows of none before."]
     if not snapshot.alive:
         why = f": {shown(snapshot.ended)}" if snapshot.ended else ""
         return [f"  No run goes on; the last one ended {_when(snapshot.time)}{why}."]
+    return []
+
+
+def _now(workdir: Path, name: str) -> list[str]:
+    snapshot = read_snapshot(workdir)
+    if snapshot is None or not snapshot.alive:
+        return _idle(snapshot)
     one = snapshot.facilities.get(name)
     return [f"  Now: {sentence(one, time.time(), snapshot.unit)} ({snapshot.heading})."] if one is not None else []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
 
 from coordinator.archive.journal import Journal
+from coordinator.archive.rewind import rewind
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.explain import explain_words
 from facility.exchange.errors import InputError
@@ -54,6 +57,33 @@ def test_a_round_under_way_says_what_each_facility_is_waited_for(federation: Fed
     text = said(federation, "round", "3")
     assert "facility-00: its job waits in the queue" in text and "facility-01: its job has begun" in text
     assert "facility-02: its update is verified" in text and "sacct -j JOB" in text
+
+
+def test_what_was_set_aside_by_a_rewind_is_not_under_way(federation: Federation):
+    """Of a round that was to come again it was said that its updates are verified and it waits for aggregation."""
+    journal = Journal(federation.archive_path)
+    for number in (2, 3):
+        journal.append("verified", time=BEGIN + 1e6, facility="facility-00", round=number)
+    journal.append("refused", time=BEGIN + 1e6, facility="facility-01", round=3, reason="it was full of NaN")
+    assert "its update is verified" in said(federation, "round", "3")
+    assert "full of NaN" in said(federation, "facility-01")
+    archive = Archive(federation.archive_path)
+    archive.model_for(2).mkdir(parents=True, exist_ok=True)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("coordinator.archive.rewind.verify_manifest", lambda _: None)
+        rewind(archive, 2)
+    for number in (2, 3):
+        with pytest.raises(InputError, match=f"round {number} has not begun: 2 rounds are complete"):
+            said(federation, "round", str(number))
+    assert "full of NaN" not in said(federation, "facility-01")
+    journal.append("started", time=time.time() + 1, facility="facility-00", round=2)
+    assert "facility-00: its job has begun" in said(federation, "round", "2")
+
+
+def test_a_round_that_was_stopped_says_that_no_run_goes_on(federation: Federation):
+    """Only what was said of a facility told so; of a round, its jobs were at work after Ctrl-C, too."""
+    Journal(federation.archive_path).append("started", time=BEGIN + 1e6, facility="facility-00", round=3)
+    assert "No run goes on" in said(federation, "round", "3").splitlines()[1]
 
 
 def test_a_stuck_job_and_a_refused_login_are_named_until_they_pass(federation: Federation):
@@ -119,6 +149,11 @@ def test_every_way_to_be_left_out_has_its_own_way_back(
         assert f"facility-00 is out of round 3: {reason}" in text and "    | the last words" in text
         assert ("job 17 did not end well" in text) == bool(ended)
         assert said_to_do in text.split("What to do: ")[1].splitlines()[0], text
+
+
+def test_a_federation_that_cannot_be_read_is_named_where_a_word_may_be_a_facility_of_it(tmp_path: Path):
+    with pytest.raises(InputError, match=r"unknown key 'a'.*not known: .*: is a folder; name the file"):
+        explain_words(["a"], tmp_path)
 
 
 def test_keys_are_explained_as_before_and_nonsense_is_refused(federation: Federation):
