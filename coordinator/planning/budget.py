@@ -171,9 +171,10 @@ def _drop_spare(facilities: Sequence[FacilityPace], steps: dict[str, int], sampl
     """Take back steps that the wanted samples do not need, where the end is latest first."""
     total = sum(steps[f.name] * f.samples_per_step for f in facilities)
     for f in sorted(facilities, key=lambda f: -f.end(steps[f.name])):
-        while steps[f.name] > max(1, f.minimum_steps) and total - f.samples_per_step >= samples * (1 - 1e-12):
-            steps[f.name] -= 1
-            total -= f.samples_per_step
+        spare = math.floor((total - samples * (1 - 1e-12)) / f.samples_per_step)
+        taken = max(0, min(spare, steps[f.name] - max(1, f.minimum_steps)))
+        steps[f.name] -= taken
+        total -= taken * f.samples_per_step
 
 
 def _equal(facilities: Sequence[FacilityPace], samples: float) -> float:

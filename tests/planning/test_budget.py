@@ -180,3 +180,9 @@ def test_crossfed_plan_takes_a_federation(tmp_path):
     shutil.rmtree(tmp_path / "archive")
     with pytest.raises(ConfigurationError, match="run a round first"):
         command.main(["--problem", str(file), "--out", str(out)])
+
+
+def test_samples_beyond_whole_numbers_of_a_float_end():
+    """A step less leaves a sum of 1e300 as it is: taking steps back one by one would never end."""
+    pace = FacilityPace(name="a", seconds_per_step=1.0, samples_per_step=4.0)
+    assert plan_budget([pace], 1e300).samples == pytest.approx(1e300)
