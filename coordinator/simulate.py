@@ -69,13 +69,14 @@ def main(arguments: list[str] | None = None) -> int:
         raise ConfigurationError("give --problem and --plan, or --federation")
     if options.iterations < 1:
         raise ConfigurationError(f"--iterations is {options.iterations}, expected 1 or more")
-    problem = read_problem(options.problem)
+    plan = read_plan(options.plan)
+    batch = sum(plan.replica_micro_batches) * plan.micro_batch_samples
+    problem = read_problem(options.problem, defaults={"batch_samples": batch})  # which a measured profile lacks
     if not isinstance(problem, Problem):
         raise ConfigurationError(
             f"a {type(problem).__name__} has no devices, links and units together; simulate a whole problem",
             file=options.problem,
         )
-    plan = read_plan(options.plan)
     emulation = Emulation(
         probability=options.stall_probability,
         seconds=options.stall_seconds,

@@ -254,6 +254,8 @@ def main() -> int:
     parser.add_argument("arguments", nargs="+", metavar="argument", help="arguments for Python, after --")
     add_log_options(parser)
     arguments = parser.parse_args()
+    if Path(first := arguments.arguments[0]).name.startswith("python"):
+        parser.error(f"found {first!r} after --, expected Python's own arguments, such as -- -m facility.train")
     tasks = tasks_here()
     notes = Notes(arguments.shared, tasks.job, attempt_of(os.environ))
     ending = launch(

@@ -152,7 +152,10 @@ def _stalls(raw: Any, file: Path | str | None) -> Emulation:
 
 def _checked_plain(raw: dict[str, Any]) -> dict[str, Any]:
     if "batch_samples" not in raw:
-        raise ConfigurationError("the problem lacks batch_samples (samples of one optimizer step over all replicas)")
+        raise ConfigurationError(
+            "the problem lacks batch_samples (samples of one optimizer step over all replicas): add it, or give "
+            "--batch-samples N"
+        )
     values: dict[str, Any] = {}
     for key in _PLAIN:
         if key not in raw:

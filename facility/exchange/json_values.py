@@ -14,5 +14,7 @@ def read_values(path: Path) -> Any:
     end."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None

@@ -14,6 +14,7 @@ import pytest
 
 from facility.launching.devices import cleaned, detect, listed_devices
 from facility.launching.notes import Notes
+from tests.conftest import ROOT
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -87,6 +88,13 @@ def test_ranks_start_and_share_the_cores(tmp_path: Path):
     code, output = finish(launch(tmp_path, ["--ranks", "3"], []))
     threads = max(1, len(os.sched_getaffinity(0)) // 3)
     assert code == 0 and all(f"[rank {rank}] rank {rank} of 3 {threads}\n" in output for rank in range(3))
+
+
+def test_a_python_before_its_arguments_is_refused_with_the_way_to_write_it(tmp_path: Path):
+    """A rank ended with "can't open file 'python'"; the documentation had a command with it."""
+    command = [sys.executable, "-m", "facility.launch", "--", "python", "-m", "facility.train"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.endswith("arguments, such as -- -m facility.train\n")
 
 
 def test_the_first_failure_is_told_and_ends_the_others(tmp_path: Path):

@@ -138,3 +138,14 @@ def test_bad_input_gets_one_clear_error(tmp_path: Path, capsys: pytest.CaptureFi
     assert exit_on_error(lambda: main(found)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_measured_profile_has_the_samples_of_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """`facility.measure` writes no batch: the three commands of the documentation ended at the last one."""
+    said = []
+    write_plan(tmp_path / "plan.json", plan())
+    for given in (problem(), {key: value for key, value in problem().items() if key != "batch_samples"}):
+        (tmp_path / "problem.json").write_text(json.dumps(given))
+        assert main(["--problem", str(tmp_path / "problem.json"), "--plan", str(tmp_path / "plan.json")]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]

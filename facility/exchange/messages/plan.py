@@ -259,7 +259,9 @@ def read_plan(path: Path) -> Plan:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except UnicodeDecodeError:
         raise ConfigurationError("is no plan, expected JSON in UTF-8", file=path) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
     if not isinstance(raw, dict) or not set(OF_EVERY_PLAN) <= set(raw):
         raise ConfigurationError(
