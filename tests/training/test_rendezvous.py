@@ -19,7 +19,7 @@ from facility.exchange.errors import ConfigurationError, TryAgain
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.peers import Peers
-from facility.training.processes import rendezvous
+from facility.training.processes import ranks, rendezvous
 from facility.training.processes.ranks import Ranks
 from tests.distributed import free_port
 
@@ -258,3 +258,20 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path, monkeypatc
     (tmp_path / "open").chmod(0o755)
     with pytest.raises(ConfigurationError, match="mode 0700"):
         rendezvous.private_directory()
+
+
+def test_a_rank_that_is_interrupted_says_so_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Ctrl-C on `facility.measure` showed the same traceback twice: the rank's, and what the launcher repeats of it."""
+
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as stop:
+        ranks.end(interrupted)
+    assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"

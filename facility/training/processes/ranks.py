@@ -146,6 +146,9 @@ def end(main: Callable[[], int]) -> NoReturn:
         code = exit_on_error(main, in_job=True)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
     except BaseException as error:
         rank = os.environ.get("RANK", "0")
         if reason := lost_contact(error):
