@@ -69,10 +69,13 @@ class ChatEncoder:
         for tokenizer in (self.reads, self.spells):
             tokenizer.no_padding()
             tokenizer.no_truncation()
-        self.spells.encode_special_tokens = True  # what spells a special token stays text
         tokens = self.reads.get_added_tokens_decoder()
-        self.special = {number: token.content for number, token in tokens.items() if token.special}
+        marks = encoding.template.marks_of_turns([one.content for one in tokens.values() if not one.special])
+        self.special = {number: one.content for number, one in tokens.items() if one.special or one.content in marks}
         self.spellings = sorted(set(self.special.values()) - {""}, key=len, reverse=True)
+        self.spells.add_special_tokens(marks)
+        self.spells.add_tokens([self._behind(plane) for plane in PLANES])
+        self.spells.encode_special_tokens = True  # what spells a special token stays text
         self.in_json = {form for one in self.spellings for form in (one, json.dumps(one, ensure_ascii=False)[1:-1])}
 
     def __call__(self, text: str) -> list[EncodedChat]:
@@ -125,9 +128,13 @@ class ChatEncoder:
         if not any(spelling in text for spelling in self.in_json):
             return None
         for plane in PLANES:
-            if not any(plane <= ord(character) < plane + len(self.spellings) for character in text):
+            if not any(plane <= ord(character) <= plane + len(self.spellings) for character in text):
                 return plane
         raise DatasetError("a conversation holds characters of both private planes of Unicode beside special tokens")
+
+    def _behind(self, plane: int) -> str:
+        """A token to stand before a part of a text that is not its beginning: some tokenizers put a space there."""
+        return chr(plane + len(self.spellings))
 
     def _shield(self, text: str, plane: int) -> str:
         for number, spelling in enumerate(self.spellings):
@@ -146,21 +153,22 @@ class ChatEncoder:
         begin = 0
         ends = [(a, b, i) for (a, b), i in zip(found.offsets, found.ids, strict=True) if i in self.special]
         for first, last, number in [*ends, (len(text), len(text), -1)]:
-            self._spelled(text[begin:first], bears[begin:first], plane, ids, loss)
+            self._spelled(text[begin:first], bears[begin:first], plane, ids, loss, behind=begin > 0)
             if number >= 0:
                 ids.append(number)
                 loss.append(bool(bears[first:last].any()))
             begin = last
         return _encoded(ids, loss)
 
-    def _spelled(self, part: str, bears: numpy.ndarray, plane: int, ids: list[int], loss: list[bool]) -> None:
-        """Append a part without special tokens, its shielded ones spelled out."""
-        pieces = [self._spelling(character, plane) for character in part]
-        text = "".join(pieces)
-        flags = numpy.repeat(bears, [len(piece) for piece in pieces]) if pieces else bears
-        found = self.spells.encode(text, add_special_tokens=False)
-        ids.extend(found.ids)
-        loss.extend(_touching(found.offsets, flags))
+    def _spelled(
+        self, part: str, bears: numpy.ndarray, plane: int, ids: list[int], loss: list[bool], *, behind: bool
+    ) -> None:
+        """Append a part without special tokens, its shielded ones spelled out; `behind`: a token stands before it."""
+        pieces = [self._behind(plane) * behind, *(self._spelling(character, plane) for character in part)]
+        flags = numpy.repeat(numpy.concatenate([[False], bears]), [len(piece) for piece in pieces])
+        found = self.spells.encode("".join(pieces), add_special_tokens=False)
+        ids.extend(found.ids[behind:])
+        loss.extend(_touching(found.offsets, flags)[behind:])
 
     def _spelling(self, character: str, plane: int) -> str:
         number = ord(character) - plane

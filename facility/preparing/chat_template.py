@@ -35,6 +35,12 @@ MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 TODAY = re.compile(r"""\bstrftime_now\(\s*(['"])([^'"\\]*)\1\s*\)""")
 DAY = datetime.date(2024, 7, 26)
 """Llama's own, for those who know no date."""
+PROBE = "qvzxq"
+"""What no message says."""
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What the thought before an answer is called in data; a template knows one or two of the names."""
+MOST_CHANCE = 20
+"""Characters of a text that may stand in another by chance."""
 PLAIN = "none"
 """`--chat-template none`: prompt and completion as plain texts, whatever the tokenizer's template."""
 
@@ -70,16 +76,66 @@ class ChatTemplate:
         return self._render(messages, tools, prompt=prompt, spans=False)[0]
 
     def with_answers(self, conversation: Conversation, loss: Loss) -> tuple[str, Spans]:
-        """The text of a conversation and the places of the answers that bear loss. Raises `DatasetError`."""
+        """The text of a conversation up to its last answer that bears loss, and the places of those that do.
+
+        Raises `DatasetError`.
+        """
         wanted = conversation.answers if loss == "all-turns" else conversation.answers[-1:]
-        messages, tools = conversation.messages, conversation.tools
-        if MARKED.search(self.source_for(tools)) and self._marks_just(conversation, wanted):
+        messages, tools = conversation.messages[: wanted[-1] + 1], conversation.tools
+        text = self.render(messages, tools)
+        self._check_said(messages, tools, wanted, text)
+        if MARKED.search(self.source_for(tools)) and self._marks_just(messages, wanted):
             text, spans = self._render(messages, tools, prompt=False, spans=True)
         else:
-            text = self.render(messages, tools)
             spans = [self._answer(text, messages, tools, number) for number in wanted]
         self._check_calls([messages[number] for number in wanted], "".join(text[begin:end] for begin, end in spans))
         return text, spans
+
+    def marks_of_turns(self, tokens: list[str]) -> list[str]:
+        """Of these tokens, none of which is special, those by which the template begins or ends a turn (DeepSeek's)."""
+        question: list[Message] = [{"role": "user", "content": PROBE}]
+        try:
+            asked, prompted = (self.render(question, None, prompt=prompt) for prompt in (False, True))
+        except DatasetError:
+            return []
+        prompt = prompted.removeprefix(asked)
+        return [one for one in tokens if len(one.strip()) > 2 and (one in asked or prompt.startswith(one))]
+
+    def _check_said(self, messages: list[Message], tools: list[Any] | None, wanted: list[int], text: str) -> None:
+        """Refuse a template that leaves out tools, or what a message says; of answers, those that bear loss.
+
+        Thoughts are asked of the last answer: a template may drop those of earlier turns.
+        """
+
+        def lost(number: int, key: str) -> bool:
+            said = messages[number].get(key)
+            if not isinstance(said, str) or not said.strip() or (len(said) > MOST_CHANCE and said.strip() in text):
+                return False
+            changed = [*messages[:number], messages[number] | {key: PROBE}, *messages[number + 1 :]]
+            return self._gives(changed, tools, text)
+
+        asked = [n for n, message in enumerate(messages) if message["role"] != "assistant" or n in wanted]
+        found = [(n, "content") for n in asked if lost(n, "content")]
+        thoughts = [(len(messages) - 1, key) for key in THOUGHTS if messages[-1].get(key)]
+        found += thoughts * all(lost(*thought) for thought in thoughts)
+        for number, key in found:
+            raise DatasetError(
+                f"the chat template of {self.origin} leaves out the {key} of message {number} "
+                f"({messages[number]['role']}): give a --chat-template that writes it, take it out of the records, or "
+                "leave these conversations out"
+            )
+        if tools is not None and self._gives(messages, None, text):
+            raise DatasetError(
+                f"the chat template of {self.origin} leaves out the tools of a conversation: give a --chat-template "
+                "that writes them, or records without `tools`"
+            )
+
+    def _gives(self, messages: list[Message], tools: list[Any] | None, text: str) -> bool:
+        """Are these messages rendered as this text?"""
+        try:
+            return self.render(messages, tools) == text
+        except DatasetError:
+            return False
 
     def _check_calls(self, answers: list[Message], written: str) -> None:
         """Refuse a template that leaves calls out: such an answer would teach to say nothing."""
@@ -92,13 +148,13 @@ class ChatTemplate:
                         "--chat-template that writes tool calls, or leave these conversations out"
                     )
 
-    def _marks_just(self, conversation: Conversation, wanted: list[int]) -> bool:
+    def _marks_just(self, messages: list[Message], wanted: list[int]) -> bool:
         """Are all answers wanted? A template's marks are not attributed to messages."""
-        return wanted == [n for n, message in enumerate(conversation.messages) if message["role"] == "assistant"]
+        return wanted == [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
     def _answer(self, text: str, messages: list[Message], tools: list[Any] | None, number: int) -> tuple[int, int]:
         """Where the answer `number` lies in the text of all messages."""
-        before = self.render(messages[:number], tools, prompt=True) if number else ""
+        before = self._prompt(messages[:number], tools)
         history = self.render(messages[:number], tools) if number else ""
         begin = _common(before, text)
         # A generation prompt may end in what this answer does not repeat (an empty thought): the answer begins there.
@@ -120,6 +176,15 @@ class ChatTemplate:
                 "only (--loss last-turn)"
             )
         return begin, len(upto)
+
+    def _prompt(self, messages: list[Message], tools: list[Any] | None) -> str:
+        """What stands before the next answer; of no messages nothing, where a template cannot begin with an answer."""
+        try:
+            return self.render(messages, tools, prompt=True)
+        except DatasetError:
+            if messages:
+                raise
+            return ""
 
     def _without_closing(self, upto: str, history: str, before: str, prompted: str) -> str:
         """A turn's text without the end-of-text token that closes the whole; empty where it closes the turn.
@@ -239,7 +304,7 @@ def _that_writes_contents(template: ChatTemplate) -> ChatTemplate:
 
     A template that goes through the parts of a content finds none in a text, and leaves the message empty.
     """
-    asked, answered = "qvzxq", "zqxvz"
+    asked, answered = PROBE, PROBE[::-1]
     probe: list[Message] = [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
     tried = (template, replace(template, in_parts=True))
     silent = 0

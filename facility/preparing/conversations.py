@@ -218,7 +218,9 @@ def _answers(messages: list[Message], weights: list[int]) -> list[int]:
     return [
         number
         for number, (message, weight) in enumerate(zip(messages, weights, strict=True))
-        if message["role"] == "assistant" and weight and (message.get("content") or message.get("tool_calls"))
+        if message["role"] == "assistant"
+        and weight
+        and ((message.get("content") or "").strip() or message.get("tool_calls"))
     ]
 
 

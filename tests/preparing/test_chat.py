@@ -300,6 +300,9 @@ def test_conversations_with_tools_take_the_template_that_a_tokenizer_has_for_the
         for r in records
     ]
     assert [ids for ids, _ in documents(dataset)] == sorted(wanted)
+    with pytest.raises(DatasetError, match="leaves out the tools of a conversation"):
+        prepare(request_of(tmp_path / "b", records))
+    del records[1]["tools"]
     alone = prepare(request_of(tmp_path / "b", records)).dataset
     assert alone.manifest.chat_template_sha256 != dataset.manifest.chat_template_sha256
 
