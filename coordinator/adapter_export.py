@@ -14,14 +14,17 @@ from typing import Any
 from coordinator.adapter_serving import served_by_vllm
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import Fields, read_json
 
 WEIGHTS, CONFIGURATION, MERGED = "adapter_model.safetensors", "adapter_config.json", "merged"
 MOST_BYTES, MOST_TARGETS = 8 << 20, 100_000
-TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "chat_template")
+TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "tekken", "chat_template")
 """Beginnings of the names of a tokenizer's files."""
+MODELS = (".model", ".spm", ".tiktoken")
+"""Ends of the names of a tokenizer's vocabularies, whatever they begin with (`spiece.model`)."""
 
 
 def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) -> str:
@@ -121,7 +124,9 @@ def write_merged(directory: Path, adapted: Any, base: Path) -> None:
     """The base's weights plus alpha / rank * B A, as a plain checkpoint beside the base's tokenizer."""
     adapted.merge_and_unload().save_pretrained(directory)
     for path in base.iterdir():
-        if path.is_file() and not (directory / path.name).exists() and path.name.startswith(TOKENIZER):
+        of_tokenizer = path.name.startswith(TOKENIZER) or path.suffix in MODELS
+        if path.is_file() and not (directory / path.name).exists() and of_tokenizer:
             shutil.copyfile(path, directory / path.name)
     for path in directory.iterdir():
         path.chmod(as_umask_allows(0o644))
+    copy_named_templates(base, directory)

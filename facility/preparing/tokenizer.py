@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError
+from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.messages.manifest import sha256_of
@@ -24,8 +25,6 @@ FILES = (
     "tekken.json",
     "preprocessor_config.json",
 )
-NAMED_TEMPLATES = "additional_chat_templates"
-"""Folder of the chat templates that have a name, for instance that of conversations with tools."""
 CHOSEN_BY = ("model_type", "tokenizer_class", "transformers_version")
 """Keys of `config.json` that transformers looks at where `tokenizer_config.json` names no class, as BERT's."""
 MODELS = (".model", ".spm", ".tiktoken")
@@ -89,10 +88,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
         (target / "config.json").write_text(json.dumps(chosen, indent=2) + "\n", encoding="utf-8")
     for path in tokenizer_files(source):
         shutil.copyfile(path, target / path.name)
-    if named := [path for path in sorted((source / NAMED_TEMPLATES).glob("*.jinja")) if path.is_file()]:
-        (target / NAMED_TEMPLATES).mkdir()
-        for path in named:
-            shutil.copyfile(path, target / NAMED_TEMPLATES / path.name)
+    copy_named_templates(source, target)
 
 
 def load_tokenizer(directory: Path) -> Any:

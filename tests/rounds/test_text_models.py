@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
+from coordinator.adapter_export import write_merged
 from coordinator.archive.rounds import Archive
 from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
 from tests.pico import pico_config, save_pico
+from tests.preparing.chats import save_chat_tokenizer
 
 FACTORIES = {
     "masked": ("bert", transformers.AutoModelForMaskedLM),
@@ -70,6 +73,24 @@ def test_where_a_model_was_made_from_stays_with_the_coordinator(tmp_path: Path):
     assert {"config.json", "manifest.json"} <= {path.name for path in kept}
     assert not any(b"of_somebody" in path.read_bytes() for path in kept)
     assert "is there already" in made(source, tmp_path / "out")
+
+
+def test_a_tokenizers_named_templates_go_with_the_model(tmp_path: Path):
+    """A published model had lost its template of conversations with tools (Command R's, Hermes')."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(save_chat_tokenizer(tmp_path / "tokenizer"))
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(save_pico(tmp_path / "source"))
+    made(tmp_path / "source", tmp_path / "out")
+    (tmp_path / "next").mkdir()
+    copy_companions(tmp_path / "out", tmp_path / "next")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "next")
+    assert found.chat_template == tokenizer.chat_template
+    (tmp_path / "out" / "spiece.model").write_text("x")
+    (tmp_path / "merged").mkdir()
+    adapted = SimpleNamespace(merge_and_unload=lambda: SimpleNamespace(save_pretrained=lambda directory: None))
+    write_merged(tmp_path / "merged", adapted, tmp_path / "out")
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "merged").chat_template == tokenizer.chat_template
+    assert (tmp_path / "merged" / "spiece.model").is_file()
 
 
 def state(directory: Path) -> dict[str, torch.Tensor]:

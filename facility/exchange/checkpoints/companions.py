@@ -30,6 +30,8 @@ OWN = ("manifest.json", "manifest.json.sig", SOURCE)
 MOMENTS = ("second_moments", "moments")
 FOLDERS = (*MOMENTS, "mean_walk")
 """Folders that belong to a checkpoint (modules of these names in `facility.exchange.checkpoints`)."""
+NAMED_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's chat templates that have a name, for instance that of conversations with tools."""
 OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
 """Files and folders that describe one round."""
 
@@ -37,7 +39,7 @@ OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
 def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_ROUND) -> None:
     """Copy every regular file of `source` that holds neither tensors, index, manifest nor code, but the names `leave`.
 
-    Folders that belong to a checkpoint are copied with their files.
+    Folders that belong to a checkpoint are copied with their files, a tokenizer's named chat templates as they are.
     """
     for path in sorted(Path(source).iterdir()):
         kept = path.suffix.lower() not in (*TENSORS, *EXECUTABLE) and not path.name.endswith(".index.json")
@@ -46,3 +48,12 @@ def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_
     for name in FOLDERS:
         if name not in leave and (Path(source) / name).is_dir() and not (Path(source) / name).is_symlink():
             shutil.copytree(Path(source) / name, Path(target) / name, symlinks=True)
+    copy_named_templates(Path(source), Path(target))
+
+
+def copy_named_templates(source: Path, target: Path) -> None:
+    """Copy a tokenizer's chat templates that have names, where it has such; `target` is there."""
+    if named := [path for path in sorted((source / NAMED_TEMPLATES).glob("*.jinja")) if path.is_file()]:
+        (target / NAMED_TEMPLATES).mkdir(exist_ok=True)
+        for path in named:
+            shutil.copyfile(path, target / NAMED_TEMPLATES / path.name)
