@@ -60,9 +60,10 @@ def add_paths(arguments: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH",
         dest="inputs",
-        help="training text: JSONL, text or Parquet files (also .gz of the first two), folders of them, a save_to_disk "
-        "dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME); training images: folders "
-        "whose folders are the classes, folders with metadata.csv or metadata.jsonl, or Parquet files of images",
+        help="training text: JSONL, text, Parquet or Arrow files (also .gz, .bz2, .xz, .zst of the first two), folders "
+        "of them, a save_to_disk dataset, or a dataset of the hub (hub:NAME, hub:NAME:CONFIGURATION or ORG/NAME); "
+        "training images: folders whose folders are the classes, folders with metadata.csv or metadata.jsonl, or "
+        "Parquet files of images",
     )
     held_out = arguments.add_mutually_exclusive_group()
     held_out.add_argument("--validation", nargs="+", default=[], metavar="PATH", help="validation text, as --input")

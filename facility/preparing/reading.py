@@ -16,7 +16,7 @@ from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests
 from facility.preparing.shared_signatures import read_salt, read_signatures
-from facility.preparing.sources import Document, Fields, Source, read
+from facility.preparing.sources import PACKED, Document, Fields, Source, read
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 LARGE_BYTES = 100_000_000
@@ -201,7 +201,7 @@ def check_sizes(sources: Sequence[Source]) -> None:
             f"{rows[0].name} is counted in rows and {files[0].name} in bytes, so --weights and --temperature cannot "
             "compare them: give inputs of one kind"
         )
-    packed = [one for one in files if one.kind == "parquet" or one.name.lower().endswith(".gz")]
+    packed = [one for one in files if one.kind == "parquet" or one.name.lower().endswith(PACKED)]
     if packed and len(packed) < len(files):
         plain = next(one for one in files if one not in packed)
         log.warning(

@@ -1,19 +1,23 @@
-"""Where documents come from: JSONL, text and Parquet files, saved or hub datasets. One document at a time.
+"""Where documents come from: JSONL, text, Parquet and Arrow files, saved or hub datasets. One document at a time.
 
 A bad line or record is an error that names the file and the place; nothing is skipped silently.
 """
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import gzip
+import io
 import json
+import logging
+import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, BinaryIO, Literal
 
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
@@ -29,9 +33,19 @@ from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-TEXT = (".txt", ".text", ".md", ".txt.gz")
-PARQUET = (".parquet",)
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""How a file of JSON lines or text may be compressed."""
+JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED))
+TEXT = (".txt", ".text", ".md", *(f".txt{packed}" for packed in PACKED))
+PARQUET, ARROW = (".parquet",), (".arrow",)
+KINDS = JSON_LINES + TEXT + PARQUET + ARROW
+EXPECTED = (
+    f"a name ending in {', '.join(('.jsonl', '.ndjson', '.json', *TEXT[:3], *PARQUET, *ARROW))}, or packed in "
+    + (f"{', '.join(PACKED)} (JSON lines, .txt)")
+)
+CARDS = ("readme.md", "license.md", "readme.txt", "license.txt")
+"""What a data set's folder says of itself, beside files of records."""
+log = logging.getLogger(__name__)
 TextUnit = Literal["line", "paragraph", "file"]
 
 
@@ -80,7 +94,7 @@ class Document:
 class Source:
     """One file, or one dataset of the `datasets` library."""
 
-    kind: Literal["jsonl", "text", "parquet", "dataset"]
+    kind: Literal["jsonl", "text", "parquet", "arrow", "dataset"]
     name: str
     """What the manifest calls it."""
     path: Path | None = None
@@ -119,15 +133,23 @@ def _sources_of(argument: str, split: str, streaming: bool) -> list[Source]:
     if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
         return [_saved(path, split)]
     if path.is_dir():
-        files = files_below(path, JSON_LINES + TEXT + PARQUET)
+        files = without_cards(path, files_below(path, KINDS))
         if not files:
-            raise DatasetError(
-                f"{path} holds no file that can be read; expected {', '.join(JSON_LINES + TEXT + PARQUET)}"
-            )
+            raise DatasetError(f"{path} holds no file that can be read; expected {EXPECTED}")
         return [_file(file, file.relative_to(path).as_posix()) for file in files]
     if HUB_NAME.fullmatch(argument) and not path.parent.exists():
         return [_hub(argument, split, streaming)]
     raise DatasetError(f"{path}: no such file or directory (a dataset of the hub is written {HUB}NAME)")
+
+
+def without_cards(root: Path, files: list[Path]) -> list[Path]:
+    """The files, but of a folder that holds records not its README.md or LICENSE.txt, which are logged."""
+    if all(_kind(path) == "text" for path in files):
+        return files
+    held = [path for path in files if path.name.lower() not in CARDS]
+    if cards := len(files) - len(held):
+        log.warning("%s holds records: %d files such as README.md are about them, and are left out", root, cards)
+    return held
 
 
 def read(source: Source, fields: Fields) -> Iterator[Document]:
@@ -136,30 +158,32 @@ def read(source: Source, fields: Fields) -> Iterator[Document]:
         yield from _read_dataset(source, fields)
         return
     assert source.path is not None
-    reader = {"jsonl": _read_json_lines, "text": _read_text, "parquet": _read_parquet}[source.kind]
+    reader = {"jsonl": _read_json_lines, "text": _read_text, "parquet": _read_parquet, "arrow": _read_arrow}[
+        source.kind
+    ]
     try:
         yield from reader(source.path, fields)
     except UnicodeDecodeError as error:
         raise DatasetError(f"{source.path} is not UTF-8 text: {error}; convert it first") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise DatasetError(f"{source.path} cannot be read: {error}") from None
 
 
-def _kind(path: Path) -> Literal["jsonl", "text", "parquet"] | None:
+def _kind(path: Path) -> Literal["jsonl", "text", "parquet", "arrow"] | None:
     name = path.name.lower()
     if name.endswith(JSON_LINES):
         return "jsonl"
     if name.endswith(TEXT):
         return "text"
+    if name.endswith(ARROW):
+        return "arrow"
     return "parquet" if name.endswith(PARQUET) else None
 
 
 def _file(path: Path, name: str) -> Source:
     kind = _kind(path)
     if kind is None:
-        raise DatasetError(
-            f"{path} is of no known kind; expected a name ending in {', '.join(JSON_LINES + TEXT + PARQUET)}"
-        )
+        raise DatasetError(f"{path} is of no known kind; expected {EXPECTED}")
     return Source(kind=kind, name=spelled(name), path=path)
 
 
@@ -230,11 +254,11 @@ def spelled(name: str) -> str:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, float]]:
-    """Raw lines, each with the share of the file read (of the packed file for gzip)."""
+    """Raw lines, each with the share of the file read (of a packed file)."""
     size = max(path.stat().st_size, 1)
     with open(path, "rb") as file:
-        if path.name.lower().endswith(".gz"):
-            with gzip.GzipFile(fileobj=file) as packed:
+        if path.name.lower().endswith(PACKED):
+            with _unpacked(file, path.suffix.lower()) as packed:
                 for line in packed:
                     yield line, min(1.0, file.tell() / size)
             return
@@ -242,6 +266,17 @@ def _lines(path: Path) -> Iterator[tuple[bytes, float]]:
         for line in file:
             position += len(line)
             yield line, position / size
+
+
+def _unpacked(file: BinaryIO, suffix: str) -> IO[bytes]:
+    """What a packed file holds, as it is read."""
+    if suffix == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+    openers: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    opened: IO[bytes] = openers[suffix](file)
+    return opened
 
 
 def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
@@ -290,6 +325,31 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
                     yield _document(_row(record, fields), fields, f"{path}: row {number}", number / rows)
     except pyarrow.ArrowException as error:
         raise DatasetError(f"{path} is not a readable Parquet file: {error}") from None
+
+
+def _read_arrow(path: Path, fields: Fields) -> Iterator[Document]:
+    """One file of record batches, as `datasets` keeps them (a stream) or as Feather does (with an index)."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as file:
+            try:
+                reader = pyarrow.ipc.open_stream(file)
+            except pyarrow.ArrowInvalid:
+                file.seek(0)
+                found = pyarrow.ipc.open_file(file)
+                batches = (found.get_batch(number) for number in range(found.num_record_batches))
+                schema = found.schema
+            else:
+                schema, batches = reader.schema, iter(reader)
+            columns, number, size = fields.columns(schema.names, str(path)), 0, max(file.size(), 1)
+            for batch in batches:
+                for record in batch.select(columns).to_pylist():
+                    number += 1
+                    place = f"{path}: row {number}"
+                    yield _document(_row(record, fields), fields, place, min(file.tell() / size, 1.0))
+    except pyarrow.ArrowException as error:
+        raise DatasetError(f"{path} is not a readable Arrow file: {error}") from None
 
 
 def _read_dataset(source: Source, fields: Fields) -> Iterator[Document]:

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> list[Path]:
     """Files whose names end in one of the suffixes, whatever the case, sorted by path; hidden ones are left out.
 
-    How many files have other names is logged (`.jsonl.zst` among `.jsonl`), but for those named in `beside`.
+    How many files have other names is logged (`.csv` among `.jsonl`), but for those named in `beside`.
     Raises `DatasetError` for what would otherwise be left out in silence (a link to a folder, a link to nothing, a
     socket or device), and `OSError` for a folder that may not be listed.
     """

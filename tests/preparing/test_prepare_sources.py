@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import bz2
 import dataclasses
 import errno
 import gzip
 import json
+import lzma
 import os
 import zlib
 from pathlib import Path
 
 import numpy
+import pyarrow
+import pyarrow.ipc
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
@@ -47,13 +51,49 @@ def expected(make, tmp_path: Path) -> numpy.ndarray:
     return make(write_json_lines(tmp_path / "a.jsonl", [{"text": t, "other": 1} for t in TEXTS]), out="expected")
 
 
-def test_packed_json_lines(make, expected, tmp_path: Path):
-    packed = tmp_path / "b.jsonl.gz"
-    packed.write_bytes(gzip.compress("".join(json.dumps({"text": t}) + "\n" for t in TEXTS).encode()))
+@pytest.mark.parametrize("kind", [".gz", ".bz2", ".xz", ".zst"])
+def test_packed_json_lines(make, expected, tmp_path: Path, kind: str):
+    packed = tmp_path / f"b.jsonl{kind}"
+    parts = ["".join(json.dumps({"text": t}) + "\n" for t in some).encode() for some in (TEXTS[:30], TEXTS[30:])]
+    packed.write_bytes(b"".join(compressed(part, kind) for part in parts))  # as pzstd and cat do
     assert (make(packed) == expected).all()
     packed.write_bytes(packed.read_bytes()[:-200])
-    with pytest.raises(DatasetError, match=r"b\.jsonl\.gz cannot be read"):
+    with pytest.raises(DatasetError, match=rf"b\.jsonl\{kind} cannot be read"):
         make(packed, out="cut")
+
+
+def compressed(data: bytes, kind: str) -> bytes:
+    if kind == ".zst":
+        out = pyarrow.BufferOutputStream()
+        with pyarrow.CompressedOutputStream(out, "zstd") as packed:
+            packed.write(data)
+        whole: bytes = out.getvalue().to_pybytes()
+        return whole
+    return {".gz": gzip, ".bz2": bz2, ".xz": lzma}[kind].compress(data)  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("writer", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
+def test_arrow_files(make, expected, tmp_path: Path, writer):
+    """As `datasets` keeps them, and as Feather does."""
+    table = pyarrow.table({"other": [1] * len(TEXTS), "text": TEXTS})
+    with writer(tmp_path / "b.arrow", table.schema) as file:
+        file.write_table(table, max_chunksize=17)
+    assert (make(tmp_path / "b.arrow") == expected).all()
+    with pytest.raises(DatasetError, match=r"b\.arrow: no field 'words'; it has other, text"):
+        make(tmp_path / "b.arrow", out="other", fields=Fields(text="words"))
+    (tmp_path / "b.arrow").write_bytes(b"x" * 100)
+    with pytest.raises(DatasetError, match=r"b\.arrow is not a readable Arrow file"):
+        make(tmp_path / "b.arrow", out="damaged")
+
+
+def test_what_a_data_set_says_of_itself_is_no_text_of_it(make, expected, tmp_path: Path, caplog):
+    """Of a folder as the hub has it README.md was trained on; of a folder of texts it is a text."""
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    (tmp_path / "a.jsonl").rename(tmp_path / "set" / "data" / "a.jsonl")
+    (tmp_path / "set" / "README.md").write_text("Licence: none\n")
+    assert (make(tmp_path / "set") == expected).all() and "1 files such as README.md are about them" in caplog.text
+    (tmp_path / "set" / "data" / "a.jsonl").rename(tmp_path / "set" / "a.txt")
+    assert [one.name for one in find_sources([str(tmp_path / "set")], split="train")] == ["README.md", "a.txt"]
 
 
 @pytest.fixture
@@ -118,7 +158,7 @@ def test_the_walks_of_texts_and_of_images_refuse_the_same(tmp_path: Path, closed
 
 
 def test_files_of_other_kinds_in_a_folder_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    for name in ("a.jsonl", "b.jsonl.zst", "c.csv", ".d.csv"):
+    for name in ("a.jsonl", "b.jsonl.lz4", "c.csv", ".d.csv"):
         (tmp_path / name).write_bytes(b"")
     assert [one.name for one in find_sources([str(tmp_path)], split="train")] == ["a.jsonl"]
     assert f"{tmp_path}: 2 files are left out, such as {tmp_path}/" in caplog.text
