@@ -23,6 +23,7 @@ from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.alike import others_than_most
 from coordinator.preflight.base_model import check_same_base
+from coordinator.preflight.chat_template import check_chat_template
 from coordinator.preflight.comparison import check_comparison
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
@@ -88,6 +89,7 @@ def check(
     same = check_same_base({name: answered[name].get("base_model", {}) for name in unstated})
     if model is not None:
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
+    here += check_chat_template(federation.path(federation.model), datasets)
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
 
 
