@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,6 +55,7 @@ DEFAULT_TEMPLATE: dict[Task, str] = {
     "classification": "{text}",
 }
 LANGUAGES = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*(, ?[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*){0,15}")
+log = logging.getLogger(__name__)
 LIBRARIES = ("tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -333,6 +335,12 @@ def _check_length(request: Request, tokenizer: Any) -> None:
         raise DatasetError(f"block_tokens is {request.block_tokens}, expected {least} or more for {request.task}")
 
 
+def begins_texts(tokenizer: Any) -> bool:
+    """Does the tokenizer put its bos token before a text, where it is asked for its own special tokens?"""
+    begin = tokenizer.bos_token_id
+    return begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
+
+
 def _checked_encoding(request: Request, template: Template, tokenizer: Any, chat: ChatEncoding | None) -> Encoding:
     """Check the request against the tokenizer and the model, and settle how text is encoded."""
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
@@ -344,6 +352,15 @@ def _checked_encoding(request: Request, template: Template, tokenizer: Any, chat
                 f"template {template.source!r} uses {{{name}}}, but the tokenizer in {request.tokenizer} has no {name} "
                 f"token: give a --template without {{{name}}}, or set the token in tokenizer_config.json"
             )
+    if request.task == "causal-lm" and "bos" not in template.specials and begins_texts(tokenizer):
+        log.warning(
+            "the tokenizer in %s begins a text with %s, as lm-eval and TRL then do, and the template %r does not: give "
+            "--template '{bos}%s' unless documents are to begin without it",
+            request.tokenizer,
+            tokenizer.bos_token,
+            template.source,
+            template.source,
+        )
     _check_length(request, tokenizer)
     directories = [request.tokenizer, *([request.model] if request.model is not None else [])]
     limit = length_limit(tokenizer, *directories)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -314,3 +315,25 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path):
         time.sleep(0.05)
     os.kill(worker, signal.SIGKILL)
     pytest.fail("the worker waits for work that nobody will give it")
+
+
+def test_a_template_without_the_token_that_begins_texts_is_told(request_: Request, tmp_path: Path, caplog):
+    """Llama's, Mistral's and Gemma's tokenizers put it there, and so does whoever asks the model."""
+    from tokenizers import Tokenizer, processors
+
+    prepare(request_)
+    assert "begins a text" not in caplog.text
+    shutil.copytree(request_.tokenizer, tmp_path / "begins")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "begins" / "tokenizer.json"))
+    name = next(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    number = tokenizer.token_to_id(name)
+    tokenizer.post_processor = processors.TemplateProcessing(f"{name} $A", special_tokens=[(name, number)])
+    tokenizer.save(str(tmp_path / "begins" / "tokenizer.json"))
+    configuration = tmp_path / "begins" / "tokenizer_config.json"
+    configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"bos_token": name}))
+    again = dataclasses.replace(request_, tokenizer=tmp_path / "begins", out=tmp_path / "again")
+    prepare(again)
+    assert "give --template '{bos}{text}{eos}' unless" in caplog.text
+    caplog.clear()
+    prepared = prepare(dataclasses.replace(again, template="{bos}{text}{eos}", out=tmp_path / "third")).dataset
+    assert not caplog.text and number in prepared.split("train")
