@@ -93,6 +93,8 @@ class ChatTemplate:
 
     def marks_of_turns(self, tokens: list[str]) -> list[str]:
         """Of these tokens, none of which is special, those by which the template begins or ends a turn (DeepSeek's)."""
+        if not (self.source and tokens):
+            return []
         question: list[Message] = [{"role": "user", "content": PROBE}]
         try:
             asked, prompted = (self.render(question, None, prompt=prompt) for prompt in (False, True))

@@ -40,6 +40,11 @@ def tokenizer_files(directory: Path) -> list[Path]:
     if not any(
         p.name in ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json") or p.suffix in MODELS for p in files
     ):
+        if (directory / "tokenizer_config.json").is_file():
+            raise DatasetError(
+                f"the tokenizer in {directory} has no file with its vocabulary (tokenizer.json, vocab.json, vocab.txt "
+                "or *.model): copy it from where the model came from; ByT5 and CANINE, which have none, are not read"
+            )
         raise DatasetError(f"{directory} holds no tokenizer: expected tokenizer.json, vocab.json, vocab.txt or *.model")
     return files
 

@@ -143,6 +143,8 @@ class Decoder:
                 f"{name} has more than {MOST_PIXELS:,} pixels, at most {self.limits.pixels:,} are decoded "
                 "(--most-pixels)"
             ) from None
+        except Image.UnidentifiedImageError:
+            raise DatasetError(f"{name} cannot be decoded: it is no image of {', '.join(FORMATS)}") from None
         except Exception as error:  # a damaged file raises whatever its decoder raises
             raise DatasetError(f"{name} cannot be decoded: {type(error).__name__}: {error}"[:300]) from None
 
