@@ -154,7 +154,7 @@ def data_sets(round: Round) -> list[Data]:
 
 def digest_of(dataset: Path, blocks: int) -> str:
     """What losses of single blocks belong to."""
-    return f"{sha256_of(dataset / NAME)[:32]}-{blocks}"
+    return f"{sha256_of(dataset / NAME)[:32]}-even-{blocks}"
 
 
 class KeptLosses:

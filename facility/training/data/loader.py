@@ -14,7 +14,7 @@ from facility.exchange.grid import micro_batches_of
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.seeds import derive
 from facility.sync.runtime.sampling import ReplicaOrder
-from facility.training.data.order import SampleOrder
+from facility.training.data.order import SampleOrder, evenly_spread
 from facility.training.data.tasks import IGNORED, Batch, Task
 
 
@@ -81,6 +81,8 @@ class DataLoader:
         self.order = SampleOrder(sequences=sequences, seed=seed, facility=facility)
         self.evaluation_sequences = evaluation_sequences
         self.evaluated = min(validation, evaluation_sequences or validation)
+        self.asked = evenly_spread(validation, self.evaluated)
+        """The validation sequences that are evaluated."""
 
     def _batch(self, split: str, indices: Sequence[int] | np.ndarray, seeds: list[int]) -> Batch:
         """Sequences of a split; an empty share becomes one sequence that counts for nothing."""
@@ -117,14 +119,14 @@ class DataLoader:
         """This rank's share of the validation split, in as many pieces as that of every other."""
         micro, rank, ranks = self.shape.micro_batch_sequences, *self.evaluates
         for begin in range(0, self.evaluated, micro * ranks):
-            mine = range(begin + rank * micro, min(self.evaluated, begin + (rank + 1) * micro))
-            yield self._batch("validation", list(mine), [derive(self.seed, "validation", i) for i in mine])
+            mine = self.asked[begin + rank * micro : begin + (rank + 1) * micro].tolist()
+            yield self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
 
     def blocks(self) -> Iterator[tuple[int, Batch]]:
         """The same one block at a time, with its number; a number past the last comes with an empty batch."""
         rank, ranks = self.evaluates
         for begin in range(0, self.evaluated, ranks):
-            mine = [number for number in [begin + rank] if number < self.evaluated]
+            mine = self.asked[begin + rank : begin + rank + 1].tolist()
             yield begin + rank, self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
 
     def over(self, dataset: PreparedDataset) -> DataLoader:
@@ -133,4 +135,5 @@ class DataLoader:
         other.dataset = dataset
         blocks = len(dataset.split("validation"))
         other.evaluated = min(blocks, self.evaluation_sequences or blocks)
+        other.asked = evenly_spread(blocks, other.evaluated)
         return other

@@ -9,6 +9,12 @@ import numpy as np
 from facility.exchange.seeds import derive
 
 
+def evenly_spread(total: int, count: int) -> np.ndarray:
+    """`count` of the numbers below `total`, in rising order: of data that lie in the order of their sources or classes,
+    some of each."""
+    return np.arange(count, dtype=np.int64) * total // max(count, 1)
+
+
 @dataclass(kw_only=True)
 class SampleOrder:
     """Order in which a facility goes through its training sequences, the same for any number of ranks."""

@@ -24,6 +24,7 @@ from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive
 from facility.rounds.privacy_ledger import Entry, Kind, Ledger
 from facility.training.data.inputs import RoundInputs
+from facility.training.data.order import evenly_spread
 from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
 from facility.training.privacy.budget import OutOfBudget, choose_noise
@@ -169,7 +170,7 @@ class PrivateTraining:
     def evaluate(self) -> float:
         """Mean loss of the validation units, each at most that of a guess at random, with noise; nats."""
         reader, count = self.readers["validation"], self.evaluated
-        mine = range(self.ranks.rank, count, self.ranks.world)
+        mine = evenly_spread(self.counts["validation"], count)[self.ranks.rank :: self.ranks.world].tolist()
         total = torch.zeros(1, dtype=torch.float64)
         with self.engine.clock.stopped():
             for rows in reader.read(mine, derive(self.request.settings.seed, "validation")):
