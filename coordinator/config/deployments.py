@@ -133,9 +133,10 @@ class Deployment(Connection):
     """Minutes that a stuck job (held, partition down, no such nodes, budget spent) may wait before it is cancelled and
     the round continues without the facility; 0: for ever."""
     connections: AtLeastOne[int] = 1
-    """ssh connections at once."""
+    """ssh connections at once; more where each gives so few sessions that there would not be four."""
     sessions: AtLeastOne[int] = 10
-    """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it."""
+    """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it. Where it gives fewer, the
+    run says so and goes on with those."""
     retries: AtLeastOne[int] = 240
     """Times a lost ssh connection is tried again."""
     gate: bool = False

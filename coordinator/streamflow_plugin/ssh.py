@@ -10,26 +10,29 @@ from collections.abc import Callable, MutableMapping, MutableSequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import asyncssh
 from streamflow.core.deployment import ExecutionLocation, Shell
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.core.scheduling import AvailableLocation
 from streamflow.core.utils import get_local_to_remote_destination, run_in_shell
-from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContext, SSHContextFactory
+from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContextFactory, SSHContextManager
 from streamflow.log_handler import logger
 
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun
+from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
-from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
+from coordinator.streamflow_plugin.patient_login import PatientLogin
+from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 from facility.exchange.messages.manifest import manifest_if_any
@@ -44,48 +47,6 @@ ATTEMPTS = 3
 """Of a command whose connection breaks before it has answered."""
 JOBS = 1 << 16
 """More than ever run at once: the login node's own cores say nothing about a facility's jobs."""
-
-
-class CarefulContext(SSHContext):
-    """A connection that waits for a refused login, and is not tried again after a wrong host key."""
-
-    def __init__(self, *args, login: PatientLogin | None = None, **settings) -> None:
-        super().__init__(*args, **settings)
-        self._login = login
-
-    async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
-        """The original's, but the user's ssh-agent is never within a facility's reach, whatever ~/.ssh/config says."""
-        connection = await super()._get_connection(config)
-        if connection is not None:
-            connection._agent_forward_path = None  # as `agent_forwarding=False`, which the original does not pass on
-        return connection
-
-    async def get_connection(self) -> asyncssh.SSHClientConnection:
-        if self._login is None:
-            return await self._connect()
-        return await self._login.through(self.get_hostname(), self._connect)
-
-    async def _connect(self) -> asyncssh.SSHClientConnection:
-        try:
-            connection = await super().get_connection()
-            if self._login is not None:
-                self._login.tell_reached(self.get_hostname())
-            return connection
-        except asyncssh.HostKeyNotVerifiable as error:
-            emit("host_key", host=self.get_hostname(), reason=str(error))
-            raise WorkflowExecutionException(
-                f"the host key of {self.get_hostname()} is not the one in known_hosts: {error}"
-            ) from error
-        except REFUSED as error:
-            await self.close()
-            self._connect_event.clear()
-            if self._login is not None:
-                raise
-            raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
-        except (OSError, asyncssh.Error, TimeoutError) as error:
-            if self._login is not None:
-                self._login.tell_unreachable(self.get_hostname(), error)
-            raise
 
 
 class ParallelSSHConnector(SSHConnector):
@@ -103,6 +64,7 @@ class ParallelSSHConnector(SSHConnector):
         self._login = PatientLogin(facility=name, files=keys) if waits_for_login else None
         self._cls_context = partial(CarefulContext, login=self._login)
         self._most_bytes: int | None = None
+        self._given = Given(self.maxConcurrentSessions)
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
         self._closing: set[asyncio.Future[None]] = set()
@@ -131,7 +93,7 @@ class ParallelSSHConnector(SSHConnector):
         """Connections of their own for transfers, to the data-transfer host where there is one."""
         if location.name not in self._lanes:
             host = self.dataTransferConfig or self.nodes[location.name]
-            self._lanes[location.name] = [self._factory(host, 1) for _ in range(max(STREAMS, self.maxConnections))]
+            self._lanes[location.name] = [self._factory(host, 1, 1) for _ in range(max(STREAMS, self.maxConnections))]
         return self._lanes[location.name]
 
     async def awake(self, location: ExecutionLocation) -> list[SSHContextFactory]:
@@ -142,8 +104,11 @@ class ParallelSSHConnector(SSHConnector):
         return lanes[: await asyncio.shield(self._worth[location.name])]
 
     def swift(self, location: ExecutionLocation, count: int) -> AbstractAsyncContextManager[list[SwiftLane]]:
-        """Connections of the system's ssh to where `lanes` go."""
-        return swift_lanes(self.dataTransferConfig or self.nodes[location.name], count, CHANNELS, self.dialect)
+        """Connections of the system's ssh to where `lanes` go; none where one has no sessions for its pieces, each of
+        which would log in anew."""
+        host = self.dataTransferConfig or self.nodes[location.name]
+        room = self._given.each(host.hostname) > CHANNELS
+        return swift_lanes(host, count if room else 0, CHANNELS, self.dialect)
 
     async def run(
         self,
@@ -266,19 +231,27 @@ class ParallelSSHConnector(SSHConnector):
         shell._writer = BoundedReader.reset_by(shell._writer, shell._reader)
         return shell
 
+    def _get_ssh_client_process(self, location: str, command: str, **rest: Any) -> SSHContextManager:
+        place = ExecutionLocation(name=location, deployment=self.deployment_name, hostname=location)
+        rest.setdefault("environment", None)
+        return self._get_ssh_context_factory(place).get(command=command, **rest)
+
     def _get_ssh_context_factory(self, location: ExecutionLocation) -> SSHContextFactory:
         """Commands go to the login node, which has the scheduler (the original sends them to a data-transfer host where
         there is one); only `lanes` go there."""
         if location.name not in self.ssh_context_factories:
-            self.ssh_context_factories[location.name] = self._factory(self.nodes[location.name], self.maxConnections)
+            host = self.nodes[location.name]
+            self.ssh_context_factories[location.name] = self._factory(host, self.maxConnections, LEAST)
         return self.ssh_context_factories[location.name]
 
-    def _factory(self, config: SSHConfig, connections: int) -> SSHContextFactory:
-        return SSHContextFactory(
+    def _factory(self, config: SSHConfig, connections: int, least: int) -> SSHContextFactory:
+        """`least`: sessions that there must be at once."""
+        return Sessions(
+            least=least,
+            given=self._given,
             cls_context=self._cls_context,
             streamflow_config_dir=self.config_dir,
             config=config,
-            max_concurrent_sessions=self.maxConcurrentSessions,
             max_connections=connections,
             retries=self.retries,
             retry_delay=self.retryDelay,

@@ -38,6 +38,10 @@ TRY_SECONDS = 120.0
 STREAMS = 3
 """Sessions at once of one transfer's lanes, each of which moves two pieces: a shared connection has ten in all."""
 REFUSALS = ("permission denied", "too many authentication failures", "no more authentication methods")
+NO_SESSION = b"open refused by peer"
+"""ssh's words where a shared connection has as many sessions as sshd gives it, MaxSessions of sshd_config(5)."""
+REST_SECONDS = 0.5
+"""Of a session's place where there are few: sshd counts one for a moment after it has ended here."""
 WRONG_HOST = ("host key verification failed", "remote host identification has changed")
 
 
@@ -82,6 +86,11 @@ class Session:
         """True where ssh itself failed, not the command."""
         return self._process.returncode == BROKE
 
+    @property
+    def refused(self) -> bool:
+        """True where the shared connection had no session left, and ssh could not log in anew either."""
+        return self.broke and NO_SESSION in self._said
+
     async def close(self) -> None:
         """End the session; the remote command's input and output close with it."""
         if self.stdin is not None:
@@ -94,6 +103,8 @@ class Session:
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
+        if self.broke:
+            await asyncio.wait([self._listens], timeout=END_SECONDS)  # its last words
         self._listens.cancel()
 
     def _text(self, data: bytes) -> Any:
@@ -123,7 +134,8 @@ class SystemLogin:
         self.host, self._login = config.hostname, login
         self._words = openssh.command(found, connect_seconds=config.connect_timeout, options=OPTIONS)
         self._retries, self._delay, self._nothing = retries, retry_delay, nothing
-        self._places = asyncio.Semaphore(sessions)
+        self._most, self._running, self._free = sessions, 0, asyncio.Event()
+        self._told = False
         self._open, self._turn = False, asyncio.Lock()
         self._shared: list[str] | None = None
 
@@ -145,8 +157,15 @@ class SystemLogin:
     async def _session(
         self, command: str, streams: tuple[int, int, int], encoding: str | None
     ) -> AsyncIterator[Session]:
-        async with self._places:
+        while self._running >= self._most:
+            self._free.clear()
+            await self._free.wait()
+        self._running += 1
+        session = None
+        try:
             await self._logged_in()
+            if self._told:
+                await asyncio.sleep(REST_SECONDS)
             stdin, stdout, stderr = streams
             process = await asyncio.create_subprocess_exec(
                 *self._words, command, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True
@@ -158,6 +177,24 @@ class SystemLogin:
                 await session.close()
                 if session.broke:
                     self._open = False
+        finally:
+            self._running -= 1
+            if session is not None and session.refused:
+                self.fewer()
+            self._free.set()
+
+    def fewer(self) -> None:
+        """Give no more sessions at once than run now: the shared connection had no other. Two at least: the shell that
+        stays open would leave none to others."""
+        self._most = min(self._most, max(2, self._running))
+        if not self._told:
+            self._told = True
+            text = (
+                f"the shared connection to {self.host} has fewer sessions than `sessions:` says (MaxSessions of its "
+                f"sshd): no more than {self._most} at once from now on; set `sessions:` to what it gives"
+            )
+            logger.warning(text)
+            emit("problem", text=text)
 
     async def close(self) -> None:
         """Nothing is kept open here: a shared connection is the user's."""
@@ -241,7 +278,7 @@ class SystemSSHConnector(ParallelSSHConnector):
         super().__init__(*args, **settings)
         self._logins: dict[str, SystemLogin] = {}
 
-    def _factory(self, config: SSHConfig, connections: int) -> Any:
+    def _factory(self, config: SSHConfig, connections: int, least: int) -> Any:
         """One login for all: its sessions share the user's connection."""
         if config.hostname not in self._logins:
             self._logins[config.hostname] = SystemLogin(
@@ -254,10 +291,14 @@ class SystemSSHConnector(ParallelSSHConnector):
             )
         return self._logins[config.hostname]
 
-    def _get_ssh_client_process(self, location: str, command: str, **rest: Any) -> Any:
-        place = ExecutionLocation(name=location, deployment=self.deployment_name, hostname=location)
-        rest.setdefault("environment", None)
-        return self._get_ssh_context_factory(place).get(command=command, **rest)
+    async def end_of(
+        self, location: ExecutionLocation, text: str, most: int, timeout: int | None
+    ) -> tuple[str, int | None]:
+        """As the original; ssh's own words stand in the answer here."""
+        said, code = await super().end_of(location, text, most, timeout)
+        if code is None and NO_SESSION.decode() in said:
+            self._factory(self.nodes[location.name], 1, 1).fewer()
+        return said, code
 
     def try_again(self) -> None:
         """Nothing to do: attempts are counted per command."""

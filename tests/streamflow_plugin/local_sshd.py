@@ -22,6 +22,8 @@ class Site:
 
     port: int
     folder: Path
+    process: int
+    """The sshd that listens."""
 
     @property
     def key(self) -> Path:
@@ -34,7 +36,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    """A parameter is a further line of its sshd_config."""
     for name in ("authority", "host", "id_ed25519"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
     with socket.socket() as free:
@@ -43,6 +46,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     (tmp_path / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"
+        f"{getattr(request, 'param', '')}\n"
     )
     (tmp_path / ".ssh").mkdir(mode=0o700)
     key = " ".join((tmp_path / "host.pub").read_text().split()[:2])
@@ -58,7 +62,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.05)
-        yield Site(port=port, folder=tmp_path)
+        yield Site(port=port, folder=tmp_path, process=process.pid)
     finally:
         process.terminate()
         process.wait()

@@ -156,3 +156,29 @@ def test_the_setting_chooses_the_connector_and_refuses_what_it_cannot_do():
     for wrong in ({"passphrase_file": "p"}, {"gate": True, "template": ""}, {"host": ""}, {"ssh": "mine"}):
         with pytest.raises(ConfigurationError):
             read_deployment(described | wrong, "d")
+
+
+@pytest.mark.parametrize("site", ["MaxSessions 2"], indirect=True)
+def test_a_shared_connection_with_few_sessions_is_given_no_more(site, host, tmp_path, monkeypatch):
+    """The first commands meet it, and it is told once; soon no more run at once than there is room for."""
+    events = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    open_connection(site)
+
+    async def act() -> None:
+        one, location = connector(host)
+        try:
+            lost = 0
+            for _ in range(4):
+                ends = await asyncio.gather(*(one.end_of(location, "sleep 1; echo in", 100, 20) for _ in range(4)))
+                if ends == [("in", 0)] * 4:
+                    break
+                lost += [code for _, code in ends].count(None)
+            assert 0 < lost <= 4 and ends == [("in", 0)] * 4, "each that is lost leaves fewer at once"
+        finally:
+            await one.undeploy(False)
+
+    asyncio.run(act())
+    told = [event["text"] for event in events.new() if event.kind == "problem"]
+    assert len([text for text in told if "fewer sessions than `sessions:`" in text]) == 1
+    ssh(site, "-O", "exit", "centre")

@@ -1,0 +1,111 @@
+"""One ssh connection of a deployment, as StreamFlow's connector uses it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import asyncssh
+from streamflow.core.exception import WorkflowExecutionException
+from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param_from_file
+
+from coordinator.events.event import emit
+from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
+
+CIPHERS = ["aes128-gcm@openssh.com", "aes256-ctr", "aes192-ctr", "aes128-ctr"]
+"""As StreamFlow asks for."""
+ALIVE_SECONDS = 30.0
+"""Between two questions whether a connection that carries nothing still lives: firewalls forget those that are idle
+for some minutes, and tell neither side."""
+ALIVE_COUNT = 20
+"""Questions without an answer after which it is given up: ten minutes, so that a login node may hang for a while."""
+
+
+class CarefulContext(SSHContext):
+    """A connection that waits for a refused login, and is not tried again after a wrong host key."""
+
+    def __init__(self, *args: Any, login: PatientLogin | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._login = login
+
+    async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
+        """As the original, but for what it does not pass on: addresses of IPv6, questions whether the other side still
+        lives, the user's ssh-agent out of a facility's reach whatever ~/.ssh/config says, and a connection to the jump
+        host that ends with the one through it."""
+        if config is None:
+            return None
+        host, port = address(config.hostname)
+        tunnel = await self._get_connection(config.tunnel)
+        try:
+            connection = await asyncssh.connect(
+                host,
+                port=port,
+                tunnel=tunnel,
+                username=config.username,
+                client_keys=config.client_keys,
+                passphrase=get_param_from_file(config.ssh_key_passphrase_file, self._streamflow_config_dir),
+                password=get_param_from_file(config.password_file, self._streamflow_config_dir),
+                known_hosts=() if config.check_host_key else None,
+                agent_forwarding=False,
+                compression_algs=None,
+                encryption_algs=CIPHERS,
+                connect_timeout=config.connect_timeout,
+            )
+        except BaseException:
+            if tunnel is not None:
+                tunnel.close()
+            raise
+        if tunnel is not None:
+            connection.set_tunnel(tunnel)
+        if not connection._keepalive_interval:  # ServerAliveInterval of ~/.ssh/config comes first
+            connection.set_keepalive(ALIVE_SECONDS, ALIVE_COUNT)
+        return connection
+
+    async def get_connection(self) -> asyncssh.SSHClientConnection:
+        if self._login is None:
+            return await self._connect()
+        return await self._login.through(self.get_hostname(), self._connect)
+
+    async def _connect(self) -> asyncssh.SSHClientConnection:
+        """Raises `ConnectionError`, `TimeoutError` or an error of asyncssh for what may be tried again: the original
+        knows no name that does not resolve just now, and no network that is away."""
+        try:
+            connection = await super().get_connection()
+            if self._login is not None:
+                self._login.tell_reached(self.get_hostname())
+            return connection
+        except asyncssh.HostKeyNotVerifiable as error:
+            await self._forget()
+            emit("host_key", host=self.get_hostname(), reason=str(error))
+            raise WorkflowExecutionException(
+                f"the host key of {self.get_hostname()} is not the one in known_hosts: {error}"
+            ) from error
+        except REFUSED as error:
+            await self._forget()
+            if self._login is not None:
+                raise
+            raise WorkflowExecutionException(f"{self.get_hostname()} refuses the login: {error}") from error
+        except (OSError, asyncssh.Error) as error:
+            await self._forget()
+            if self._login is not None:
+                self._login.tell_unreachable(self.get_hostname(), error)
+            if isinstance(error, ConnectionError | TimeoutError | asyncssh.Error):
+                raise
+            raise ConnectionError(str(error)) from error
+        except BaseException:
+            await self._forget()
+            raise
+
+    async def _forget(self) -> None:
+        """Let the next use connect anew, where the original would say for ever that it cannot."""
+        await self.close()
+        self._connect_event.clear()
+
+
+def address(host: str) -> tuple[str, int]:
+    """Name or address, and port, of `name`, `name:port`, `[address of IPv6]` or `[address of IPv6]:port`."""
+    if host.startswith("["):
+        bare, _, port = host[1:].partition("]")
+        port = port.removeprefix(":")
+    else:
+        bare, _, port = host.partition(":")
+    return bare, int(port or 22)

@@ -1,0 +1,153 @@
+"""A real sshd that gives few sessions, a name that does not resolve for a while, and a connection that died unseen."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import asyncssh
+import pytest
+from streamflow.deployment.connector.ssh import SSHConfig
+
+from coordinator.events.event import VARIABLE
+from coordinator.events.follow import EventFile
+from coordinator.streamflow_plugin import connection, sessions
+from coordinator.streamflow_plugin.connection import CarefulContext, address
+from coordinator.streamflow_plugin.sessions import Given, Sessions
+from tests.streamflow_plugin.local_sshd import SSHD
+from tests.streamflow_plugin.test_patient_login import connector
+
+pytestmark = [pytest.mark.timeout(60)]
+real = pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")
+
+
+@real
+@pytest.mark.parametrize(("site", "asked"), [("MaxSessions 1", 10), ("", 1)], indirect=["site"], ids=["sshd", "ours"])
+def test_one_session_in_each_connection_is_enough(site, asked: int, tmp_path: Path, monkeypatch):
+    """The shell stays open all the time; a job and a look at it have connections of their own. It is told once, and
+    only where it is not what the settings say."""
+    events = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    monkeypatch.setattr(sessions, "LAG_SECONDS", 0.1)
+    site.sign("-1m:+1h")
+
+    async def act() -> list[object]:
+        one, location = connector(site, maxConcurrentSessions=asked)
+        try:
+            assert await one.run(location, ["echo shell"], capture_output=True) == ("shell", 0)
+            job = one.end_of(location, one.job_line("sleep 1; echo job"), 1000, None)
+            look = one.run(location, ["echo look"], stdin=asyncio.subprocess.DEVNULL, capture_output=True)
+            return await asyncio.wait_for(asyncio.gather(job, look), 30)
+        finally:
+            await one.undeploy(False)
+
+    assert asyncio.run(act()) == [("job", 0), ("look", 0)]
+    told = [event["text"] for event in events.new() if event.kind == "problem"]
+    assert ["1 at once of the 10 sessions" in text for text in told] == ([True] if asked == 10 else [])
+
+
+def test_a_session_that_ends_late_at_sshd_lowers_no_limit():
+    """Refused once with nine open, then with eight: sshd still counted one that had ended here."""
+    given = Given(10)
+    config = SSHConfig(True, [], 1, "h", None, None, None, "me")
+    made = Sessions(
+        least=4,
+        given=given,
+        cls_context=CarefulContext,
+        streamflow_config_dir="",
+        config=config,
+        max_connections=1,
+        retries=3,
+        retry_delay=30,
+    )
+    session = made.get("true", None)
+    context, there = made._contexts[0], object()
+    assert [session._after_refusal(context, there, open) for open in (9, 8)] == [1.0, 1.0]
+    assert given.each("h") == 10 and len(made._contexts) == 1
+    assert session._after_refusal(context, there, 8) == 0.0 and given.each("h") == 8
+    given.learn("h", 2)
+    assert [one._max_concurrent_sessions for one in made._contexts] == [2, 2]
+
+
+@real
+def test_a_name_that_does_not_resolve_for_a_while_is_tried_again(site, monkeypatch):
+    """As without a VPN; so is a network without a route. The first failure used to be for ever."""
+    site.sign("-1m:+1h")
+    connect, failures = asyncssh.connect, [socket.gaierror(-2, "Name or service not known"), OSError(113, "No route")]
+
+    async def away(*args, **settings):
+        if failures:
+            raise failures.pop(0)
+        return await connect(*args, **settings)
+
+    async def act() -> None:
+        one, location = connector(site)
+        one.retries, one.retryDelay = 4, 0
+        try:
+            assert await one.run(location, ["echo in"], capture_output=True) == ("in", 0)
+        finally:
+            await one.undeploy(False)
+
+    monkeypatch.setattr(asyncssh, "connect", away)
+    asyncio.run(asyncio.wait_for(act(), 30))
+    assert not failures
+
+
+@real
+def test_a_connection_that_died_unseen_is_noticed(site, monkeypatch):
+    """A firewall that forgets an idle connection tells nobody: here its sshd stops. It used to be waited for without
+    end."""
+    monkeypatch.setattr(connection, "ALIVE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "ALIVE_COUNT", 2)
+    site.sign("-1m:+1h")
+
+    async def act() -> tuple[str, int | None]:
+        one, location = connector(site)
+        stopped: list[int] = []
+        try:
+            waiting = asyncio.create_task(one.end_of(location, "echo begun; sleep 30", 100, None))
+            while not waiting.done() and not (stopped := below(site.process)):
+                await asyncio.sleep(0.1)
+            await asyncio.sleep(2)
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+            return await asyncio.wait_for(waiting, 20)
+        finally:
+            for pid in stopped:
+                os.kill(pid, signal.SIGKILL)
+            await asyncio.wait_for(one.undeploy(False), 10)
+
+    start = time.monotonic()
+    assert asyncio.run(act()) == ("begun", None)
+    assert time.monotonic() - start < 20
+
+
+def below(parent: int) -> list[int]:
+    """Processes whose parent this is (proc(5))."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            after = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(after[1]) == parent:
+            found.append(int(status.parent.name))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("login.example.org", ("login.example.org", 22)),
+        ("login.example.org:2222", ("login.example.org", 2222)),
+        ("[2001:db8::7]", ("2001:db8::7", 22)),
+        ("[2001:db8::7]:2222", ("2001:db8::7", 2222)),
+    ],
+)
+def test_addresses_of_both_kinds(host: str, found: tuple[str, int]):
+    """StreamFlow's own reading of the last two is a ValueError."""
+    assert address(host) == found
