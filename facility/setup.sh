@@ -243,6 +243,7 @@ if [ ! "$programs/python3" -ef "$run" ]; then  # jobs say python3, and that is a
 fi
 {
     echo "# Written by facility/setup.sh; sourced by the job templates. Run setup.sh again instead of editing it."
+    [ ${#modules[@]} = 0 ] || echo 'command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profile'
     for name in ${modules[@]+"${modules[@]}"}; do echo "module load $(quote "$name")"; done
     if [ -n "$conda" ]; then echo ". \"\$(conda info --base)/etc/profile.d/conda.sh\" && conda activate $(quote "$conda")"; fi
     echo "export PATH=$(quote "$programs"):\$PATH PYTHONPATH=$(quote "$here")$more"

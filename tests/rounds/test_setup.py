@@ -648,6 +648,12 @@ def test_set_up_looks_for_packages_where_jobs_will(tmp_path: Path, python: Path)
             ["bash", "-c", job, "-", str(tmp_path / "home")], env=os.environ | module, capture_output=True, text=True
         )
         assert told.stdout.strip() == seen[-1], told.stderr
+    env = (tmp_path / "home" / "env.sh").read_text()
+    (tmp_path / "home" / "env.sh").write_text(env.replace("/etc/profile", str(tmp_path / "modules.sh")))
+    bare = {name: value for name, value in os.environ.items() if "module" not in name} | {"PYTHONPATH": ""}
+    job = ["bash", "-c", job, "-", str(tmp_path / "home")]
+    told = subprocess.run(job, env=bare, capture_output=True, text=True)
+    assert told.returncode == 0 and "not found" not in told.stderr, "a task of PBS has no function of the job's shell"
 
 
 @pytest.mark.parametrize("name", ["./python3", "./python3.12"])

@@ -1,8 +1,13 @@
-"""Modules, conda, virtual environments and images, entered by a rendered job under bash with stand-ins for them."""
+"""Modules, conda, virtual environments and images, entered by a rendered job under bash with stand-ins for them.
+
+A job's own shell has no `module`: it comes from the profile that only login shells read, and pbsdsh's tasks get no
+function of the shell that started them.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -17,15 +22,16 @@ MODULE = """module() { [ "$1" = load ] || return 1; shift; export ENTERED="modul
 CONDA = """conda() { [ "$1" = activate ] || return 1; export ENTERED="conda $2"; }
 """
 RUNTIME = r"""#!/bin/bash
-printf '%s\n' "$@" > "$RECORD"
+printf '%s\n' "$@" > "${0%/*}/../argv"
 while [ "$1" != bash ]; do shift; done
-ENTERED=image exec "$@"
+ENTERED="$ENTERED, then image" exec "$@"
 """
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    """A PATH with a batch system's launchers, conda and a container runtime; `module` is a function, as on clusters."""
+    """A PATH with a batch system's launchers, conda and a container runtime; `module` is a function of the site's
+    profile, as on clusters."""
     programs, home = tmp_path / "bin", tmp_path / HOME_NAME
     programs.mkdir()
     (home / "crossfed").mkdir(parents=True)
@@ -47,7 +53,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
     return {
         "PATH": f"{programs}:{os.environ['PATH']}",
         "HOME": str(home),
-        "BASH_ENV": str(tmp_path / "module.sh"),
+        "PROFILE": str(tmp_path / "module.sh"),
         "USER": "me",
         "RECORD": str(tmp_path / "argv"),
         "PBS_NODEFILE": str(tmp_path / "nodes"),
@@ -59,6 +65,7 @@ def machine(tmp_path: Path) -> dict[str, str]:
 def run(machine: dict[str, str], folder: Path, template: str, **environment) -> str:
     """What the command saw: how it was entered."""
     text = strictly(filled(ROOT / "templates" / f"{template}.sh", **environment), COMMAND)
+    text = re.sub(r"/etc/profile\b(?!\.d)", machine["PROFILE"], text)
     result = subprocess.run(["bash", "-c", text], cwd=folder, env=machine, capture_output=True, text=True, timeout=30)
     assert result.returncode == 7, result.stderr
     entered, place = (folder / "out").read_text().split("|")
@@ -66,12 +73,12 @@ def run(machine: dict[str, str], folder: Path, template: str, **environment) -> 
     return entered
 
 
-@pytest.mark.parametrize("template", ["slurm", "leonardo", "ssh"])
+@pytest.mark.parametrize("template", ["slurm", "leonardo", "pbs", "flux", "gridengine", "ssh"])
 @pytest.mark.parametrize(
     ("environment", "entered"),
     [
         ({}, "home"),
-        ({"modules": ["python/3.11", "cuda"], "image": "x.sif"}, "image"),
+        ({"modules": ["apptainer"], "image": "x.sif"}, "modules apptainer, then image"),
         ({"venv": "~/venv"}, "venv"),
         ({"conda": "fl env"}, "conda fl env"),
     ],
@@ -81,9 +88,10 @@ def test_the_command_runs_in_the_environment(machine, tmp_path: Path, template: 
     assert run(machine, tmp_path, template, **environment) == entered
 
 
-def test_modules_are_loaded_before_what_needs_them(machine, tmp_path: Path):
+@pytest.mark.parametrize("template", ["slurm", "pbs"])
+def test_modules_are_loaded_before_what_needs_them(machine, tmp_path: Path, template: str):
     (Path(machine["HOME"]) / "crossfed" / "env.sh").write_text('export ENTERED="$ENTERED, then home"\n')
-    assert run(machine, tmp_path, "slurm", modules=["python/3.11", "cuda"]) == "modules python/3.11 cuda, then home"
+    assert run(machine, tmp_path, template, modules=["python/3.11", "cuda"]) == "modules python/3.11 cuda, then home"
 
 
 @pytest.mark.parametrize(("gpu", "flag"), [("nvidia", ["--nv"]), ("amd", ["--rocm"]), ("none", [])])

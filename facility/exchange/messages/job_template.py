@@ -21,6 +21,8 @@ from facility.exchange.validation import validated
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
 START = 'bash -c "$command"'
 """How a template starts the command on every node; a container runtime goes before it."""
+MODULES = "command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profile"
+"""A job's shell reads no profile, and a task of PBS, or a job that a gate submitted, gets no function of another shell."""
 ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 """The line that enters the facility's environment."""
 
@@ -113,7 +115,7 @@ def _line(line: str, values: dict[str, str], name: str) -> str:
 
 def enter(environment: Environment) -> str:
     """Shell lines that enter the environment; `<home>` is still to be filled."""
-    lines = [f"module load {' '.join(environment.modules)}"] if environment.modules else []
+    lines = [MODULES, f"module load {' '.join(environment.modules)}"] if environment.modules else []
     if environment.venv:
         lines.append(f". {_path(environment.venv + '/bin/activate')}")
     elif environment.conda:
