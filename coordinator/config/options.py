@@ -14,6 +14,28 @@ from facility.exchange.errors import ConfigurationError
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 
 
+SEPARATE = "StreamFlow gives sbatch its value as a word of its own, which sbatch takes for the script's name"
+MISSPELT = "StreamFlow gives sbatch an option that it does not know"
+IN_TEMPLATE = "write it into the template, as `#SBATCH --{dashed}=...`"
+UNFIT = {
+    "slurm": {
+        "distribution": ("StreamFlow does not hand it on", IN_TEMPLATE),
+        "exclusive": (SEPARATE, IN_TEMPLATE + "; true may stand here"),
+        "getUserEnv": (SEPARATE, IN_TEMPLATE),
+        "mincpus": (MISSPELT, IN_TEMPLATE),
+        "nice": (SEPARATE, IN_TEMPLATE),
+        "propagate": (SEPARATE, IN_TEMPLATE),
+        "useMinNodes": (MISSPELT, "write it into the template, as `#SBATCH --use-min-nodes`"),
+        "array": ("a round is one job, and those of an array have other ids", "remove it"),
+        "clusters": (
+            "the login node is asked for jobs of its own cluster, where they would count as ended",
+            "name a login node of that cluster as `host:`",
+        ),
+    }
+}
+"""Options of StreamFlow's connectors that do something else than they say: what, and what to do."""
+
+
 def _check_option(name: str, value: Any) -> None:
     """Reject values that a shell would not read as one plain word: StreamFlow writes options into a command line."""
     values = [*value, *value.values()] if isinstance(value, dict) else value
@@ -44,6 +66,12 @@ def check_options(kind: str, options: dict[str, Any]) -> None:
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ConfigurationError(
                 f"options.{name} is not an option of StreamFlow's {kind} connector{hint}", key=f"options.{name}"
+            )
+        unfit = UNFIT.get(kind, {}).get(name)
+        if unfit is not None and (not isinstance(value, bool) or unfit[0] == MISSPELT and value):
+            dashed = re.sub(r"[A-Z]", lambda letter: "-" + letter[0].lower(), name)
+            raise ConfigurationError(
+                f"options.{name} is set, but {unfit[0]}; {unfit[1].format(dashed=dashed)}", key=f"options.{name}"
             )
         if (expected := _other_type(value, known[name].get("type"))) is not None:
             raise ConfigurationError(f"options.{name} is {value!r}, expected {expected}", key=f"options.{name}")

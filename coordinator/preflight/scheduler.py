@@ -60,6 +60,14 @@ SBATCH_REFUSES = (
 """Words of sbatch, what they mean, and what to do."""
 
 
+SEVERAL = re.compile(
+    r"^#(?:SBATCH(?:[ \t].*)?[ \t](?:--(?:array|clusters)(?![\w-])|-[aM])"
+    r"|PBS(?:[ \t].*)?[ \t]-J|\$(?:[ \t].*)?[ \t]-t(?![\w-])).*",
+    re.MULTILINE,
+)
+"""Directives by which one submission is several jobs, or one of another cluster: neither is found by its id."""
+
+
 def check_scheduler(name: str, deployment: Deployment, template: str, *, submit: bool = False) -> list[Row]:
     """The command is there, and partition, account and limits are accepted. `template`: the filled job template.
 
@@ -79,6 +87,10 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
         ]
     rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]
     job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
+    if found := SEVERAL.search(job):
+        fix = "remove it from the template; for another cluster, name a login node of that as `host:`"
+        said = f"`{found[0]}` makes several jobs, or one of another cluster, but a round is one job of this one"
+        return [*rows, fail(name, "job accepted", said, fix)]
     ask = {"slurm": _slurm, "pbs": _pbs, "flux": _flux}.get(deployment.type, _other)
     rows.append(ask(name, deployment, job))
     if submit and not _batch(deployment).trial and rows[-1].verdict != "fail":

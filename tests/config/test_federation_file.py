@@ -221,6 +221,27 @@ def test_options_have_the_form_that_streamflow_takes(tmp_path: Path, options: st
         assert read_federation(file).facilities[0].deployment.options["resources"]["walltime"] == "02:00:00"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"exclusive": "user"}, "options.exclusive is set, but .* script's name; .*`#SBATCH --exclusive="),
+        ({"nice": 100}, "script's name"),
+        ({"propagate": "NONE"}, "script's name"),
+        ({"getUserEnv": "10"}, "`#SBATCH --get-user-env="),
+        ({"mincpus": 4}, "does not know"),
+        ({"useMinNodes": True}, "`#SBATCH --use-min-nodes`"),
+        ({"distribution": "block"}, "does not hand it on"),
+        ({"array": "0-3"}, "a round is one job"),
+        ({"clusters": "b"}, "name a login node of that cluster"),
+    ],
+)
+def test_what_sbatch_would_not_get_as_it_is_meant_is_refused(options: dict[str, object], words: str):
+    """`sbatch --exclusive "user"` of Slurm 22.05: Unable to open file user. The check, which wrote --exclusive=user,
+    was content."""
+    with pytest.raises(ConfigurationError, match=words):
+        check_options("slurm", options)
+
+
 def test_a_whole_number_stands_without_quotes():
     with pytest.raises(ConfigurationError, match="options.ntasks is '4', expected a whole number, without quotes"):
         check_options("slurm", {"ntasks": "4"})

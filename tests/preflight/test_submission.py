@@ -85,6 +85,28 @@ def test_grid_engine_is_asked_whether_the_job_could_run(
     assert JOB in site.asked[-1] and not any("-terse" in line for line in site.asked), "a dry run takes no job"
 
 
+@pytest.mark.parametrize(
+    ("line", "one"),
+    [
+        ("#SBATCH --array=0-3", False),
+        ("#SBATCH -p gpu -a 1-2", False),
+        ("#SBATCH -M other", False),
+        ("#SBATCH -a1-2", False),
+        ("#SBATCH --clusters other", False),
+        ("#PBS -J 1-4", False),
+        ("#$ -t 1-4", False),
+        ("#SBATCH --account=p-a", True),
+        ("#SBATCH --mem=0 -t 5", True),
+        ("#SBATCH --cluster-constraint=a", True),
+        ("#$ -terse", True),
+        ("#PBS -l select=1 -A J-J", True),
+    ],
+)
+def test_a_template_makes_one_job(line: str, one: bool):
+    """Jobs of an array have ids of their own, and another cluster's are unknown here: both counted as ended at once."""
+    assert (preflight.SEVERAL.search(f"#!/bin/bash\n{line}\n") is None) == one
+
+
 @pytest.mark.parametrize("name", ["slurm", "pbs", "flux", "gridengine"])
 def test_only_a_scheduler_without_a_dry_run_is_given_a_job(name: str):
     queue = scheduler(name)
