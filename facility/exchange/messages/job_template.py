@@ -22,7 +22,7 @@ PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+=%-]+")
 START = 'bash -c "$command"'
 """How a template starts the command on every node; a container runtime goes before it."""
 MODULES = "command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profile"
-"""A job's shell reads no profile, and a task of PBS, or a job that a gate submitted, gets no function of another shell."""
+"""A job's shell reads no profile; a task of PBS, or a job that a gate submitted, gets no function of another shell."""
 ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 """The line that enters the facility's environment."""
 
