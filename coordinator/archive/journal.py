@@ -69,23 +69,23 @@ class Entry:
 
 
 class Journal:
-    """Appends to and reads the file. What is appended before the archive exists is kept until it does."""
+    """Appends to and reads the file. What is appended before the archive exists, or while its disk is full, is kept."""
 
     def __init__(self, archive: Path) -> None:
         self.path = archive / FILE
         self._kept: list[str] = []
 
     def append(self, kind: str, *, time: float, facility: str = "", round: int | None = None, **detail: Any) -> Entry:
-        """Write one line. A disk that is full stops no federation."""
+        """Write one line. A disk that is full stops no federation: what it does not take comes with a later line."""
         entry = Entry(time=time, kind=kind, facility=facility, round=round, detail=detail)
         known = {"facility": facility} if facility else {}
         record = {"time": _iso(time), "unix": _milliseconds(time), "kind": kind, **known}
         record |= ({"round": round} if round is not None else {}) | detail
         self._kept.append(json.dumps(record, ensure_ascii=False) + "\n")
         if self.path.parent.is_dir():
-            lines, self._kept = "".join(self._kept), []
             with suppress(OSError):
-                append_lines(self.path, lines)
+                append_lines(self.path, "".join(self._kept))
+                self._kept = []
         return entry
 
     def read(self) -> list[Entry]:

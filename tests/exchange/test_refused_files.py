@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.archive.journal import Journal
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.durable import new_directory, write_bytes
+from facility.exchange.files.durable import append_lines, new_directory, write_bytes
 from facility.exchange.files.storage import lasting, sentence
 
 LIMIT = 4096
@@ -35,6 +36,20 @@ def test_a_file_is_named(small_files: None, tmp_path: Path):
         write_bytes(tmp_path / "round.json", bytes(LIMIT + 1))
     assert sentence(caught.value).startswith(f"{tmp_path}/round.json may not grow so large")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_are_added_wholly_or_not_at_all(small_files: None, tmp_path: Path):
+    """The system takes the beginning of a write that does not fit, and says so by a number alone."""
+    journal, line = Journal(tmp_path), "x" * (LIMIT - 9) + "\n"
+    journal.path.write_text(line)
+    with pytest.raises(OSError, match="File too large"):
+        append_lines(journal.path, '{"round": 7}\n')
+    assert journal.path.read_text() == line
+    journal.append("problem", time=1.0, text="first")
+    assert journal.path.read_text() == line
+    journal.path.write_text("")  # room is made
+    journal.append("problem", time=2.0, text="second")
+    assert [entry.detail["text"] for entry in journal.read()] == ["first", "second"]
 
 
 def test_a_directory_within_a_directory_is_named(small_files: None, tmp_path: Path):
@@ -109,7 +124,8 @@ def test_a_command_that_logs_much_is_still_one_that_a_person_types(capsys):
 
 
 def test_what_the_terminal_s_encoding_lacks_is_printed_by_its_number():
-    text = "import sys; from facility.exchange.errors import exit_on_error as e; e(lambda: print(sys.argv[1]))"
+    text = "import sys; from coordinator.archive.journal import Journal
+from facility.exchange.errors import exit_on_error as e; e(lambda: print(sys.argv[1]))"
     for encoding, argument, told in (("ascii", "ε…", b"\\u03b5\\u2026"), ("utf-8", "a\udcff", b"a\\udcff")):
         variables = os.environ | {"PYTHONIOENCODING": encoding}
         done = subprocess.run([sys.executable, "-c", text, argument], env=variables, capture_output=True)

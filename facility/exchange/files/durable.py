@@ -139,10 +139,17 @@ def append_lines(path: Path, lines: str) -> None:
 
 
 def append_to(handle: int, lines: str) -> None:
-    """Add lines to an open file, and close it. What a crash or a full disk left of a line before stays a line alone."""
+    """Add lines to an open file, all or none, and close it. What a crash left of a line before stays a line alone."""
     try:
-        size = os.fstat(handle).st_size
+        size, done = os.fstat(handle).st_size, 0
         torn = size and os.pread(handle, 1, size - 1) != b"\n"
-        os.write(handle, (b"\n" if torn else b"") + lines.encode())
+        whole = (b"\n" if torn else b"") + lines.encode()
+        try:
+            while done < len(whole):  # a disk that fills up takes the beginning, and refuses the rest
+                done += os.write(handle, whole[done:])
+        except OSError:
+            if done and os.fstat(handle).st_size == size + done:  # nobody else has added anything
+                os.ftruncate(handle, size)
+            raise
     finally:
         os.close(handle)
