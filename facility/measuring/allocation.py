@@ -27,7 +27,7 @@ from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
 from facility.training.processes.ranks import Ranks, barrier, from_environment, together
-from facility.training.processes.rendezvous import start
+from facility.training.processes.rendezvous import own_address, start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +105,7 @@ def _this_device(ranks: Ranks, units: MeasuredUnits, pretended: Pretended) -> di
         "id": device_id(ranks.device, ranks.local_rank),
         "name": device_name(ranks.device),
         "host": socket.gethostname(),
-        "address": _address(),
+        "address": own_address(),
         "memory": free_bytes(ranks.device, ranks.local_world) * pretended.memory_factor(ranks.rank),
         "times": [asdict(t) for t in units.times],
         "optimizer": units.optimizer_seconds,
@@ -177,16 +177,6 @@ def _gathered(ranks: Ranks, value: Any) -> list[Any]:
     return [json.loads(store.get(f"measure/{turn}/{rank}")) for rank in range(ranks.world)]
 
 
-def _address() -> str:
-    """This host's address as others see it, found without sending anything."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # TEST-NET-1: nothing is sent by connecting a datagram socket
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"
-
-
 def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: list[Any]) -> MeasuredLinks:
     world, pretended = ranks.world, wanted.pretended
     if world == 1:
@@ -222,7 +212,7 @@ def _device(one: dict[str, Any], label: str) -> MeasuredDevice:
 
 def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], pretended: Pretended) -> None:
     options.tc_out.mkdir(parents=True, exist_ok=True)
-    hosts = groups_of([one["address"] for one in devices])
+    hosts = groups_of([one["host"] for one in devices])
     for group in hosts:
         here = devices[group[0]]
         ways = [

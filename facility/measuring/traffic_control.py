@@ -13,7 +13,7 @@ class Way:
     """From this host to another."""
 
     address: str
-    """IPv4 address of the other host."""
+    """Of the other host, IPv4 or IPv6."""
     latency_seconds: float
     """One way."""
     bytes_per_second: float
@@ -44,7 +44,13 @@ def script(interface: str, ways: Sequence[Way]) -> str:
             f'tc class add dev "$interface" parent 1: classid 1:{number:x} htb rate {bits}bit ceil {bits}bit',
             f'tc qdisc add dev "$interface" parent 1:{number:x} handle {number:x}0: '
             f"netem delay {delay}us limit {limit}",
-            f'tc filter add dev "$interface" protocol ip parent 1: prio 1 u32 match ip dst {way.address}/32 '
-            f"flowid 1:{number:x}",
+            f'tc filter add dev "$interface" {_match(way.address)} flowid 1:{number:x}',
         ]
     return "\n".join(lines) + "\n"
+
+
+def _match(address: str) -> str:
+    """Filters of two protocols have priorities of their own."""
+    if ":" in address:
+        return f"protocol ipv6 parent 1: prio 2 u32 match ip6 dst {address}/128"
+    return f"protocol ip parent 1: prio 1 u32 match ip dst {address}/32"

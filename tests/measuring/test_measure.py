@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import os
@@ -14,8 +15,10 @@ import pytest
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import read_problem
 from facility.exchange.errors import ConfigurationError, CrossFedError
+from facility.exchange.messages.emulation import Emulation
 from facility.measure import main
-from facility.measuring.pretend import drawn, links_from, read_pretended
+from facility.measuring.allocation import _write_scripts
+from facility.measuring.pretend import Pretended, drawn, links_from, read_pretended
 from facility.measuring.profile import (
     MeasuredDevice,
     Profile,
@@ -26,6 +29,7 @@ from facility.measuring.profile import (
 )
 from facility.measuring.tournament import crowds, groups_of, rounds, steps
 from facility.measuring.traffic_control import Way, script
+from facility.measuring.wire import PretendedLinks
 from tests.conftest import ROOT
 from tests.distributed import free_port
 from tests.pico import save_pico
@@ -167,6 +171,18 @@ def test_traffic_control_script_has_one_class_a_destination():
     assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
     with pytest.raises(ConfigurationError, match="interface"):
         script("eth0; rm", [])
+
+
+def test_hosts_with_addresses_of_ipv6_have_scripts_too(tmp_path: Path):
+    """Each had 127.0.0.1 there, so that all were one host and no script slowed anything down."""
+    hosts = {"n1": "2001:db8::1", "n2": "2001:db8::2"}
+    devices = [{"host": host, "address": address} for host, address in hosts.items() for _ in range(2)]
+    options = argparse.Namespace(tc_out=tmp_path / "tc", tc_interface="eth0")
+    links = PretendedLinks(latency_seconds={(0, 2): 0.01}, bytes_per_second={(0, 2): 1e6}, uplinks=())
+    _write_scripts(options, devices, Pretended(emulation=Emulation(), memory_factors=(), links=links))
+    text = (tmp_path / "tc" / "tc-n1.sh").read_text()
+    assert "protocol ipv6 parent 1: prio 2 u32 match ip6 dst 2001:db8::2/128 flowid 1:2" in text
+    assert "netem delay 10000us" in text and "2001:db8::1" in (tmp_path / "tc" / "tc-n2.sh").read_text()
 
 
 def test_links_from_matrices_leave_out_the_diagonal():
