@@ -52,6 +52,8 @@ def lines_of(found: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 END_SECONDS = 5.0
+MOST_RESTS = 15
+"""Looks after which a facility that does not answer is asked again."""
 
 
 @dataclass(kw_only=True)
@@ -65,11 +67,25 @@ class Watch:
     clock: Callable[[], float] = time.monotonic
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
     _told: set[tuple[str, str, str]] = field(default_factory=set)
+    _silences: dict[str, int] = field(default_factory=dict)
+    """How often each facility did not answer, one look after the other."""
+    _rests: dict[str, int] = field(default_factory=dict)
+    """Looks that leave it out."""
 
     def look(self) -> None:
-        """Ask every queue once. A facility that does not answer is reported elsewhere."""
-        with_queue = [queue for queue in self.queues if queue.scheduler.advice]
-        at_all(with_queue, self._one)
+        """Ask every queue once. A facility that does not answer is reported elsewhere, and asked ever more rarely: each
+        question is a login, and sites lock out addresses whose logins fail often."""
+        asked = []
+        for queue in (one for one in self.queues if one.scheduler.advice):
+            if (rest := self._rests.get(queue.facility, 0)) > 0:
+                self._rests[queue.facility] = rest - 1
+            else:
+                asked.append(queue)
+        answered = at_all(asked, self._one).jobs
+        for queue in asked:
+            silences = 0 if queue.facility in answered else self._silences.get(queue.facility, 0) + 1
+            self._silences[queue.facility] = silences
+            self._rests[queue.facility] = min(2**silences - 1, MOST_RESTS)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:

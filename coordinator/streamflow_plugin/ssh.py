@@ -155,7 +155,8 @@ class ParallelSSHConnector(SSHConnector):
 
         Raises `ConnectionBroke` where its answer was lost, and it may not be given again or that was of no help.
         """
-        for _ in range(ATTEMPTS if stdin is None else 0):
+        stays = self._login is not None  # else one question is asked, and a shell would be a second login to be refused
+        for _ in range(ATTEMPTS if stdin is None and stays else 0):
             try:
                 shell = await self.get_shell(command=["sh"], location=location)
             except WorkflowExecutionException:

@@ -100,6 +100,26 @@ def test_without_a_limit_a_stuck_job_is_only_told():
     assert len(said) == 1 and SLURM.cancel_waiting("n") not in asked
 
 
+def test_a_facility_that_does_not_answer_is_asked_ever_more_rarely():
+    """Each look is a login, and sites lock out addresses whose logins fail often. One that answers is always asked."""
+    asked: list[int] = []
+    looks = [0]
+
+    class Silent(Queue):
+        def _ask(self, command: str) -> str:
+            asked.append(looks[0])
+            if looks[0] < 60:
+                raise TryAgain("far refuses the login")
+            return ""
+
+    far = Silent(facility="far", kind="slurm", job_name="n", directory=Path("/"), ssh={})
+    near = Held(facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": []})
+    watch = Watch(queues=[far, near])
+    for looks[0] in range(70):
+        watch.look()
+    assert asked == [0, 2, 6, 14, 30, 46, *range(62, 70)] and len(near.ssh["asked"]) == 70
+
+
 def test_status_shows_jobs_reasons_and_silent_facilities():
     class Silent(Queue):
         def _ask(self, command: str) -> str:

@@ -111,10 +111,14 @@ def test_who_only_looks_at_a_queue_does_not_wait(site):
         try:
             with pytest.raises(WorkflowExecutionException, match="refuses the login"):
                 await asyncio.wait_for(one.run(location, ["true"], capture_output=True), 20)
+            site.sign("-1m:+1h")
+            assert await one.run(location, ["echo", "in"], capture_output=True) == ("in", 0)
         finally:
             await one.undeploy(False)
 
     asyncio.run(act())
+    tries = (site.folder / "sshd.log").read_text().count("Connection closed by authenticating user")
+    assert tries == 1, "a second would count as an attack sooner"
 
 
 def test_login_runs_the_sites_command_and_then_tries(site, tmp_path, monkeypatch):
