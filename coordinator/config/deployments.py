@@ -192,6 +192,7 @@ class Deployment(Connection):
                 "(StreamFlow does not quote it)",
                 key="workdir",
             )
+        self._check_letters()
         check_fill(self.fill)
         self._check_firecrest()
         if self.ssh == "system":
@@ -214,6 +215,23 @@ class Deployment(Connection):
             check_options(self.type, self.options)
         elif self.options:
             raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
+
+    def _check_letters(self) -> None:
+        """Raise `ConfigurationError` for a letter of a path that qsub or a container's runtime takes for more."""
+        if self.type in ("pbs", "gridengine") and (found := re.search("[:,]", self.workdir)):
+            raise ConfigurationError(
+                f"workdir is {self.workdir!r}, but qsub takes what stands before {found[0]!r} in a job's output file "
+                "for a host, or for a file of its own; choose a path without it",
+                key="workdir",
+            )
+        places = {"workdir": self.workdir, "environment.home": self.environment.home}
+        for key, path in places.items() if self.environment.image else ():
+            if found := re.search("[:,]", path):
+                raise ConfigurationError(
+                    f"{key} is {path!r}, but a container's runtime takes {found[0]!r} in a path to bind for its end; "
+                    "choose a path without it",
+                    key=key,
+                )
 
     def _check_firecrest(self) -> None:
         """Raise `ConfigurationError` unless type and section agree, and nothing of ssh is set beside them."""
