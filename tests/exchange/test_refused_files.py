@@ -124,8 +124,7 @@ def test_a_command_that_logs_much_is_still_one_that_a_person_types(capsys):
 
 
 def test_what_the_terminal_s_encoding_lacks_is_printed_by_its_number():
-    text = "import sys; from coordinator.archive.journal import Journal
-from facility.exchange.errors import exit_on_error as e; e(lambda: print(sys.argv[1]))"
+    text = "import sys; from facility.exchange.errors import exit_on_error as e; e(lambda: print(sys.argv[1]))"
     for encoding, argument, told in (("ascii", "ε…", b"\\u03b5\\u2026"), ("utf-8", "a\udcff", b"a\\udcff")):
         variables = os.environ | {"PYTHONIOENCODING": encoding}
         done = subprocess.run([sys.executable, "-c", text, argument], env=variables, capture_output=True)
