@@ -45,7 +45,7 @@ def only_run(federation: Federation) -> Iterator[tuple[int, ...]]:
     with ExitStack() as stack:
         found = [stack.enter_context(only_one(federation)), *stack.enter_context(only_renderer(federation))]
         workdir.mkdir(parents=True, exist_ok=True)
-        handle = stack.enter_context(open(workdir / WORKDIR_LOCK, "a"))
+        handle = stack.enter_context(open(workdir / WORKDIR_LOCK, "a", encoding="utf-8"))
         held = (
             f"another `crossfed run` works in {workdir} (it holds {WORKDIR_LOCK} there); wait for it or stop it, or "
             "give each federation a `workdir:` of its own"
@@ -62,7 +62,7 @@ def only_renderer(federation: Federation) -> Iterator[tuple[int, ...]]:
     """
     folder = federation.file.parent
     try:
-        handle = open(folder / RENDERED_LOCK, "a")
+        handle = open(folder / RENDERED_LOCK, "a", encoding="utf-8")
     except OSError:
         yield ()
         return
