@@ -149,12 +149,7 @@ def check_facility(
     early = [row for row in (ahead, check_elastic_steps(elastic, facility.name, hours)) if row is not None]
     if deployment.type == FIRECREST:
         return [*check_firecrest(facility, template, submit=submit), *early], None
-    one = lifetime(facility.name, deployment, hours)
-    certificates = (
-        [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
-        if one
-        else []
-    )
+    certificates = certificate_rows(facility, hours)
     reached = (
         check_gate(federation, facility, link) if deployment.gate else [check_connection(facility.name, deployment)]
     )
@@ -194,6 +189,14 @@ def check_facility(
                 )
             )
     return rows, answer
+
+
+def certificate_rows(facility: Facility, hours: float) -> list[Row]:
+    """Whether the login's certificate lives as long as a job, where the login has one."""
+    one = lifetime(facility.name, facility.deployment, hours)
+    if one is None:
+        return []
+    return [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
 
 
 def disk_of(federation: Federation, facility: Facility, model: ModelFigures) -> Disk:

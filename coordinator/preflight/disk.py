@@ -108,6 +108,33 @@ def facility_disk(
     )
 
 
+def _received(
+    model: ModelFigures, training: TrainingSettings, federated: Patterns, *, decoded: bool, masked_bits: int
+) -> int:
+    """Bytes of a facility's update until it is averaged; the arguments are those of `coordinator_disk`."""
+    if masked_bits:
+        return model.averaged(training, federated) * masked_bits // 8 + MASKED_VALUES * model.moments(training)
+    encoded = training.encoding != "full" and not training.lora.rank
+    message = model.returned(training, federated) if encoded else 0
+    whole = model.written(training, federated) if decoded or not encoded else 0
+    return message + whole + model.moments(training) * (2 if decoded and encoded else 1)
+
+
+def _compared(
+    model: ModelFigures,
+    updates: dict[str, TrainingSettings],
+    comparison: ComparisonSettings | None,
+    federated: Patterns,
+    following: int,
+) -> int:
+    """Bytes of the models that are compared after the last round; `following`: of a mean of the last models."""
+    if comparison is None:
+        return 0
+    each = sum(model.written(training, federated) + model.moments(training) for training in updates.values())
+    kept = each * (2 if comparison.alone else 1) if comparison.updates else 0
+    return kept + (following if comparison.last_models else 0)
+
+
 def coordinator_disk(
     model: ModelFigures,
     updates: dict[str, TrainingSettings],
@@ -135,16 +162,9 @@ def coordinator_disk(
     a masked update; 0: updates are not masked.
     """
     slots = SERVER_OPTIMIZERS.get(split_rule(rule)[1], "rule").slots
-    in_flight = 0
-    for training in updates.values():
-        whole, encoded = model.written(training, federated), training.encoding != "full" and not training.lora.rank
-        if masked_bits:
-            in_flight += model.averaged(training, federated) * masked_bits // 8
-            in_flight += MASKED_VALUES * model.moments(training)
-            continue
-        in_flight += model.returned(training, federated) if encoded else 0
-        in_flight += whole if decoded or not encoded else 0
-        in_flight += model.moments(training) * (2 if decoded and encoded else 1)
+    in_flight = sum(
+        _received(model, training, federated, decoded=decoded, masked_bits=masked_bits) for training in updates.values()
+    )
     kept = min(rounds, keep_rounds) if keep_rounds else rounds
 
     def most(figure: Callable[[TrainingSettings], int]) -> int:
@@ -162,17 +182,13 @@ def coordinator_disk(
         density = sending.sparse_density
         of_one = model.travelling_at_most(model.bytes + adapters, sending.encoding, density, changed)
         messages = (kept + 1) * (of_one + walk + moments)
-    compared = 0
-    if comparison is not None and comparison.updates:
-        each = sum(model.written(training, federated) + model.moments(training) for training in updates.values())
-        compared = each * (2 if comparison.alone else 1)
     return Disk(
         parts={
             "initial model": model.bytes,
             f"models of {kept} rounds": kept * following,
             "the next model": following,
             "the best model": following if limited and kept < rounds else 0,
-            "models to be compared": compared + (following if comparison is not None and comparison.last_models else 0),
+            "models to be compared": _compared(model, updates, comparison, federated, following),
             "messages of these": messages,
             "the model that is encoded": encoded_one,
             IN_FLIGHT: in_flight,

@@ -51,10 +51,6 @@ def quickstart(
 
     The same command goes on where it stopped.
     """
-    from coordinator.config.federation import read_federation
-    from coordinator.preflight.check import check as look
-    from coordinator.preflight.check import show
-    from coordinator.preflight.last_check import remember
     from coordinator.quickstart.begin import Request, begin
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
@@ -74,14 +70,24 @@ def quickstart(
         set_up=set_up,
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
-    console = command_console(160)
-    rows = look(file, link=False, progress=lambda text: print(text, file=sys.stderr, flush=True))
-    with suppress(ConfigurationError):  # then the row on federation.yml fails
-        remember(read_federation(file), file, rows)
-    code = show(rows, as_json=False, console=console)
+    code = _checked(file)
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)
+
+
+def _checked(file: Path) -> int:
+    """Check the federation as `crossfed check` does and keep what was found for `crossfed run`; returns the exit
+    code."""
+    from coordinator.config.federation import read_federation
+    from coordinator.preflight.check import check as look
+    from coordinator.preflight.check import show
+    from coordinator.preflight.last_check import remember
+
+    rows = look(file, link=False, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    with suppress(ConfigurationError):  # then the row on federation.yml fails
+        remember(read_federation(file), file, rows)
+    return show(rows, as_json=False, console=command_console(160))
 
 
 def _words(prepare: str) -> tuple[str, ...]:
