@@ -35,7 +35,7 @@ def loader(ranks: int, rank: int, batch: int, micro: int, *, evaluated: int = 0)
     )
     dataset: Any = SimpleNamespace(split=lambda name: np.zeros((SEQUENCES, 4)), directory=Path("data"))
     task: Any = Numbers()
-    more = {"evaluation_sequences": evaluated, "data_rank": rank, "data_ranks": ranks}
+    more: dict[str, Any] = {"evaluation_sequences": evaluated, "data_rank": rank, "data_ranks": ranks}
     return DataLoader(dataset, task, shape, seed=3, facility="here", **more)
 
 
