@@ -86,6 +86,16 @@ def match_tensors(
     Raises `UpdateRefused` for other names, shapes or kinds of dtype, and for a buffer that is not floating point and
     differs from the base's. Tensors that are not federated may be absent and are not looked at.
     """
+    matched = _paired(base, update, facility, federated)
+    for name, entry in matched.items():
+        _check_alike(name, base.tensors[name], entry, facility)
+    return matched
+
+
+def _paired(
+    base: Checkpoint, update: Checkpoint, facility: str, federated: Callable[[str], bool]
+) -> dict[str, TensorEntry]:
+    """The update's entry by the base's names; of a tensor that it stores under another name of the same, that one."""
     matched: dict[str, TensorEntry] = {}
     missing: list[str] = []
     surplus: list[str] = []
@@ -112,20 +122,22 @@ def match_tensors(
             f"its tensors are not the base model's: {len(missing)} missing {sorted(missing)[:3]}, "
             f"{len(surplus)} unknown {sorted(surplus)[:3]}; it was made from another model",
         )
-    for name, entry in matched.items():
-        own = base.tensors[name]
-        if entry.shape != own.shape:
-            raise UpdateRefused(
-                facility, f"tensor {name!r} has shape {list(entry.shape)}, expected {list(own.shape)} as in the base"
-            )
-        if (own.dtype in FLOATS) != (entry.dtype in FLOATS) or (own.dtype not in FLOATS and entry.dtype != own.dtype):
-            raise UpdateRefused(
-                facility, f"tensor {name!r} has dtype {entry.dtype}, expected {own.dtype} or a float for a float"
-            )
-        if own.dtype not in FLOATS and not same_bytes(own, entry):
-            raise UpdateRefused(
-                facility,
-                f"tensor {name!r} ({own.dtype}) differs from the base's; only floating-point tensors can be averaged, "
-                "exclude it by a pattern if it is personal",
-            )
     return matched
+
+
+def _check_alike(name: str, own: TensorEntry, entry: TensorEntry, facility: str) -> None:
+    """Raise `UpdateRefused` unless an update's tensor can be averaged with the base's `own`."""
+    if entry.shape != own.shape:
+        raise UpdateRefused(
+            facility, f"tensor {name!r} has shape {list(entry.shape)}, expected {list(own.shape)} as in the base"
+        )
+    if (own.dtype in FLOATS) != (entry.dtype in FLOATS) or (own.dtype not in FLOATS and entry.dtype != own.dtype):
+        raise UpdateRefused(
+            facility, f"tensor {name!r} has dtype {entry.dtype}, expected {own.dtype} or a float for a float"
+        )
+    if own.dtype not in FLOATS and not same_bytes(own, entry):
+        raise UpdateRefused(
+            facility,
+            f"tensor {name!r} ({own.dtype}) differs from the base's; only floating-point tensors can be averaged, "
+            "exclude it by a pattern if it is personal",
+        )

@@ -1,4 +1,4 @@
-"""The first stage: open the model and every update, and refuse what does not fit."""
+"""The first stage (`coordinator.aggregation.run`): open the model and every update, and refuse what does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""From what one pass has measured to what the next one computes: clipping, then the rule's decision."""
+"""The third stage of an aggregation (`coordinator.aggregation.run`): how the updates' steps become one.
+
+From what the measuring pass found, clipping first, then the aggregation rule's decision; what the rule asks for in its
+`needs` is handed to it here. No file is read or written.
+"""
 
 from __future__ import annotations
 

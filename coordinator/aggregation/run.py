@@ -1,4 +1,11 @@
-"""The story of an aggregation: open the updates, screen them, plan, write the next model, describe the round."""
+"""One aggregation, stage by stage; each stage fills in its part of an `Aggregation` (`coordinator.aggregation.round`).
+
+open      opening.py     the model and every update; what does not fit is refused
+screen    screening.py   weights, a measuring pass where one is needed, outliers
+plan      plan.py        clipping, and what the aggregation rule decides
+write     writing.py     the pass that makes the next model and state (kernel.py)
+describe  describe.py    what round.json says
+"""
 
 from __future__ import annotations
 

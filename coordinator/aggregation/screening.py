@@ -1,4 +1,8 @@
-"""The second stage: what each update counts, and which ones are outliers."""
+"""The second stage of an aggregation (`coordinator.aggregation.run`): what each update counts, and which are outliers.
+
+Where the rule, clipping or outlier detection needs to know all steps before they are combined, one pass over all
+tensors measures them here; it writes nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The fourth stage: stream the next model and state to disk; both appear atomically, the state first."""
+"""The fourth stage (`coordinator.aggregation.run`): stream the next model and state to disk.
+
+Both appear atomically, the state first.
+"""
 
 from __future__ import annotations
 

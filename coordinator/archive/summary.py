@@ -47,36 +47,20 @@ def summary(archive: Archive) -> dict[str, Any]:
     """
     history = archive.history()
     evaluation = archive.read_note("evaluation")
-    after = evaluation.get("global_loss") if evaluation.get("after_round") == len(history) - 1 else None
-    losses = [entry.global_loss for entry in history] + [after]
-    later = {int(number): one for entry in history for number, one in entry.later_losses.items()}
-    losses = [later[number].loss if number in later else loss for number, loss in enumerate(losses)]
-    last = evaluation.get("global_loss_over", []) if after is not None else []
-    overs = [entry.global_loss_over for entry in history] + [last]
-    overs = [later[number].over if number in later else over for number, over in enumerate(overs)]
+    evaluated = evaluation.get("after_round") == len(history) - 1 and evaluation.get("global_loss") is not None
+    losses, overs = _losses_of_models(history, evaluation if evaluated else {})
     limited = archive.read_note("limited")
     mean = averaged(archive)
     ended = limited.get("after_round") == len(history) - 1 and not limited.get("moved")
     best = _best(archive, losses) if ended else None
-    rounds = []
-    for entry, made, over in zip(history, losses[1:], overs[1:], strict=True):
-        row = {"round": entry.round, "decision": entry.decision, "finished": entry.finished, "attempts": entry.attempts}
-        row["global_perplexity"], row["global_perplexity_over"] = shown_perplexity(made), over
-        row |= {"outer_factor": entry.outer_factor, "guard": entry.guard, "changes": entry.changes}
-        row["present"] = entry.present
-        row["next_steps"], row["next_steps_reason"] = entry.next_steps, entry.next_steps_reason
-        row["next_end"] = entry.next_end
-        row["wait"] = None if entry.wait is None else dataclasses.asdict(entry.wait)
-        row["scores"] = entry.scores
-        row["facilities"] = [dataclasses.asdict(facility) for facility in entry.facilities]
-        rounds.append(row)
+    rounds = [_round_row(*one) for one in zip(history, losses[1:], overs[1:], strict=True)]
     return {
         "archive": str(archive.path),
         "task": task_of(archive, history),
         "rounds": rounds,
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
-        "final_scores": evaluation.get("scores", {}) if after is not None else {},
-        "final_evaluation": evaluation.get("facilities", []) if after is not None else [],
+        "final_scores": evaluation.get("scores", {}) if evaluated else {},
+        "final_evaluation": evaluation.get("facilities", []) if evaluated else [],
         "model": _final(archive, len(history) if best is None else best) if mean is None else str(mean.model),
         "averaged": mean.rounds if mean is not None else [],
         "best_round": None if best is None else best - 1,
@@ -84,6 +68,45 @@ def summary(archive: Archive) -> dict[str, Any]:
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
         "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
+    }
+
+
+def _losses_of_models(
+    history: Sequence[RoundFile], evaluation: Mapping[str, Any]
+) -> tuple[list[float | None], list[list[str]]]:
+    """Loss of each model, the initial one first, and the facilities that it is the mean over.
+
+    A round reports the loss of the model that it received, so the last model's is that of the final `evaluation`. What
+    facilities that were late have told since replaces what its round said.
+    """
+    losses = [*(entry.global_loss for entry in history), evaluation.get("global_loss")]
+    overs = [*(entry.global_loss_over for entry in history), evaluation.get("global_loss_over", [])]
+    for entry in history:
+        for number, later in entry.later_losses.items():
+            if int(number) < len(losses):
+                losses[int(number)], overs[int(number)] = later.loss, later.over
+    return losses, overs
+
+
+def _round_row(entry: RoundFile, made: float | None, over: list[str]) -> dict[str, Any]:
+    """A round as JSON data. `made`: loss of the model that it made, the mean over the facilities `over`."""
+    return {
+        "round": entry.round,
+        "decision": entry.decision,
+        "finished": entry.finished,
+        "attempts": entry.attempts,
+        "global_perplexity": shown_perplexity(made),
+        "global_perplexity_over": over,
+        "outer_factor": entry.outer_factor,
+        "guard": entry.guard,
+        "changes": entry.changes,
+        "present": entry.present,
+        "next_steps": entry.next_steps,
+        "next_steps_reason": entry.next_steps_reason,
+        "next_end": entry.next_end,
+        "wait": None if entry.wait is None else dataclasses.asdict(entry.wait),
+        "scores": entry.scores,
+        "facilities": [dataclasses.asdict(facility) for facility in entry.facilities],
     }
 
 

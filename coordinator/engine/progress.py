@@ -1,4 +1,7 @@
-"""How far a run is: a state machine over its events."""
+"""How far a run is, for its live table and console: events of steps and jobs in, the state of each facility out.
+
+A state machine that reads no file and asks no scheduler; `coordinator.engine.recorder` feeds it and keeps what it says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A model's figures: what estimates of a round's cost are made from."""
+"""Sizes of a model by kind of tensor, from its configuration and the headers of its files; no weight is read.
+
+Estimates of disk, transfers and memory (`coordinator.preflight.disk`, `coordinator.memory`) are made from them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Contiguous spans of a chain on devices: the assignment, its value, and why none exists."""
+"""Layers in a row (a chain of units) cut into contiguous spans, one for each device of a pipeline.
+
+What an assignment is and costs, the greedy one for an order of devices and a bound on the slowest (the bottleneck), and
+why none exists. How an order is found: `coordinator.planning.exact`, `coordinator.planning.joint`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From what a method found to a `Plan`, with seconds by part, loads and reasons."""
+"""From what a planning method found to a `Plan`, which the trainer obeys, with seconds by part, loads and reasons.
+
+Also what a finished plan is predicted and simulated to take, and the fastest of several.
+"""
 
 from __future__ import annotations
 

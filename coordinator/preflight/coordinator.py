@@ -1,4 +1,8 @@
-"""The coordinator's own side: model, programs, room."""
+"""Preflight checks of the coordinator's own machine: StreamFlow, the model, disk, rendered files.
+
+Nothing is connected to and nothing is written. `crossfed check` shows all rows; `crossfed run` refuses to begin where
+one of them fails.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a page shows of many facilities: sums, and by name those that need attention. report.json has all."""
+"""The report's data cut to what a page can show of many facilities: sums, and by name those that need attention.
+
+Each section names the facilities that are worst in what it is about. `report.json` has all of them.
+"""
 
 from __future__ import annotations
 

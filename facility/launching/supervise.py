@@ -33,6 +33,8 @@ FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
 """Codes that say something of the whole round; with any other a replica that can be missed is merely lost."""
 TRANSIENT = int(ExitCode.TRANSIENT)
 AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, TRANSIENT)
+BY_US = (-signal.SIGTERM, -signal.SIGKILL)
+"""Codes of ranks that were ended from outside: by this supervisor, where it had cause to."""
 """Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 FORWARDED = (signal.SIGINT, *ENDING)
 
@@ -265,9 +267,10 @@ class _Run:
                 break
 
     def ending(self) -> Ending:
+        """Why the ranks ended, as one outcome: our own cause for ending them, else the failure that came first."""
         finished = any(rank.code == 0 and rank.note is not None and rank.note.finishes for rank in self.ranks)
         failed = [rank for rank in self.ranks if rank.code and not (finished and rank.lost)]
-        own = [r for r in failed if r.code not in AGREED and not (self.cause and r.code in (-15, -9))]
+        own = [r for r in failed if r.code not in AGREED and not (self.cause and r.code in BY_US)]
         agreed = [rank for rank in failed if rank.code in AGREED]
         if self.cause and not (agreed and not own):
             code, reason = self.cause
@@ -276,7 +279,7 @@ class _Run:
         if not failed:
             return Ending(code=0, reason="")
         # Of several that fell, the one whose traceback came first; those that we ended come last.
-        first = min(own or failed, key=lambda r: (r.code in (-15, -9), r.traceback_at or r.ended_at or 0.0))
+        first = min(own or failed, key=lambda r: (r.code in BY_US, r.traceback_at or r.ended_at or 0.0))
         assert first.code is not None
         code = first.code if first.code > 0 else 128 - first.code
         # One rank fell, and the others ended as they do when contact is lost: a transient error. So is a kill.

@@ -1,4 +1,8 @@
-"""The last stages of a round: state for the next one, the report, and the update."""
+"""The last stages of a round on one rank: figures of all ranks, state for the next round, the report, the update.
+
+Every rank calls each function at the same place: they gather, and wait for each other. The update appears last, so that
+a round without one is done again.
+"""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ Solved with HiGHS through scipy (feasibility proofs of these sizes take 0.02-1 s
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +33,10 @@ class Period:
 
 
 START, END = -1, -2
+INFEASIBLE = 2
+"""Status of `scipy.optimize.milp`."""
+Constraint = tuple[np.ndarray, float, float]
+"""Coefficient of each arc, least and largest sum."""
 
 
 @dataclass(frozen=True)
@@ -100,45 +105,58 @@ def decide_periodic(chain: Chain, period: Period, value: float, deadline: float)
     arcs = _arcs(chain, period, value)
     if not {START, END} <= {node for arc in arcs for node in (arc.tail, arc.head)}:
         return False  # no device holds the first unit, or the last
-    groups, count = chain.classes, len(arcs)
-    rows: list[tuple[np.ndarray, float, float]] = []
-    for group, members in enumerate(groups):
-        rows.append((np.array([float(a.group == group) for a in arcs]), 0.0, float(len(members))))
-    for node in sorted({node for a in arcs for node in (a.tail, a.head)} - {START, END}):
-        rows.append((np.array([float(a.head == node) - float(a.tail == node) for a in arcs]), 0.0, 0.0))
-    rows.append((np.array([float(a.tail == START) for a in arcs]), 1.0, 1.0))
-    rows.append((np.array([float(a.head == END) for a in arcs]), 1.0, 1.0))
-    rows.append((np.array([float(a.units) for a in arcs]), float(chain.units), np.inf))
-    upper = np.array([float(len(groups[a.group])) for a in arcs])
-    upper[[a.tail == START or a.head == END for a in arcs]] = 1.0
+    rows = _constraints(chain, arcs)
+    most = np.array([float(len(chain.classes[a.group])) for a in arcs])
+    most[[a.tail == START or a.head == END for a in arcs]] = 1.0
     for _ in range(20):
         left = deadline - time.monotonic()
         if left <= 0:
             return None
-        matrix = coo_array(np.array([row for row, _, _ in rows]))
+        least, largest = [low for _, low, _ in rows], [high for _, _, high in rows]
         result = milp(
-            np.zeros(count),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in rows], [high for _, _, high in rows]),
-            integrality=np.ones(count),
-            bounds=Bounds(0, upper),
+            np.zeros(len(arcs)),
+            constraints=LinearConstraint(coo_array(np.array([row for row, _, _ in rows])), least, largest),
+            integrality=np.ones(len(arcs)),
+            bounds=Bounds(0, most),
             options={"time_limit": left, "presolve": True},
         )
-        if result.status == 2:
+        if result.status == INFEASIBLE:
             return False
         if result.x is None:
             return None
         chosen = {arc: int(n) for arc, n in zip(arcs, np.rint(result.x), strict=True) if n > 0.5}
         trail, island = _trail(chosen)
         if not island:
-            stock = [list(members) for members in groups]
-            order = [stock[arc.group].pop() for arc in trail]
-            order += [device for members in stock for device in members]
-            return order
-        # Arcs of an island may be used only if some arc leads into it.
-        inside = np.array([float(a.tail in island and a.head in island) for a in arcs])
-        into = np.array([float(a.tail not in island and a.head in island) for a in arcs])
-        rows.append((inside - chain.devices * into, -np.inf, 0.0))
+            return _devices_along(trail, chain.classes)
+        rows.append(_without_island(arcs, island, chain.devices))
     return None
+
+
+def _constraints(chain: Chain, arcs: Sequence[Arc]) -> list[Constraint]:
+    """On the number of devices on each arc: what the module's text lists."""
+    rows: list[Constraint] = []
+    for group, members in enumerate(chain.classes):
+        rows.append((np.array([float(a.group == group) for a in arcs]), 0.0, float(len(members))))
+    for node in sorted({node for a in arcs for node in (a.tail, a.head)} - {START, END}):
+        rows.append((np.array([float(a.head == node) - float(a.tail == node) for a in arcs]), 0.0, 0.0))
+    rows.append((np.array([float(a.tail == START) for a in arcs]), 1.0, 1.0))
+    rows.append((np.array([float(a.head == END) for a in arcs]), 1.0, 1.0))
+    rows.append((np.array([float(a.units) for a in arcs]), float(chain.units), np.inf))
+    return rows
+
+
+def _without_island(arcs: Sequence[Arc], island: set[int], devices: int) -> Constraint:
+    """Arcs between nodes of an island may be used only if some arc leads into it."""
+    inside = np.array([float(a.tail in island and a.head in island) for a in arcs])
+    into = np.array([float(a.tail not in island and a.head in island) for a in arcs])
+    return inside - devices * into, -np.inf, 0.0
+
+
+def _devices_along(trail: Sequence[Arc], classes: Sequence[Sequence[int]]) -> list[int]:
+    """A device of the arc's class for each arc, then those that the trail leaves over."""
+    stock = [list(members) for members in classes]
+    order = [stock[arc.group].pop() for arc in trail]
+    return order + [device for members in stock for device in members]
 
 
 def _trail(chosen: dict[Arc, int]) -> tuple[list[Arc], set[int]]:

@@ -96,6 +96,10 @@ def _followers(tasks: Sequence[Task]) -> list[list[tuple[int, int]]]:
     return followers
 
 
+READY, ENDED = 0, 1
+"""What happens to a task at a time: one of what it waits for is there, or it is done."""
+
+
 def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Start and end of every task, seconds. `capacities`: bytes per second of the shared links."""
     followers = _followers(tasks)
@@ -103,9 +107,9 @@ def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArra
     start = np.full(len(tasks), np.nan)
     end = np.full(len(tasks), np.nan)
     flows = _Flows(capacities)
-    heap: list[tuple[float, int, int, int]] = []  # time, sequence, task, what: 0 ready, 1 ended
+    heap: list[tuple[float, int, int, int]] = []  # time, sequence, task, READY or ENDED
     sequence = 0
-    dirty = False
+    dirty = False  # the flows under way changed, and their rates are not shared out anew yet
 
     def push(at: float, task: int, what: int) -> None:
         nonlocal sequence
@@ -115,12 +119,12 @@ def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArra
     def finish(task: int, now: float) -> None:
         end[task] = now
         for follower, arrival in followers[task]:
-            push(now + (tasks[task].latency if arrival else 0.0), follower, 0)
+            push(now + (tasks[task].latency if arrival else 0.0), follower, READY)
 
     for number, task in enumerate(tasks):
         if not task.waits:
             missing[number] = 1
-            push(0.0, number, 0)
+            push(0.0, number, READY)
     while heap or flows.remaining:
         if dirty and (not heap or heap[0][0] > flows.since):
             flows.share(tasks)
@@ -135,7 +139,7 @@ def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArra
             dirty = True
             continue
         now, _, number, what = heapq.heappop(heap)
-        if what == 1:
+        if what == ENDED:
             finish(number, now)
             continue
         missing[number] -= 1
@@ -149,6 +153,6 @@ def run(tasks: Sequence[Task], capacities: Sequence[float] = ()) -> tuple[NDArra
             dirty = True
         else:
             seconds = task.bytes / task.bytes_per_second if task.bytes_per_second > 0 else task.seconds
-            push(now + seconds, number, 1)
+            push(now + seconds, number, ENDED)
     assert not np.isnan(end).any(), "every task ends"
     return start, end

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -178,6 +178,8 @@ def stall_table(graph: Template, layout: Layout, replicas: list[int], count: int
 def _by_longest_path(
     layout: Layout, count: int, stall: Stall | None, timeline: bool, *, continued: bool = False
 ) -> tuple[_Moments, tuple[Span, ...]]:
+    """Moments of `count` iterations where links are not shared: each computation begins as the latest that it waits
+    for ends. `continued`: only so many micro-batches are timed as show what each further one adds."""
     compute, (occupied, latency) = layout.compute_table(), layout.message_tables()
     replicas, chunks = layout.replicas, layout.chunks
     last_end = np.zeros((chunks, replicas, count))
@@ -209,23 +211,11 @@ def _by_longest_path(
                 for column, replica in enumerate(columns):
                     at = float(timed.start[number, column, 0]), float(timed.end[number, column, 0])
                     spans.append(_span(layout, node, replica, *at))
+    ends = [_exchange(layout, stage, positions, last_end, last_seconds) for stage in range(len(layout.grid))]
     synced = np.broadcast_to(pipeline.max(axis=0), (count,)).copy()
-    finished = synced.copy()
-    for stage, row in enumerate(layout.grid):
-        done = np.zeros(count)
-        mine = sorted(range(stage, chunks, layout.stages), key=lambda c: positions[c])
-        for chunk in mine:
-            pieces = _pieces(layout, chunk)
-            each = collectives.seconds(layout, layout.sync, row, float(layout.gradient_bytes[chunk]) / pieces)
-            each += layout.agreement_seconds if each > 0 else 0.0
-            for piece in range(pieces):
-                early = 1 - (piece + 1) / pieces if layout.overlap else 0.0
-                ready = last_end[chunk] - last_seconds[chunk] * early
-                begin = np.maximum(ready.max(axis=0), done)
-                done = begin + each
-                if timeline and each > 0:
-                    spans.append(Span(f"stage {stage} replicas", "sync", float(begin[0]), float(done[0]), chunk, 0))
-        synced = np.maximum(synced, done)
+    for end, bars in ends:
+        synced = np.maximum(synced, end)
+        spans += bars if timeline else ()
     finished = synced + _update_seconds(layout)
     if timeline and (update := _update_seconds(layout)) > 0:
         spans += [
@@ -234,6 +224,28 @@ def _by_longest_path(
             for r, d in enumerate(row)
         ]
     return _Moments(pipeline=pipeline.max(axis=0), synced=synced, finished=finished), tuple(spans)
+
+
+def _exchange(
+    layout: Layout, stage: int, positions: Sequence[int], last_end: np.ndarray, last_seconds: np.ndarray
+) -> tuple[np.ndarray, list[Span]]:
+    """When a stage's replicas have exchanged their gradients, (count,), and the first iteration's exchanges.
+
+    `last_end`, `last_seconds`: end and length of the computation that makes each chunk's gradients, (chunks, replicas,
+    count); `positions`: its number in the order of computations.
+    """
+    row, done, bars = layout.grid[stage], np.zeros(last_end.shape[2]), []
+    for chunk in sorted(range(stage, layout.chunks, layout.stages), key=lambda chunk: positions[chunk]):
+        pieces = _pieces(layout, chunk)
+        each = collectives.seconds(layout, layout.sync, row, float(layout.gradient_bytes[chunk]) / pieces)
+        each += layout.agreement_seconds if each > 0 else 0.0
+        for piece in range(pieces):
+            early = 1 - (piece + 1) / pieces if layout.overlap else 0.0
+            begin = np.maximum((last_end[chunk] - last_seconds[chunk] * early).max(axis=0), done)
+            done = begin + each
+            if each > 0:
+                bars.append(Span(f"stage {stage} replicas", "sync", float(begin[0]), float(done[0]), chunk, 0))
+    return done, bars
 
 
 def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) -> tuple[_Moments, tuple[Span, ...]]:

@@ -73,6 +73,21 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
             f"training.lora.rank is {settings.rank}, but no layer in {blocks} of this {family} model is a plain linear "
             f"layer, which adapters need: they are {', '.join(kinds)}; train the whole model (lora.rank 0)"
         )
+    linear = _without_refused(linear, settings, family)
+    chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]
+    _check_state_space(chosen, settings, family)
+    odd = [target for target in settings.targets if not targeted_any(linear, target)]
+    if odd or not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in linear})
+        raise ConfigurationError(
+            f"training.lora.targets name {odd}, which fit no linear layer of {blocks}: their names end in {ends}; a "
+            "head is trained whole, by training.lora.modules_to_save"
+        )
+    return chosen
+
+
+def _without_refused(linear: list[str], settings: LoraSettings, family: str) -> list[str]:
+    """The layers but those for which peft could make or load no adapter. Raises where a target names such a one."""
     taken = names_of_experts(family)
     if named := sorted({target for target in settings.targets if target.rpartition(".")[2] in taken}):
         raise ConfigurationError(
@@ -85,23 +100,19 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
             f"training.lora.targets fit {named[0]!r} ({len(named)} in all), whose adapters peft could not load: "
             f"transformers changes such names of a {family} model when it loads; name other layers"
         )
-    linear = [name for name in linear if name.rpartition(".")[2] not in taken and name not in lost]
+    left = [name for name in linear if name.rpartition(".")[2] not in taken and name not in lost]
     if not settings.targets and family in STATE_SPACE:
-        linear = [name for name in linear if name.rpartition(".")[2] != "out_proj"]
-    chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]
+        left = [name for name in left if name.rpartition(".")[2] != "out_proj"]
+    return left
+
+
+def _check_state_space(chosen: list[str], settings: LoraSettings, family: str) -> None:
+    """Raise `ConfigurationError` for a layer of a state-space model whose weight is used without calling the layer."""
     if family in STATE_SPACE and any(name.rpartition(".")[2] == "out_proj" for name in chosen):
         raise ConfigurationError(
             f"training.lora.targets {settings.targets} name out_proj, whose weight a {family} model uses without "
             "calling the layer: an adapter there would do nothing; name others, such as in_proj and x_proj"
         )
-    odd = [target for target in settings.targets if not targeted_any(linear, target)]
-    if odd or not chosen:
-        ends = sorted({name.rpartition(".")[2] for name in linear})
-        raise ConfigurationError(
-            f"training.lora.targets name {odd}, which fit no linear layer of {blocks}: their names end in {ends}; a "
-            "head is trained whole, by training.lora.modules_to_save"
-        )
-    return chosen
 
 
 def parameters_of(model: nn.Module, settings: LoraSettings) -> list[str]:

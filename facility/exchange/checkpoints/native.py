@@ -134,6 +134,7 @@ def _compiled(compiler: str, folder: Path, name: str) -> Path:
 
 
 def _load(path: Path) -> ctypes.CDLL:
+    """The library, with result and arguments of each function as `native.c` declares them."""
     found = ctypes.CDLL(str(path))
     number, size, real, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
     double = ctypes.c_double
@@ -146,28 +147,7 @@ def _load(path: Path) -> ctypes.CDLL:
         ("narrow_half", number, (size, pointer, pointer)),
         ("products", None, (size, size, pointer, size, pointer, size)),
         ("add_blocks", None, (size, size, pointer, pointer)),
-        (
-            "steps",
-            None,
-            (
-                size,
-                size,
-                pointer,
-                number,
-                pointer,
-                pointer,
-                pointer,
-                pointer,
-                pointer,
-                size,
-                pointer,
-                size,
-                pointer,
-                pointer,
-                number,
-                pointer,
-            ),
-        ),
+        ("steps", None, (size, size, pointer, number, *[pointer] * 5, *[size, pointer] * 2, pointer, number, pointer)),
         ("nesterov", None, (size, real, real, pointer, pointer, pointer, pointer, pointer)),
         ("fixed16", None, (size, double, double, double, pointer, pointer, pointer)),
         ("fixed32", None, (size, double, double, double, pointer, pointer, pointer)),

@@ -124,7 +124,26 @@ class Plan:
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        stages, replicas = self.stages, self.replicas
+        self._check_grid()
+        self._check_stage_units()
+        self._check_numbers()
+        if isinstance(self.micro_batches, int):
+            object.__setattr__(self, "micro_batches", (self.micro_batches,) * self.replicas)
+        self._check_work()
+        derived = self._derived_spans()
+        if not self.spans:
+            object.__setattr__(self, "spans", derived)
+        elif set(self.spans) != set(derived) or len(self.spans) != len(derived):
+            raise ConfigurationError("spans disagree with grid and stage_units; leave spans out to have them derived")
+
+    @property
+    def devices(self) -> list[int]:
+        """Of the grid, row by row."""
+        return [device for row in self.grid for device in row]
+
+    def _check_grid(self) -> None:
+        """Every device at one place of `stages` x `replicas`."""
+        stages, replicas, devices = self.stages, self.replicas, self.devices
         if stages < 1 or replicas < 1 or self.virtual_stages < 1:
             raise ConfigurationError(
                 f"stages={stages}, replicas={replicas}, virtual_stages={self.virtual_stages}, expected 1 or more each"
@@ -132,16 +151,18 @@ class Plan:
         if len(self.grid) != stages or any(len(row) != replicas for row in self.grid):
             shape = f"{len(self.grid)} rows of {sorted({len(row) for row in self.grid})}"
             raise ConfigurationError(f"grid has {shape}, expected {stages} rows (stages) of {replicas} (replicas)")
-        devices = [device for row in self.grid for device in row]
         if repeated := sorted(d for d, count in Counter(devices).items() if count > 1):
             raise ConfigurationError(f"grid uses device {repeated[0]} more than once; a rank holds one place only")
         if any(device < 0 for device in devices):
             raise ConfigurationError(f"grid holds device {min(devices)}, expected 0 or more")
-        chunks = stages * self.virtual_stages
+
+    def _check_stage_units(self) -> None:
+        """Every unit of the chain in one chunk, in order."""
+        chunks = self.stages * self.virtual_stages
         if len(self.stage_units) != chunks or any(len(pair) != 2 for pair in self.stage_units):
             raise ConfigurationError(
                 f"stage_units has {len(self.stage_units)} entries, expected {chunks} pairs [first, end) "
-                f"({stages} stages x {self.virtual_stages} virtual stages)"
+                f"({self.stages} stages x {self.virtual_stages} virtual stages)"
             )
         expected = 0
         for number, (first, end) in enumerate(self.stage_units):
@@ -158,28 +179,27 @@ class Plan:
                 f"schedule {self.schedule!r} with virtual_stages={self.virtual_stages}; "
                 "use interleaved_1f1b or interleaved_zero_bubble, or virtual_stages 1"
             )
+
+    def _check_numbers(self) -> None:
+        """What the plan predicts is finite."""
         for name in ("predicted_seconds", "lower_bound_seconds", "gap", "cost", "seconds_used"):
             value = getattr(self, name)
             if value is not None and not math.isfinite(value):
                 raise ConfigurationError(f"{name} is {value}, expected a finite number")
-        if isinstance(self.micro_batches, int):
-            object.__setattr__(self, "micro_batches", (self.micro_batches,) * replicas)
-        if len(self.replica_micro_batches) != replicas or min(self.replica_micro_batches) < 1:
+
+    def _check_work(self) -> None:
+        """Micro-batches for each replica, and encodings of links of the grid."""
+        if len(self.replica_micro_batches) != self.replicas or min(self.replica_micro_batches) < 1:
             raise ConfigurationError(
-                f"micro_batches is {list(self.replica_micro_batches)}, expected {replicas} numbers of 1 or more"
+                f"micro_batches is {list(self.replica_micro_batches)}, expected {self.replicas} numbers of 1 or more"
             )
         if self.micro_batch_samples < 1:
             raise ConfigurationError(f"micro_batch_samples is {self.micro_batch_samples}, expected 1 or more")
         for link in self.compressed_links:
-            if not {link.source, link.destination} <= set(devices) or not 0 < link.ratio <= 1:
+            if not {link.source, link.destination} <= set(self.devices) or not 0 < link.ratio <= 1:
                 raise ConfigurationError(
                     f"compressed link {link} is not a link of the grid or its ratio is not in (0, 1]"
                 )
-        derived = self._derived_spans()
-        if not self.spans:
-            object.__setattr__(self, "spans", derived)
-        elif set(self.spans) != set(derived) or len(self.spans) != len(derived):
-            raise ConfigurationError("spans disagree with grid and stage_units; leave spans out to have them derived")
 
     @property
     def replica_micro_batches(self) -> tuple[int, ...]:

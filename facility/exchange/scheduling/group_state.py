@@ -1,4 +1,7 @@
-"""What a group scheduler knows of its members, and how it forms a group once its members are decided."""
+"""What a scheduler of groups knows of its members (replicas, or facilities), and how it forms a group of chosen ones.
+
+Pure state: the clock is an argument, and nothing is sent. Who is chosen: `facility.exchange.scheduling.groups`.
+"""
 
 from __future__ import annotations
 

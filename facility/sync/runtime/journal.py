@@ -117,8 +117,16 @@ class Journal:
         self._mark({"name": kind, "ph": "i", "s": "g", "pid": 0, "tid": replica, "ts": round(at * 1e6)})
 
     def _close(self, entry: Entry, at: float) -> None:
+        """A group ended: count it, draw it for the trace, and write its line."""
+        del self.entries[entry.group.number]
+        self._count(entry)
+        self._draw(entry, at)
+        line = _line_of(entry)
+        self.lines.append(json.dumps(line))
+        log.debug("group %s", line)
+
+    def _count(self, entry: Entry) -> None:
         group, good = entry.group, not entry.failed
-        del self.entries[group.number]
         self.aborted += not good
         self.alone += good and len(group) == 1
         self.groups += good and len(group) > 1
@@ -131,48 +139,20 @@ class Journal:
         for member, wait in zip(group.members, group.waits, strict=True):
             assert isinstance(member, int)
             self.waits[member] += wait  # type: ignore[assignment]
-            self._mark(
-                {
-                    "name": "wait",
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": member,
-                    "ts": round((entry.at - wait) * 1e6),
-                    "dur": round(wait * 1e6),
-                    "args": {"group": group.number},
-                }
-            )
-            self._mark(
-                {
-                    "name": f"group of {len(group)}" if good else "aborted",
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": member,
-                    "ts": round(entry.at * 1e6),
-                    "dur": round((at - entry.at) * 1e6),
-                    "args": {"group": group.number, "members": list(group.members)},
-                }
-            )
-        line = {
-            "kind": "final" if group.final else "group",
-            "group": group.number,
-            "members": list(group.members),
-            "weights": [round(w, 6) for w in group.weights],
-            "influence": round(group.step_scale, 6),
-            "staleness": list(group.staleness),
-            "waits": [round(w, 6) for w in group.waits],
-            "partner": group.partner,
-            "after": group.after,
-            "bytes": entry.bytes,
-            "seconds": round(entry.seconds, 6),
-            "exchanges": entry.exchanges,
-            "at": round(entry.at, 6),
-            "connected": group.connected,
-            "reason": group.reason,
-            "ended": "well" if good else "aborted",
-        }
-        self.lines.append(json.dumps(line))
-        log.debug("group %s", line)
+
+    def _draw(self, entry: Entry, at: float) -> None:
+        """Each member's wait and exchange, as two bars of its line."""
+        group = entry.group
+        name = "aborted" if entry.failed else f"group of {len(group)}"
+        for member, wait in zip(group.members, group.waits, strict=True):
+            about = {"group": group.number}
+            exchanged = about | {"members": list(group.members)}
+            for what, begin, seconds, told in (
+                ("wait", entry.at - wait, wait, about),
+                (name, entry.at, at - entry.at, exchanged),
+            ):
+                bar = {"ph": "X", "pid": 0, "tid": member, "ts": round(begin * 1e6), "dur": round(seconds * 1e6)}
+                self._mark({"name": what} | bar | {"args": told})
 
     def _mark(self, event: dict[str, Any]) -> None:
         if len(self.trace) < TRACE_EVENTS:
@@ -212,3 +192,26 @@ class Journal:
         write_text(
             self.directory / "trace.json", json.dumps({"traceEvents": names + self.trace, "displayTimeUnit": "ms"})
         )
+
+
+def _line_of(entry: Entry) -> dict[str, Any]:
+    """A group that ended, as a line of the journal."""
+    group = entry.group
+    return {
+        "kind": "final" if group.final else "group",
+        "group": group.number,
+        "members": list(group.members),
+        "weights": [round(w, 6) for w in group.weights],
+        "influence": round(group.step_scale, 6),
+        "staleness": list(group.staleness),
+        "waits": [round(w, 6) for w in group.waits],
+        "partner": group.partner,
+        "after": group.after,
+        "bytes": entry.bytes,
+        "seconds": round(entry.seconds, 6),
+        "exchanges": entry.exchanges,
+        "at": round(entry.at, 6),
+        "connected": group.connected,
+        "reason": group.reason,
+        "ended": "aborted" if entry.failed else "well",
+    }

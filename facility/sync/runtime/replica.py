@@ -1,4 +1,8 @@
-"""What every policy shares: the connection, process groups, counting, the exact average at the end."""
+"""What every synchronisation policy between replicas shares; the files of `facility.sync.policies` override some.
+
+The connection to the scheduler of groups, the process groups for exchange, counts of steps and samples, and the exact
+average with which all replicas of a facility end a round.
+"""
 
 from __future__ import annotations
 
