@@ -92,9 +92,11 @@ def render(
     if paths:
         check_paths(described)
     changed = render_alone(described)
-    print(f"{len(changed)} files written" if changed else "everything is up to date")
+    removed = sum(not path.exists() for path in changed)
+    gone = f", {removed} removed" if removed else ""
+    print(f"{len(changed) - removed} files written{gone}" if changed else "everything is up to date")
     for path in changed:
-        print(f"  {path}")
+        print(f"  {path}" + ("" if path.exists() else " (removed: its facility is not in federation.yml)"))
 
 
 @app.command(rich_help_panel=RUN)

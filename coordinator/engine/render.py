@@ -103,14 +103,29 @@ def write(federation: Federation) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             write_text(target, text)
             changed.append(target)
-    suffixes = (".json", ".sh", *([LOGIN_SUFFIX] if federation.masks else []))
-    names = {f"{facility.name}{suffix}" for facility in federation.facilities for suffix in suffixes}
-    for folder, pattern in (("facilities", "*.json"), ("jobs", "*.sh")):
-        for path in (federation.file.parent / folder).glob(pattern):
-            if path.name not in names:
-                path.unlink()
-                changed.append(path)
-    return changed
+    return changed + _remove_gone(federation)
+
+
+def _remove_gone(federation: Federation) -> list[Path]:
+    """Remove what was rendered for facilities that are gone; returns that. Files of the person's own stay."""
+    here, names = federation.file.parent, {one.name for one in federation.facilities}
+    gone = [path for path in sorted((here / "facilities").glob("*.json")) if path.stem not in names and _ours(path)]
+    gone += [here / "jobs" / f"{path.stem}{suffix}" for path in tuple(gone) for suffix in (".sh", LOGIN_SUFFIX)]
+    gone += [] if federation.masks else [here / "jobs" / f"{name}{LOGIN_SUFFIX}" for name in sorted(names)]
+    jobs = {f"{name}.sh" for name in names}  # of a facility `a-login` beside `a`, too
+    found = [path for path in gone if path.is_file() and path.name not in jobs]
+    for path in found:
+        path.unlink()
+    return found
+
+
+def _ours(path: Path) -> bool:
+    """Whether a file holds the settings of the facility that it is named by, as `_facility_settings` writes them."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and values.get("facility") == path.stem and "federation" in values
 
 
 def _folder_of_cwl(federation: Federation) -> str:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import yaml
 from streamflow.config.validator import SfValidator
+from typer.testing import CliRunner
 
+from coordinator.cli import app
 from coordinator.config.deployments import federation_of
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import render, stale, write
@@ -32,6 +34,22 @@ def test_rendering_twice_changes_nothing(tmp_path: Path):
     assert len(write(federation)) > 5
     assert write(federation) == []
     assert stale(federation) == []
+
+
+def test_of_a_facility_that_is_gone_what_was_rendered_is_removed_and_nothing_else(tmp_path: Path):
+    """Every other jobs/*.sh and facilities/*.json beside a federation.yml was deleted, a person's own with them."""
+    file = write_federation(tmp_path, ["a", "b"])
+    write(read_federation(file))
+    for name in ("jobs/b.sh", "jobs/b-login.sh", "jobs/a-login.sh", "jobs/mine.sh", "facilities/mine.json"):
+        (file.parent / name).parent.mkdir(exist_ok=True)
+        (file.parent / name).write_text("{}")
+    (tmp_path / "other").mkdir()
+    file.write_text(write_federation(tmp_path / "other", ["a"]).read_text())
+    result = CliRunner().invoke(app, ["render", "--no-paths", "-f", str(file)])
+    assert result.exit_code == 0 and " files written, 4 removed\n" in result.output
+    assert "b.json (removed:" in result.output
+    left = {path.relative_to(file.parent).as_posix() for path in file.parent.glob("*/*")}
+    assert {"jobs/mine.sh", "facilities/mine.json", "facilities/a.json"} == left
 
 
 def test_the_rendering_does_not_depend_on_where_the_checkout_lies():
