@@ -39,6 +39,9 @@ KEPT = {
 Datasets, deployments, evaluations, trackers and messages are not among them; what of `evaluation` makes the published
 model is written anew."""
 
+NOT_PORTABLE = ("signing_key", "tracker", "trace")
+"""Keys of `training:` that name a person's key or what only those who ran it look at; no weight depends on them."""
+
 
 def local_federation(federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> str:
     """The federation with every facility on one machine: model in `model/`, datasets in `datasets/NAME/`."""
@@ -80,12 +83,14 @@ def _is_last(federation: Federation, data: Mapping[str, Any]) -> bool:
 
 
 def _portable(training: Mapping[str, Any]) -> dict[str, Any]:
-    """A facility's settings of training without paths of its machines: a base model by its name, no plan."""
-    portable = dict(training)
+    """A facility's settings of training without keys, trackers and paths of its machines: a base model by its name."""
+    portable = {key: value for key, value in training.items() if key not in NOT_PORTABLE}
     if isinstance(lora := portable.get("lora"), dict) and lora.get("base"):
         portable["lora"] = lora | {"base": os.path.basename(str(lora["base"]).rstrip("/"))}
     if isinstance(layout := portable.get("layout"), dict):
         portable["layout"] = {key: value for key, value in layout.items() if key != "plan"}
+    if isinstance(sync := portable.get("sync"), dict) and isinstance(slowed := sync.get("emulation"), dict):
+        portable["sync"] = sync | {"emulation": {key: value for key, value in slowed.items() if key != "trace"}}
     return portable
 
 
@@ -194,6 +199,9 @@ def unrepeatable(federation: Federation, names: Mapping[str, str], data: Mapping
     planned = [names[one.name] for one in federation.facilities if one.training.layout.plan]
     if planned:
         found.append(f"the ranks of {', '.join(planned)} followed a plan for devices of its own")
+    slowed = [names[one.name] for one in federation.facilities if one.training.sync.emulation.trace]
+    if slowed:
+        found.append(f"replicas of {', '.join(slowed)} were slowed down by a trace of speeds")
     if federation.privacy is not None and federation.privacy.differential is not None:
         found.append("the noise of differential privacy comes from the operating system and is drawn anew")
     return found

@@ -128,6 +128,21 @@ def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Pa
     assert not (out / "second_moments").exists(), "what only the federation's optimizers need"
 
 
+def test_keys_and_trackers_of_those_who_trained_are_not_published(federation: Path, tmp_path: Path):
+    """Nor asked for of whoever makes the model again."""
+    described = yaml.safe_load(federation.read_text())
+    described["training"] = {"signing_key": "/home/bob/.ssh/key", "tracker": "wandb", "trace": True, "steps": 7}
+    sync = {"emulation": {"trace": "~/bob/speeds.json", "seconds": 0.0}}
+    described["facilities"][1]["training"] = {"signing_key": "~/.ssh/bobs-key", "sync": sync}
+    federation.write_text(yaml.safe_dump(described))
+    crate = publish(federation, tmp_path / "out") / "crate"
+    again = yaml.safe_load((crate / "workflow" / "federation.yml").read_text())
+    assert again["training"] == {"steps": 7}
+    assert again["facilities"][1]["training"] == {"sync": {"emulation": {"seconds": 0.0}}, "ranks": 8}
+    assert "replicas of facility 2 were slowed down" in (crate / "reproduce.md").read_text()
+    assert not [file for file in crate.rglob("*") if file.is_file() and "bob" in file.read_text()]
+
+
 def test_nothing_of_a_facilitys_machines_is_in_a_crate(federation: Path, tmp_path: Path):
     text = federation.read_text().replace("dataset: /data", "dataset: /work/EUHPC_D01/corpus")
     slurm = "deployment: {type: slurm, host: h, template: slurm, workdir: /w, options: {account: EUHPC_D01}}"
