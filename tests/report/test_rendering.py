@@ -47,3 +47,15 @@ def test_on_paper_nothing_is_cut_off(tmp_path: Path):
     data = gather(made_archive(tmp_path / "a", facilities=2, rounds=1), federation="made", settings={})
     rules = page(data).split("@media print {")[1].split("</style>")[0]
     assert ".scroll, .chart { overflow: visible" in rules and "min-width: 0 !important" in rules
+
+
+def test_a_facility_called_mean_keeps_its_cosines_apart_from_those_to_the_mean(tmp_path: Path):
+    archive = made_archive(tmp_path / "a", facilities=3, rounds=2)
+    for file in archive.path.rglob("*.json*"):
+        file.write_text(file.read_text().replace("facility-01", "mean"))
+    data = gather(archive, federation="made", settings={"rounds": 2})
+    (one, other) = data["similarity"][-1]["participants"]
+    assert other["facility"] == "mean" and one["cosine_to_mean"] != one["cosines"]["mean"]
+    told = page(data)
+    for column, value in (("the mean", one["cosine_to_mean"]), ("mean", one["cosines"]["mean"])):
+        assert told.count(f"<title>{one['facility']} / {column}: {value:.2f}</title>") == 1
