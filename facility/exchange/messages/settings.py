@@ -85,7 +85,8 @@ class TrainingSettings:
     """Most dense operations a second of one device in `compute_dtype`, for the MFU; 0: the maker's figure, where it is
     known."""
     evaluation_sequences: NonNegative[int] = 0
-    """Validation blocks per evaluation at most, evenly spread over all; 0: all."""
+    """Validation blocks per evaluation at most, evenly spread over all (under differential privacy the first units); 0:
+    all."""
     encoding: Encoding = "full"
     """How the update travels: whole, or as the difference to the received model (51, 27 or 25 % of bfloat16); not
     `changed`, which is for models (`sending.encoding`). Adapters travel whole."""

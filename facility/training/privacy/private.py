@@ -24,7 +24,6 @@ from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive
 from facility.rounds.privacy_ledger import Entry, Kind, Ledger
 from facility.training.data.inputs import RoundInputs
-from facility.training.data.order import evenly_spread
 from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
 from facility.training.privacy.budget import OutOfBudget, choose_noise
@@ -32,7 +31,7 @@ from facility.training.privacy.gradients import Gradients, RecordGradients
 from facility.training.privacy.micro_batches import rows_of
 from facility.training.privacy.randomness import SecretRandom
 from facility.training.privacy.rows import RowReader
-from facility.training.privacy.units import Units, units_of
+from facility.training.privacy.units import Units, evaluated_units, units_of
 from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
@@ -170,7 +169,7 @@ class PrivateTraining:
     def evaluate(self) -> float:
         """Mean loss of the validation units, each at most that of a guess at random, with noise; nats."""
         reader, count = self.readers["validation"], self.evaluated
-        mine = evenly_spread(self.counts["validation"], count)[self.ranks.rank :: self.ranks.world].tolist()
+        mine = evaluated_units(self.counts["validation"], count)[self.ranks.rank :: self.ranks.world]
         total = torch.zeros(1, dtype=torch.float64)
         with self.engine.clock.stopped():
             for rows in reader.read(mine, derive(self.request.settings.seed, "validation")):
@@ -186,7 +185,7 @@ class PrivateTraining:
     def evaluated(self) -> int:
         """Units of the validation split that count."""
         most = self.request.training.evaluation_sequences
-        return min(self.counts["validation"], most or self.counts["validation"])
+        return len(evaluated_units(self.counts["validation"], most))
 
     def report(self) -> PrivacyReport:
         """The budget so far; on the first rank, which holds the ledger."""

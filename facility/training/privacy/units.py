@@ -51,6 +51,15 @@ def units_of(dataset: PreparedDataset, split: str, unit: Unit, *, most: int) -> 
     return found
 
 
+def evaluated_units(units: int, most: int) -> range:
+    """The validation units that are evaluated, at most `most` (0: all) of so many.
+
+    The first ones: a unit more or less in the dataset takes at most one out and puts at most one in, so that the sum of
+    their losses changes by no more than the bound of one. Evenly spread ones, as without privacy, would all be others.
+    """
+    return range(min(units, most or units))
+
+
 def check_unit(dataset: PreparedDataset, unit: Unit) -> None:
     """Raise `InputError` where this dataset has no such units."""
     manifest, where = dataset.manifest, dataset.directory

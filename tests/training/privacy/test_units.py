@@ -10,7 +10,7 @@ import pytest
 
 from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
 from facility.exchange.errors import InputError
-from facility.training.privacy.units import Units, grouped, marked_pieces, units_of
+from facility.training.privacy.units import Units, evaluated_units, grouped, marked_pieces, units_of
 from tests.training.federation import write_dataset
 
 L, S = LOSS, START
@@ -124,3 +124,16 @@ def test_documents_in_both_splits_are_refused(tmp_path: Path):
     manifest = dataclasses.replace(dataset.manifest, splits=dataset.manifest.splits | {"validation": entry})
     with pytest.raises(InputError, match="2 documents in training and in validation"):
         units_of(dataclasses.replace(dataset, manifest=manifest), "train", "block", most=1)
+
+
+@pytest.mark.parametrize("most", [0, 1, 3, 7, 20])
+def test_a_unit_less_changes_at_most_one_of_those_evaluated(most: int):
+    """Neighbouring datasets differ in one unit, and the noise of the validation loss is that of one."""
+    for count in range(2, 12):
+        units = list(range(count))
+        evaluated = {units[i] for i in evaluated_units(count, most)}
+        assert len(evaluated) == min(count, most or count)
+        for gone in units:
+            fewer = [unit for unit in units if unit != gone]
+            others = {fewer[i] for i in evaluated_units(count - 1, most)}
+            assert evaluated - others <= {gone} and len(others - evaluated) <= 1
