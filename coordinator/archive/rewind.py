@@ -69,7 +69,8 @@ def _keep_changes(archive: Archive, to: int, undone: list[RoundFile]) -> None:
     """Let round `to` record the changes that rounds from it on were run under, and those that none records yet."""
     note = archive.read_note(CHANGES)
     waiting = note.get("told", []) if note.get("round") in (to, len(archive.rounds())) else []
-    told = list(dict.fromkeys([*(text for entry in undone for text in entry.changes), *map(str, waiting)]))
+    every = dict.fromkeys([*(text for entry in undone for text in entry.changes), *map(str, waiting)])
+    told = [text for text in every if not text.startswith(AGAIN)]  # of this round `told` says it, where it holds
     if told and to:
         archive.write_note(CHANGES, {"round": to, "told": told})
     else:  # before the first round there is nothing that was made under other settings

@@ -69,7 +69,9 @@ def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
         assert list(kept) == ["body.weight"]  # nothing is lost: what has not arrived is what is kept
         torch.testing.assert_close(got["body.weight"] + kept["body.weight"], trained["body.weight"])
     assert sorted(p.name for p in (tmp_path / "state" / "residual").iterdir()) == ["round-0", "round-1"]
-    assert unsent(tmp_path / "state", 2, TrainingSettings()) is None
+    whole = unsent(tmp_path / "state", 2, TrainingSettings())
+    assert whole is not None and list(make.read_all(whole)) == ["body.weight"]  # goes with the first whole update
+    assert unsent(tmp_path / "state", 2, TrainingSettings(), built_in=False) is None
 
 
 def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):

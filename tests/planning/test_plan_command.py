@@ -129,8 +129,10 @@ def test_the_wrong_method_for_a_case_names_the_right_one(tmp_path):
         )
 
 
-def test_exit_code_and_interrupt(tmp_path, problem_file):
+def test_exit_code_and_interrupt(tmp_path):
     """Bad input ends with 2 and one line; SIGINT ends the search early and the best so far is written."""
+    problem_file = tmp_path / "problem.json"  # with more layouts than are all looked at
+    problem_file.write_text(json.dumps(whole(devices=8, blocks=16)))
     bad = subprocess.run(
         [sys.executable, "-m", "coordinator.plan", "--problem", "absent.json", "--out", str(tmp_path / "p.json")],
         capture_output=True,
@@ -154,7 +156,7 @@ def test_exit_code_and_interrupt(tmp_path, problem_file):
     assert search.wait(timeout=120) == 0
     plan = read_plan(out)
     assert plan.interrupted
-    plan.validate(world_size=4, layers=6)
+    plan.validate(world_size=8, layers=16)
 
 
 def test_replanning_keeps_a_good_plan(problem_file, tmp_path):

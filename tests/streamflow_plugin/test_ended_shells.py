@@ -16,6 +16,7 @@ from coordinator.streamflow_plugin import bounded_reader
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
+from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from facility.exchange.errors import TryAgain
 from tests.streamflow_plugin.test_lost_answers import HERE, Slurm
@@ -57,6 +58,7 @@ def given(*shells: OneShell, repeat: bool = True) -> tuple[Any, list[str]]:
 
     async def act() -> Any:
         one = object.__new__(ParallelSSHConnector)
+        one._login = PatientLogin(facility="a", files=[])
         one.deployment_name, one._shells, one._closing = "facility_a", {"login": {}}, set()  # type: ignore[assignment]
         one._shells_lock = asyncio.Lock()
 

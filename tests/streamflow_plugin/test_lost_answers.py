@@ -18,6 +18,7 @@ from coordinator.streamflow_plugin import patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
+from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 
 HERE = SimpleNamespace(name="login", deployment="facility_a", service=None)
@@ -59,6 +60,7 @@ def connector(answers: list[int | None]) -> Any:
         return "said", answers.pop(0)
 
     return SimpleNamespace(
+        _login=PatientLogin(facility="facility_a", files=[]),
         deployment_name="facility_a",
         get_shell=get_shell,
         end_of=end_of,
