@@ -201,6 +201,7 @@ def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: i
     assert found - imports <= MOST_MEGABYTES, (found, imports)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_many_updates_in_float32_fit_the_same_bound(tmp_path: Path):
     base = save(tmp_path / "base", 6, dtype="F32")

@@ -39,6 +39,7 @@ from tests.aggregation import make
 from tests.aggregation.test_delta import rewritten
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 from tests.aggregation.test_stated_norms import alike, resealed, without_statements
+from tests.cases import slow_but
 from tests.made_once import made_once
 
 SHAPES: dict[str, tuple[int, ...]] = {"b.odd": (777,), "a.large": (2100, 2003), "c.part": (65536,), "d.one": (1,)}
@@ -99,13 +100,13 @@ def same(root: Path, base: Path, messages: list[Path], **more: Any) -> tuple[Rou
 @pytest.mark.parametrize(
     ("encoding", "dtype", "threads"),
     [
-        ("delta-int8", torch.bfloat16, 2),
+        pytest.param("delta-int8", torch.bfloat16, 2, marks=pytest.mark.slow),
         ("delta-int8", torch.float32, 1),
         ("delta-int4", torch.float32, 1),
-        ("delta-int4", torch.float16, 2),
+        pytest.param("delta-int4", torch.float16, 2, marks=pytest.mark.slow),
         ("sparse", torch.float16, 2),
-        ("sparse", torch.float32, 1),
-        ("sparseloco", torch.bfloat16, 2),
+        pytest.param("sparse", torch.float32, 1, marks=pytest.mark.slow),
+        pytest.param("sparseloco", torch.bfloat16, 2, marks=pytest.mark.slow),
         ("sparseloco", torch.float32, 1),
     ],
     ids=str,
@@ -123,8 +124,8 @@ def test_the_model_is_that_of_decoded_updates_to_the_last_bit(
 
 @pytest.mark.parametrize(
     ("encoding", "rule"),
-    [("delta-int8", rule) for rule in ("krum", "median", "ties+fedadam", "mean")]
-    + [("sparse", "krum"), ("sparseloco", "median")]
+    [("delta-int8", "krum"), ("sparseloco", "median"), ("sparse", "krum")]
+    + [pytest.param("delta-int8", rule, marks=pytest.mark.slow) for rule in ("median", "ties+fedadam", "mean")]
     + [pytest.param("sparse", rule, marks=pytest.mark.slow) for rule in ("median", "ties+fedadam", "mean")],
 )
 def test_whatever_the_rule_and_its_passes(tmp_path: Path, encoding: str, rule: str):
@@ -168,7 +169,7 @@ def test_parts_are_decoded_in_any_order(tmp_path: Path, encoding: str):
                 assert np.array_equal(np.concatenate(list(values_of(one, read))), wanted[name].numpy().reshape(-1))
 
 
-@pytest.mark.parametrize("encoding", ENCODINGS)
+@pytest.mark.parametrize("encoding", slow_but(["delta-int8", "sparseloco"], ENCODINGS))
 def test_what_an_encoder_states_of_its_step_is_what_two_passes_measure(tmp_path: Path, encoding: str):
     base, messages = a_round(tmp_path, 3, encoding)
     stated, record = combined(tmp_path / "stated", base, messages)
@@ -302,7 +303,9 @@ INFINITE = {"delta-int8": b"\x00\x00\x80\x7f", "delta-int4": b"\x80\xff"}
 """As a scale is stored."""
 
 
-@pytest.mark.parametrize("verified", [True, False], ids=["hashed", "read at once"])
+@pytest.mark.parametrize(
+    "verified", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["hashed", "read at once"]
+)
 @pytest.mark.parametrize(
     ("encoding", "scale"),
     [*INFINITE.items(), ("delta-int8", np.float32(-1e-5).tobytes()), ("delta-int8", np.float32(np.nan).tobytes())],
@@ -323,7 +326,7 @@ def test_one_scale_among_all_of_several_messages(tmp_path: Path, encoding: str, 
     assert refusal.value.facility == "f4"
 
 
-@pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4"])
+@pytest.mark.parametrize("encoding", slow_but(["delta-int8"], ["delta-int8", "delta-int4"]))
 def test_zero_scales_of_either_sign_are_zero(tmp_path: Path, encoding: str):
     base, messages = a_round(tmp_path, 4, encoding)
 

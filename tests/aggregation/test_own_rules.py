@@ -134,10 +134,10 @@ def test_the_rules_of_the_documentation_aggregate(
     ("rule", "settings", "expected"),
     [
         ("my_package.my_rule", "{clip_ratio: 0}", 3.5),
-        ("my_package.my_rule:plan", "{parameters: {lean: 0}}", 1.0),
+        pytest.param("my_package.my_rule:plan", "{parameters: {lean: 0}}", 1.0, marks=pytest.mark.slow),
         ("midrange", "{clip_ratio: 0, parameters: {lean: 1}}", 6.0),
         ("midrange+my_package.signs", "{parameters: {size: 0.25}}", 0.25),
-        ("my_package.signs+median", "{}", 1.0),
+        pytest.param("my_package.signs+median", "{}", 1.0, marks=pytest.mark.slow),
     ],
 )
 def test_a_rule_from_outside_aggregates(
@@ -168,7 +168,7 @@ def test_a_rule_from_outside_aggregates(
             "{parameters: {how: no tensor}}",
             "neither coefficients nor a function for tensor 'w'",
         ),
-        ("my_package.nothing", "{}", "cannot be loaded"),
+        pytest.param("my_package.nothing", "{}", "cannot be loaded", marks=pytest.mark.slow),
         ("no_package.at_all", "{}", "no_package cannot be found"),
         ("midrangee", "{}", "expected one of bulyan, .*midrange, one of fedadagrad, "),
     ],

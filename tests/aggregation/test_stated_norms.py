@@ -227,7 +227,11 @@ def travelled(root: Path, base: Path, count: int, encoding: str, settings: Aggre
 
 @pytest.mark.parametrize(
     ("encoding", "dtype"),
-    [("delta-int8", torch.float32), ("delta-int4", torch.bfloat16), ("sparse", torch.bfloat16)],
+    [
+        ("delta-int8", torch.float32),
+        pytest.param("delta-int4", torch.bfloat16, marks=pytest.mark.slow),
+        ("sparse", torch.bfloat16),
+    ],
     ids=str,
 )
 def test_updates_that_came_as_differences_are_averaged_in_one_pass(tmp_path: Path, encoding: str, dtype: torch.dtype):

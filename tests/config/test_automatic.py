@@ -133,6 +133,7 @@ def test_no_row_of_the_shipped_table_is_worse_than_the_plain_mean():
             assert settings.aggregation_rule == "mean" or (settings.aggregation_rule, state) == ("fisher", "shared")
 
 
+@pytest.mark.slow
 def test_the_shipped_table_is_what_the_command_makes_of_the_measurements(tmp_path: Path):
     made = tmp_path / "table.json"
     script = ROOT / "tests" / "bench" / "federated_quality_choose.py"

@@ -101,6 +101,7 @@ def test_a_hanging_run_is_killed_even_when_it_ignores_sigterm(tmp_path: Path):
     assert any("no progress" in sentence for sentence in one.said)
 
 
+@pytest.mark.slow
 def test_silence_with_a_working_child_is_patience(tmp_path: Path):
     script = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(7)'])"
     one = supervisor(tmp_path, script, silence_seconds=3.0)

@@ -26,6 +26,7 @@ from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
+from tests.cases import slow_but
 from tests.made_once import made_once
 
 compiled = pytest.mark.skipif(native.library() is None, reason="no C compiler here")
@@ -376,7 +377,12 @@ def test_an_installation_that_cannot_be_written_is_compiled_once_a_user(
 
 
 @compiled
-@pytest.mark.parametrize("fault", ["folder that others write", "folder that is a link", "file that others write"])
+@pytest.mark.parametrize(
+    "fault",
+    slow_but(
+        ["folder that others write"], ["folder that others write", "folder that is a link", "file that others write"]
+    ),
+)
 def test_what_others_can_write_is_never_loaded(nothing_beside_the_source: Path, fault: str):
     cache = nothing_beside_the_source
     planted = b"not a library"

@@ -40,6 +40,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(out.glob("*.whl"))
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_checkout_that_runs(wheel: Path):
     held = {name: zipfile.ZipFile(wheel).read(name) for name in zipfile.ZipFile(wheel).namelist()}
     packages, beside = ("facility/", "coordinator/"), ("cwl/", "templates/")

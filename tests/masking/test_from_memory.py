@@ -36,6 +36,7 @@ from facility.rounds.one_round import OneRound
 from facility.rounds.sealed import flaw
 from facility.rounds.smaller import drop_pending, pending_residual, residual_path
 from tests.aggregation import make
+from tests.cases import slow_but
 from tests.masking.federation import Masking
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -305,7 +306,7 @@ def killing(function: Callable[..., Any], *, skip: bool) -> Callable[..., Any]:
     return instead
 
 
-@pytest.mark.parametrize("what", ["sent", "rest", "seeds"])
+@pytest.mark.parametrize("what", slow_but(["sent"], ["sent", "rest", "seeds"]))
 def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(
     tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ):

@@ -21,6 +21,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import problem_from_json
 from coordinator.simulation.pipelines.plans import simulate
 from facility.exchange.errors import ConfigurationError
+from tests.cases import slow_but
 from tests.planning.cases import heterogeneous, problem, whole
 
 
@@ -110,7 +111,7 @@ def test_split_for_a_grid_is_brute_force(seed):
     assert found is not None and value(found) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("name", ["universities", "datacenter"])
+@pytest.mark.parametrize("name", slow_but(["universities"], ["universities", "datacenter"]))
 def test_gain_over_placing_first_and_splitting_after(name):
     """At least 1.27 times faster in simulation, same schedule, shape, agreement; all cases in tests/bench/plan.py."""
     one = replace(heterogeneous(name), stages=(8,), replicas=(8,))

@@ -22,6 +22,7 @@ from coordinator.planning.placement.place import plan_place
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import PlacementProblem
 from coordinator.problem.read import problem_from_json
+from tests.cases import slow_but
 from tests.examples import examples
 from tests.planning.cases import BEST_KNOWN, published
 from tests.reproductions.evolutionary import evolve
@@ -93,7 +94,7 @@ def test_the_hand_layout_costs_what_the_facts_say():
     assert grid_cost(costs_of(problem), grid) == pytest.approx(49.2184, abs=5e-5)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but([0, 1], range(4)))
 def test_brute_force_on_six_devices(seed):
     problem = random_case(seed)
     costs = costs_of(problem)
@@ -142,6 +143,7 @@ def test_what_is_reported_is_what_is_emitted():
         assert grid_cost(costs, matchings.emit(stages)) == pytest.approx(matchings.cost(stages), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_placement():
     problem = random_case(1, stages=4, replicas=4)
     first, second = (plan_place(problem, Stop(300, iterations=1), seed=5, chains=8) for _ in range(2))

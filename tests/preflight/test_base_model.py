@@ -54,6 +54,7 @@ def test_the_stated_one_passes_and_another_fails_by_name(federation: Path):
     assert digest in wrong.found and base_digest(federation / "bases" / "beta") in wrong.found
 
 
+@pytest.mark.slow
 def test_where_none_is_stated_they_are_compared_with_each_other(federation: Path):
     digest = base_digest(federation / "bases" / "alpha")
     for (row,) in rows_of(federation).values():

@@ -44,7 +44,7 @@ def test_the_noise_that_is_told_keeps_the_budget(tmp_path: Path):
         (TOLD, {}, "fail", "joins documents"),
         (TOLD, {"unit": "block"}, "ok", "of 4,000 blocks"),
         (APART, {"delta": 0.01}, "fail", "more than one over its 2,000 documents"),
-        (APART, {"epsilon": 12.0}, "warning", "epsilon 12"),
+        pytest.param(APART, {"epsilon": 12.0}, "warning", "epsilon 12", marks=pytest.mark.slow),
         (APART | {"documents": {"train": 2000, "validation": 20}}, {}, "warning", "losses get noise of"),
     ],
 )

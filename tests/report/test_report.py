@@ -155,9 +155,9 @@ def test_a_job_that_waits_for_its_model_takes_the_place_of_its_facilitys_wait_al
     ("facilities", "rounds", "events", "half", "compared"),
     [
         (2, 3, True, False, True),
-        (8, 3, True, True, True),
+        pytest.param(8, 3, True, True, True, marks=pytest.mark.slow),
         pytest.param(64, 10, True, False, True, marks=pytest.mark.slow),
-        (2, 2, False, False, False),
+        pytest.param(2, 2, False, False, False, marks=pytest.mark.slow),
         (3, 0, True, True, False),
     ],
 )

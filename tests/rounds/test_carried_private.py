@@ -171,6 +171,7 @@ def used_once_and_paid_for_once(folder: Path, keys: Path, arrivals: Sequence[set
         assert encoding == ("delta-int8" if (name, round) in in_time else "full"), (name, round)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arrivals", [[{"a"}, {"a", "b"}, {"c"}]])
 def test_each_update_moves_the_model_once_and_each_step_is_paid_for_once(
     tmp_path: Path, keys: Path, arrivals: list[set[str]]

@@ -363,6 +363,7 @@ def test_a_time_limit_ends_a_round(site: Site):
     assert gone(ranks)
 
 
+@pytest.mark.slow
 def test_killing_the_round_itself_leaves_no_rank_and_no_update(site: Site):
     process, update, ranks = start(site)
     process.kill()

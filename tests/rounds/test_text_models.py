@@ -15,6 +15,7 @@ from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
+from tests.cases import slow_but
 from tests.pico import pico_config, save_pico
 from tests.preparing.chats import save_chat_tokenizer
 
@@ -42,7 +43,7 @@ def test_a_model_stays_what_its_configuration_names(tmp_path: Path, kind: str):
     assert all(given.read(name).equal(found.read(name)) for name in given.tensors)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
+@pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gpt2", "bert"]))
 def test_a_language_model_becomes_a_classifier_by_its_classes(tmp_path: Path, family: str):
     """Its body stays, its head is new, the same each time, and the classes have their names."""
     source = save_pico(tmp_path / "source", family, pad_token_id=0)

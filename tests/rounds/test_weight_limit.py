@@ -43,7 +43,12 @@ def begun(tmp_path: Path) -> tuple[Archive, Path]:
 
 
 @pytest.mark.parametrize(
-    ("action", "refused"), [("refuse", True), ("cap", False), pytest.param("off", False, marks=pytest.mark.slow)]
+    ("action", "refused"),
+    [
+        ("refuse", True),
+        pytest.param("cap", False, marks=pytest.mark.slow),
+        pytest.param("off", False, marks=pytest.mark.slow),
+    ],
 )
 def test_the_receive_step_refuses_an_excessive_claim_by_name(begun, tmp_path: Path, action: str, refused: bool):
     _, model = begun

@@ -24,6 +24,7 @@ from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.streamflow_plugin import bounded_http, firecrest_files
 from coordinator.streamflow_plugin.firecrest_client import Rejected
+from tests.cases import slow_but
 from tests.engine.engines import streamflow
 from tests.security.attacked import HONEST, attacked_federation, rows_of
 from tests.streamflow_plugin.firecrest_server import SECRET, SYSTEM, FirecrestServer, Job, Site
@@ -135,7 +136,7 @@ def attacked(server: Site, tmp_path: Path, step: Callable[[Any], Any]) -> Workfl
     return caught.value
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", slow_but([*OUT_OF_BOUNDS, "null inside", "a long message"], ATTACKS))
 def test_an_answer_out_of_bounds_is_rejected_at_once(server: Site, tmp_path: Path, name: str):  # noqa: F811
     server.attacks["ops/stat"] = ATTACKS[name]
     error = attacked(server, tmp_path, command(f"test -d {tmp_path}"))
@@ -145,14 +146,16 @@ def test_an_answer_out_of_bounds_is_rejected_at_once(server: Site, tmp_path: Pat
     assert again == [("", 0)], "other answers are taken as before"
 
 
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize("name", slow_but(["dripping"], SLOW))
 def test_an_answer_that_never_ends_is_given_up(server: Site, tmp_path: Path, hasty: None, name: str):  # noqa: F811
     server.attacks["ops/stat"] = SLOW[name]
     error = attacked(server, tmp_path, command(f"test -d {tmp_path}"))
     assert "firecrest does not answer, tried 2 times" in str(error)
 
 
-@pytest.mark.parametrize("name", [*OUT_OF_BOUNDS, *SENSELESS, *SLOW])
+@pytest.mark.parametrize(
+    "name", slow_but(["endless", "deep", "a list", "dripping"], [*OUT_OF_BOUNDS, *SENSELESS, *SLOW])
+)
 def test_a_token_endpoint_is_held_to_the_same(server: Site, tmp_path: Path, hasty: None, name: str):  # noqa: F811
     server.attacks["/token"] = (ATTACKS | SLOW)[name]
     attacked(server, tmp_path, command(f"test -d {tmp_path}"))
@@ -164,7 +167,7 @@ def test_no_token_is_a_header_of_its_own(server: Site, tmp_path: Path, token: An
     assert isinstance(attacked(server, tmp_path, command(f"test -d {tmp_path}")), Rejected)
 
 
-@pytest.mark.parametrize("name", ["endless", "compressed", "dripping", "too large"])
+@pytest.mark.parametrize("name", slow_but(["endless", "too large"], ["endless", "compressed", "dripping", "too large"]))
 @pytest.mark.parametrize("size", [1000, 20_000_000], ids=["small", "staged"])
 def test_a_download_takes_no_more_and_no_longer_than_was_listed(
     server: Site,  # noqa: F811

@@ -85,6 +85,7 @@ def test_commands_and_transfers_are_sessions_of_the_one_connection(site, host, t
     ssh(site, "-O", "exit", "centre")
 
 
+@pytest.mark.slow
 def test_a_connection_that_ends_is_waited_for_and_the_next_one_goes_on(site, host, tmp_path, monkeypatch):
     events, count = EventFile(tmp_path / "events.jsonl"), tmp_path / "count"
     monkeypatch.setenv(VARIABLE, str(events.path))

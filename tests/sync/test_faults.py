@@ -85,6 +85,7 @@ def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: s
     assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy",
     ["partial_reduce", *(pytest.param(p, marks=pytest.mark.slow) for p in ("adpsgd", "central_ps", "local", "diloco"))],

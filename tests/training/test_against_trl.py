@@ -16,6 +16,7 @@ from facility.dataset import DatasetError, PreparedDataset
 from facility.exchange.messages.report import read_report
 from facility.preparing.chat_template import chat_template_of
 from facility.preparing.conversations import Conversation
+from tests.cases import slow_but
 from tests.pico import save_pico
 from tests.preparing.chats import TEMPLATES, chats, save_chat_tokenizer
 from tests.preparing.test_chat import documents
@@ -48,7 +49,7 @@ def apart(one: Path, state: dict[str, torch.Tensor]) -> float:
     return max((held[name].float() - state[name].float()).abs().max().item() for name in held)
 
 
-@pytest.mark.parametrize("family", sorted(set(TEMPLATES) - {"phi"}))
+@pytest.mark.parametrize("family", slow_but(["llama", "marked"], sorted(set(TEMPLATES) - {"phi"})))
 def test_training_on_answers_is_a_plain_loop_over_single_conversations(tmp_path: Path, family: str):
     """AdamW over the token-weighted mean of the loss of every conversation, each run through the model alone."""
     from transformers import AutoModelForCausalLM

@@ -28,6 +28,7 @@ def dataset(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "data")
 
 
+@pytest.mark.slow
 def test_an_interrupted_round_ends_bit_for_bit_like_an_undisturbed_one(tmp_path: Path, pico_llama: Path, dataset: Path):
     quiet = arguments(tmp_path / "quiet", pico_llama, dataset, steps=60)
     rounds_in([("quiet", quiet)])

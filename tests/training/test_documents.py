@@ -71,6 +71,7 @@ def apart_as_alone(tmp_path: Path, layouts: dict[str, dict[str, Any]], ranks: in
                 assert getattr(found, figure) == pytest.approx(getattr(expected, figure), abs=1e-5), (f, name)
 
 
+@pytest.mark.slow
 def test_documents_in_one_block_train_as_alone(tmp_path: Path):
     models = {
         "llama": save_pico(tmp_path / "llama-model", "llama", **SIZE),

@@ -23,6 +23,7 @@ from facility.exchange.seeds import derive
 from facility.training.data.images import augmented
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
+from tests.cases import slow_but
 from tests.training.federation import EPSILON, largest_difference, weights
 from tests.training.images import CLASSES, PROCESSOR, SIDE, save_image_model, write_images
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
@@ -196,7 +197,7 @@ def test_a_vision_transformer_trains_under_every_synchronisation_policy(tmp_path
         assert report.loss_returned < report.loss_received, policy
 
 
-@pytest.mark.parametrize("sharding", ["FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("sharding", slow_but(["FULL_SHARD"], ["FULL_SHARD", "NO_SHARD"]))
 def test_two_ranks_of_a_resnet_normalise_each_by_its_images_and_average_their_statistics(
     tmp_path: Path, data, models, sharding
 ):

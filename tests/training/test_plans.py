@@ -19,6 +19,7 @@ def plan(**fields) -> Plan:
     return Plan(stages=1, replicas=2, grid=((0, 1),), stage_units=((0, 6),), **fields)
 
 
+@pytest.mark.slow
 def test_replicas_of_a_whole_model_may_make_unlike_numbers_of_micro_batches(tmp_path: Path):
     """Three micro-batches beside one of two sequences; a plan that names other devices ends each rank with code 2."""
     model, dataset = save_pico(tmp_path / "model"), write_dataset(tmp_path / "data")

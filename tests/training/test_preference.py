@@ -124,6 +124,7 @@ def test_preferences_are_a_plain_loop_over_single_answers_in_every_layout(tmp_pa
         assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5, name
 
 
+@pytest.mark.slow
 def test_the_reference_is_measured_once_and_stays_that_of_round_0(tmp_path: Path):
     """With adapters: the second round's loss is measured from the model of the first, not from the received one."""
     dataset, model = prepare_pairs(tmp_path / "data", pairs(6)), save_pico(tmp_path / "model", "llama", **SIZE)

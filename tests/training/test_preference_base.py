@@ -75,6 +75,7 @@ def test_above_a_base_in_4_bits_every_layout_trains_alike(tmp_path: Path):
         assert largest_difference(tmp_path / "one/out", tmp_path / name / "out") < 1e-5, name
 
 
+@pytest.mark.slow
 @in_bits
 def test_the_first_loss_is_that_of_a_model_that_is_its_own_reference(tmp_path: Path):
     """ln 2; and the reference is what peft's user has with adapters off over bitsandbytes' layers."""

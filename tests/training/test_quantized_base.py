@@ -15,6 +15,7 @@ from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.validation import parse
+from tests.cases import slow_but
 from tests.pico import save_pico
 from tests.training.family_trial import SAME, TRAINING, plain_step, recorded
 from tests.training.federation import largest_difference, weights, write_dataset
@@ -54,7 +55,7 @@ def pefts(model: Path, adapter: Path, lora: dict[str, Any], dtype: torch.dtype =
     return PeftModel.from_pretrained(base, adapter, is_trainable=True)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", slow_but(["nf4", "fp4 of some layers"], KINDS))
 def test_a_step_is_pefts_qlora(tmp_path: Path, kind: str):
     lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)

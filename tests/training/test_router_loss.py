@@ -60,6 +60,7 @@ def test_one_step_is_transformers_own_with_and_without_the_auxiliary_loss(tmp_pa
     assert routers and apart > 1e-4, "the auxiliary loss moves the routers"
 
 
+@pytest.mark.slow
 def test_micro_batches_and_ranks_have_the_mean_of_their_auxiliary_losses(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data", train=8)
     model = save_tiny(tmp_path / "model", "mixtral", output_router_logits=True, router_aux_loss_coef=COEFFICIENT)

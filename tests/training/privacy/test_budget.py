@@ -7,6 +7,7 @@ import pytest
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.training.privacy.budget import OutOfBudget, choose_noise
+from tests.cases import slow_but
 
 SETTINGS = DifferentialSettings(epsilon=3.0, delta=1e-5)
 RATE, PLANNED = 0.02, 60
@@ -38,7 +39,7 @@ def test_steps_that_are_made_again_are_paid_for_by_those_to_come():
     assert epsilon_of([*before, steps(40, noise)], SETTINGS.delta) > SETTINGS.epsilon
 
 
-@pytest.mark.parametrize("before", [60, 90])
+@pytest.mark.parametrize("before", slow_but([90], [60, 90]))
 def test_a_spent_budget_releases_nothing_more(before: int):
     with pytest.raises(OutOfBudget, match=r"60 steps have|90 steps have") as caught:
         choose([steps(before, choose([], PLANNED))], 20)
