@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +55,11 @@ def test_a_command_that_is_interrupted_says_so(
     federation: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Typer makes an exit code of Ctrl-C: every command but those of modules ended without a word."""
-    monkeypatch.setattr("coordinator.commands.watch._progress", lambda *_, **__: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt  # as Python's handler of SIGINT, which is not there where tests run in the background
+
+    monkeypatch.setattr("coordinator.commands.watch._progress", interrupted)
     monkeypatch.setattr(sys, "argv", ["crossfed", "status", "-f", str(federation)])
     with pytest.raises(SystemExit) as stop:
         cli.main()
