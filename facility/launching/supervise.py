@@ -283,7 +283,7 @@ class _Run:
         assert first.code is not None
         code = first.code if first.code > 0 else 128 - first.code
         # One rank fell, and the others ended as they do when contact is lost: a transient error. So is a kill.
-        fell = first.code < 0 or first.code == 1
+        fell = first.code < 0 or first.code in (1, ExitCode.INTERRUPTED)
         if first.code == -signal.SIGKILL or (fell and any(rank.code == TRANSIENT for rank in failed)):
             code = TRANSIENT
         return Ending(

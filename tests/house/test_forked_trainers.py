@@ -72,7 +72,7 @@ def test_it_writes_the_same_update(tmp_path: Path):
 
 def test_a_signal_reaches_it_and_it_dies_with_the_process_it_stands_for(tmp_path: Path):
     words = of_a_round(tmp_path, steps=10**6)
-    for number, code in ((signal.SIGTERM, 85), (signal.SIGINT, 1), (signal.SIGKILL, -signal.SIGKILL)):
+    for number, code in ((signal.SIGTERM, 85), (signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
         process = started(tmp_path, *words)
         assert process.stderr is not None
         assert any("learning rate" in line for line in process.stderr)

@@ -26,8 +26,15 @@ if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "fa
     signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     socket.send_fds(server, [json.dumps(asked).encode()], [0, 1, 2])
     fork = int(server.recv(64))
+
+    def pass_on(number: int, _: object) -> None:
+        try:
+            os.kill(fork, number)
+        except ProcessLookupError:
+            pass  # it has just ended: its exit code is on its way
+
     for number in set(passed_on) - set(ignored):
-        signal.signal(number, lambda number, _: os.kill(fork, number))
+        signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
     ended = int(server.recv(64) or -signal.SIGKILL)
     if ended < 0:
