@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 
 from coordinator.commands.app import RUN, FederationOption, app
 from coordinator.console import command_console
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 
 
@@ -25,16 +24,10 @@ def check(
     ] = False,
 ) -> None:
     """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
-    from coordinator.config.federation import read_federation
-    from coordinator.preflight.check import check as look
-    from coordinator.preflight.check import show
-    from coordinator.preflight.last_check import remember
+    from coordinator.preflight.check import check_for_run, show
 
-    console = command_console(160)
-    rows = look(federation, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
-    with suppress(ConfigurationError):  # then the row on federation.yml fails
-        remember(read_federation(federation), federation, rows)
-    raise typer.Exit(show(rows, as_json=as_json, console=console))
+    rows = check_for_run(federation, link=link, submit=submit)
+    raise typer.Exit(show(rows, as_json=as_json, console=command_console(160)))
 
 
 @app.command(rich_help_panel=RUN)

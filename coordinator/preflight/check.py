@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,6 +35,7 @@ from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.gate import check_gate
+from coordinator.preflight.last_check import remember
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
@@ -99,6 +102,14 @@ def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]
         names = [name for name, one in asked.items() if one in missing]
         progress(f"{len(asked) - len(names)} of {len(asked)} facilities have answered, waiting for {names_of(names)}")
     return [one.result() for one in asked.values()]
+
+
+def check_for_run(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
+    """All rows, as a command finds them: progress goes to stderr, and what fails is kept for `crossfed run`."""
+    rows = check(file, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    with suppress(ConfigurationError):  # then the row on federation.yml fails
+        remember(read_federation(file), file, rows)
+    return rows
 
 
 ALIKE = (

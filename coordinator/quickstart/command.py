@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from coordinator.console import command_console
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import InputError
 from facility.exchange.logs import configure_logging
 
 
@@ -51,6 +49,7 @@ def quickstart(
 
     The same command goes on where it stopped.
     """
+    from coordinator.preflight.check import check_for_run, show
     from coordinator.quickstart.begin import Request, begin
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
@@ -70,24 +69,10 @@ def quickstart(
         set_up=set_up,
     )
     file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
-    code = _checked(file)
+    code = show(check_for_run(file, link=False), as_json=False, console=command_console(160))
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)
-
-
-def _checked(file: Path) -> int:
-    """Check the federation as `crossfed check` does and keep what was found for `crossfed run`; returns the exit
-    code."""
-    from coordinator.config.federation import read_federation
-    from coordinator.preflight.check import check as look
-    from coordinator.preflight.check import show
-    from coordinator.preflight.last_check import remember
-
-    rows = look(file, link=False, progress=lambda text: print(text, file=sys.stderr, flush=True))
-    with suppress(ConfigurationError):  # then the row on federation.yml fails
-        remember(read_federation(file), file, rows)
-    return show(rows, as_json=False, console=command_console(160))
 
 
 def _words(prepare: str) -> tuple[str, ...]:

@@ -33,9 +33,9 @@ FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
 """Codes that say something of the whole round; with any other a replica that can be missed is merely lost."""
 TRANSIENT = int(ExitCode.TRANSIENT)
 AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, TRANSIENT)
+"""Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 BY_US = (-signal.SIGTERM, -signal.SIGKILL)
 """Codes of ranks that were ended from outside: by this supervisor, where it had cause to."""
-"""Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 FORWARDED = (signal.SIGINT, *ENDING)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from facility.exchange.errors import ConfigurationError, InputError, TryAgain
-from facility.exchange.files.durable import fsync_directory
+from facility.exchange.files.durable import fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
@@ -95,9 +95,7 @@ class Ledger:
     def record(self, entry: Entry) -> None:
         """Put one release on disk; the noise may be used afterwards."""
         assert self._file is not None, "the ledger is opened first"
-        line = json.dumps(asdict(entry)).encode() + b"\n"
-        while line:  # a disk that fills up takes the beginning of it, and refuses the rest
-            line = line[os.write(self._file, line) :]
+        write_all(self._file, json.dumps(asdict(entry)).encode() + b"\n")
         os.fsync(self._file)
         self._entries.append(entry)
 

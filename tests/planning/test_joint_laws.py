@@ -186,9 +186,14 @@ def test_many_layouts_of_many_replicas_that_each_serve_a_part_cost_what_single_o
     assert tracemalloc.get_traced_memory()[1] < 10e6
     tracemalloc.stop()
     plan = plan_on(
-        one, [lines[0].tolist()], [(0, 4)], micro_batches=[1] * count, micro_batch_samples=1, schedule="1f1b",
+        one,
+        [lines[0].tolist()],
+        [(0, 4)],
+        micro_batches=[1] * count,
+        micro_batch_samples=1,
+        schedule="1f1b",
         sync="sharded_ps",
-    )  # fmt: skip
+    )
     assert shared or found[0] == pytest.approx(simulate(one, plan).iteration_seconds)
     assert np.ptp(found) < 1e-6 * found[0]  # all devices agree, in whichever order
 

@@ -22,10 +22,17 @@ def engine_after(dtype: str, events: str) -> Any:
     """An engine's counters after steps that were good (g), overflowed (o) or had no finite loss (n)."""
     limits = SimpleNamespace(bad_losses=100)
     engine = SimpleNamespace(
-        scale=2.0**15 if dtype == "float16" else 1.0, skipped=0, bad_in_a_row=0, good=0,
-        settings=SimpleNamespace(limits=limits), together=True, layout=None, optimizer=None, parts=[],
+        scale=2.0**15 if dtype == "float16" else 1.0,
+        skipped=0,
+        bad_in_a_row=0,
+        good=0,
+        settings=SimpleNamespace(limits=limits),
+        together=True,
+        layout=None,
+        optimizer=None,
+        parts=[],
         assembly=SimpleNamespace(statistics=[]),
-    )  # fmt: skip
+    )
     count(engine, events)
     return engine
 
@@ -38,9 +45,18 @@ def count(engine: Any, events: str) -> None:
 def resumed(monkeypatch: pytest.MonkeyPatch, engine: Any, at: state.ReplicaProgress, dtype: str, written: str) -> Any:
     """`engine`, into which `at` was read; the paused attempt wrote that it computes in `written`."""
     pause = state.MidRoundCheckpoint(
-        federation="f", facility="a", seed=0, round=0, base_sha256="x", loss_received=1.0, seconds=1.0,
-        interruptions=0, replicas=[at], sync=[], compute_dtype=written,
-    )  # fmt: skip
+        federation="f",
+        facility="a",
+        seed=0,
+        round=0,
+        base_sha256="x",
+        loss_received=1.0,
+        seconds=1.0,
+        interruptions=0,
+        replicas=[at],
+        sync=[],
+        compute_dtype=written,
+    )
     monkeypatch.setattr(state, "load_checkpoint", lambda *_, **__: None)
     monkeypatch.setattr(resume, "replica_share", lambda *_, **__: 1)
     request: Any = SimpleNamespace(training=TrainingSettings(compute_dtype=dtype), state=Path())
@@ -57,9 +73,15 @@ def test_a_pause_changes_no_counter(monkeypatch: pytest.MonkeyPatch, events: str
     monkeypatch.setattr(resume, "together", lambda _: nullcontext())
     quiet, stopped = engine_after("float16", events + "g" * 3), engine_after("float16", events)
     progress = state.ReplicaProgress(
-        steps=len(events), position=0, optimizer_steps=stopped.good, losses=[], scale=stopped.scale,
-        skipped=stopped.skipped, samples=0.0, bad_in_a_row=stopped.bad_in_a_row,
-    )  # fmt: skip
+        steps=len(events),
+        position=0,
+        optimizer_steps=stopped.good,
+        losses=[],
+        scale=stopped.scale,
+        skipped=stopped.skipped,
+        samples=0.0,
+        bad_in_a_row=stopped.bad_in_a_row,
+    )
     again = resumed(monkeypatch, engine_after("float16", ""), progress, "float16", "float16")
     assert again.bad_in_a_row == stopped.bad_in_a_row
     count(again, "g" * 3)

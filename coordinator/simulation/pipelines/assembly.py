@@ -90,9 +90,8 @@ def _add_pipeline(
             lost = stall(replica, node.rank, drawn[node.rank])
             drawn[node.rank] += 1
         seconds = float(compute[node.kind, node.chunk, replica])
-        label = (
-            f"device {layout.grid[node.rank][replica]}", f"{LETTERS[node.kind]}{node.micro_batch}", node.chunk, replica
-        )  # fmt: skip
+        lane = f"device {layout.grid[node.rank][replica]}"
+        label = (lane, f"{LETTERS[node.kind]}{node.micro_batch}", node.chunk, replica)
         makes_gradients = number in chunk_of
         # Buckets that are sent while the rest is computed are tasks of their own.
         parts = pieces[node.chunk] if makes_gradients and layout.overlap else 1

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.files.durable import write_all
 from facility.exchange.files.locks import take_lock
 
 HEAD = "audit"
@@ -144,9 +145,7 @@ def _write(file: int, number: int, last: bytes, what: str, fields: dict[str, Any
     line = json.dumps(entry, allow_nan=False).encode()
     if len(line) >= LONGEST_LINE:
         line = json.dumps({key: entry[key] for key in OWN} | {"cut": len(line)}).encode()
-    done = 0
-    while done < len(line) + 1:
-        done += os.write(file, (line + b"\n")[done:])
+    write_all(file, line + b"\n")
     return line
 
 

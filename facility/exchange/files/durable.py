@@ -138,6 +138,12 @@ def append_lines(path: Path, lines: str) -> None:
     append_to(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644), lines)
 
 
+def write_all(handle: int, content: bytes) -> None:
+    """Write to an open file until all is there. Raises `OSError` on a full disk, which took the beginning."""
+    while content:
+        content = content[os.write(handle, content) :]
+
+
 def append_to(handle: int, lines: str) -> None:
     """Add lines to an open file, all or none, and close it. What a crash left of a line before stays a line alone."""
     try:
