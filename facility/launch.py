@@ -182,7 +182,7 @@ def _say(where: Place, why: str) -> None:
     )
 
 
-def show_failure(ending: Ending, tasks: Tasks) -> None:
+def show_failure(ending: Ending) -> None:
     """The first failing rank's last lines, once, after everything else; and whether to come back."""
     if ending.code:
         again = "; the same command, run again, goes on from the last checkpoint" if ending.code == TRANSIENT else ""
@@ -266,7 +266,7 @@ def main() -> int:
         limits=limits_from(arguments, tasks),
         notes=notes,
     )
-    show_failure(ending, tasks)
+    show_failure(ending)
     return ending.code
 
 

@@ -90,7 +90,7 @@ def first(job: Job) -> int:
         return Outcome.DONE
     job.notes.write("first", FAILED)
     ending = earliest(job, ending)
-    show_failure(ending, job.tasks)
+    show_failure(ending)
     again = ending.code == Outcome.CHECKPOINTED
     reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
     fail(

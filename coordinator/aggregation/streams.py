@@ -115,11 +115,6 @@ class Files:
         for future in futures:
             future.result()
 
-    def read_bytes(self, entry: TensorEntry, start: int, size: int, buffer: memoryview) -> memoryview:
-        view = buffer[:size]
-        read_exactly(self._descriptors[entry.file], view, entry.start + start, entry.file)
-        return view
-
     def will_need(self, entry: TensorEntry, start: int, count: int) -> None:
         """Tell the kernel to read ahead, so that the disk works while the arithmetic does."""
         for one in stored_of(entry):  # of a message, as much as of the values

@@ -241,7 +241,7 @@ def _build(lined: Lined) -> Federation:
         file=lined.file,
         deprecated=deprecated,
         closing=_closing(closing, declared),
-        limits=_limits(closing, declared),
+        limits=_limits(closing),
         even=_even(closing, declared),
         longest_queue_hours=LONGEST_QUEUE_HOURS if closing is None else closing.longest_queue_hours,
         **keys,
@@ -337,7 +337,7 @@ def _even(described: Rounds | None, declared: FederationFile) -> EvenSettings | 
     return EvenSettings(steps=described.steps, least_steps=described.least_steps, most_steps=described.most_steps)
 
 
-def _limits(described: Rounds | None, declared: FederationFile) -> LimitSettings | None:
+def _limits(described: Rounds | None) -> LimitSettings | None:
     """Deadline and node-hours, where `rounds:` is a mapping that names one."""
     if described is None or not (described.deadline or described.node_hours):
         return None

@@ -190,7 +190,7 @@ class Lined:
         if isinstance(value, TaggedScalar) or tag != "None":
             raise self.error(f"{path} has the YAML tag {tag}, expected plain data", path)
         if isinstance(value, CommentedMap):
-            return {self._key(value, key, path): self._below(value, key, path) for key in value}
+            return {self._key(value, key): self._below(value, key, path) for key in value}
         if isinstance(value, CommentedSeq):
             items = []
             for number, item in enumerate(value):
@@ -209,7 +209,7 @@ class Lined:
             raise self.error(f"{path} is the date {value}, expected text or a number: put it between quotes", path)
         raise self.error(f"{path} is a {type(value).__name__}, expected plain data", path)
 
-    def _key(self, mapping: CommentedMap, key: Any, path: str) -> str:
+    def _key(self, mapping: CommentedMap, key: Any) -> str:
         if not isinstance(key, str):
             line = mapping.lc.data[key][0] + 1 if key in mapping.lc.data else None
             raise ConfigurationError(f"key {key!r} is not plain text: put it between quotes", file=self.file, line=line)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from coordinator.report.markdown import markdown
 from coordinator.report.page import page
 from facility.exchange.files.durable import write_text
 
-Format = Literal["html", "md", "json"]
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "html": page,
     "md": markdown,

@@ -241,7 +241,7 @@ class _Account:
         self.queueing -= float(queued.sum())
         self.training -= float((left - queued + after(started, trained)).sum())
 
-    def draw(self, sites: _Sites, who: NDArray[np.intp], turns: _Turns, now: Array, number: int) -> None:
+    def draw(self, who: NDArray[np.intp], turns: _Turns, now: Array, number: int) -> None:
         """Add this turn to the timeline."""
         for place, facility in enumerate(who):
             moments = [float(now[place]), *(float(part[place]) for part in turns.parts)]
@@ -271,7 +271,7 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         account.add(turns)
         latest[:, idle] = begins, *turns.parts, turns.queueing
         if len(closes) < timeline_rounds:
-            account.draw(sites, idle, turns, begins, len(closes))
+            account.draw(idle, turns, begins, len(closes))
         end[idle], gave_up[idle], work[idle] = turns.end, turns.gave_up, turns.work
         last = federation.policy == "quorum" and len(closes) == federation.rounds - 1
         close = float(end.max()) if last else _close(federation, end, gave_up, now)
@@ -308,7 +308,7 @@ def _dropping(federation: Federation, sites: _Sites, timeline_rounds: int) -> Fe
         account.transferring -= float((turns.end - trained)[begun & ~arrived].sum())
         account.sat_out += int(own.gave_up.sum())
         if number < timeline_rounds:
-            account.draw(sites, everyone[begun], own, begins[begun], number)
+            account.draw(everyone[begun], own, begins[begun], number)
         waited += float((begins - free)[begun].sum())
         free = np.where(arrived, turns.end, np.where(begun, trained, free))
         took_part += good

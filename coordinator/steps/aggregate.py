@@ -56,7 +56,7 @@ def close_round(
         try:
             return commit(archive, settings, model, number, arrived, attempt)
         except Exception as error:
-            blamed = to_blame(error, archive, settings, model, arrived, number)
+            blamed = to_blame(error, archive, settings, model, arrived)
             if not blamed:
                 raise
             reason_text = clean(str(error) or repr(error))

@@ -18,7 +18,7 @@ from facility.exchange.messages.strict_json import clean
 
 
 def to_blame(
-    error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived, number: int
+    error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
 ) -> dict[str, str]:
     """The facilities whose updates made the round fail, and why; {} where no facility is at fault.
 

@@ -23,9 +23,6 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import read_manifest
 
-NAME = "coordinator"
-"""What rows of scores call this machine."""
-
 
 def scores(model: Path, round: int, settings: CoordinatorSettings) -> dict[str, Any]:
     """`results` and perhaps `problem`; {} where nothing is due."""

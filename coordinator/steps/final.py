@@ -25,7 +25,7 @@ def close_final(
     """After the last round: the final evaluation, then what the comparison of models asks for."""
     rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
     if read_manifest(model).kind == "model":
-        close_evaluation(archive, settings, arrived, rows)
+        close_evaluation(archive, arrived, rows)
     else:
         size = bytes_of(read_manifest(model))
         described = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
@@ -40,9 +40,7 @@ def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -
     return (model, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
 
 
-def close_evaluation(
-    archive: Archive, settings: CoordinatorSettings, arrived: Arrived, rows: list[FacilityRow]
-) -> None:
+def close_evaluation(archive: Archive, arrived: Arrived, rows: list[FacilityRow]) -> None:
     """Note what the facilities found of the final model."""
     reported = plausible(losses_by_model([*(entry.facilities for entry in archive.history()), rows]))
     archive.write_note(

@@ -15,7 +15,6 @@ is far longer than the facility's own walk is not applied. The coordinator sees 
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -31,7 +30,6 @@ from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard, add_shards, load_shards
 from facility.training.state import state
 
-log = logging.getLogger(__name__)
 KIND = "walk"
 """Of the tensors in the state directory."""
 LONGEST = 3.0

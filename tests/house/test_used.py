@@ -30,6 +30,8 @@ CALLERS = (
 FOR_USERS = {
     "facility/contract.py": "a trainer of one's own imports it (docs/how-to/own-trainer.md, examples/)",
 }
+BY_REGISTRY = ("CODEC", "DECLARATION", "SCHEDULER", "__all__")
+"""Constants that a registry, or Python, reads by their name."""
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -74,10 +76,55 @@ def _registers(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(isinstance(decorator, ast.Call) for decorator in function.decorator_list)
 
 
+def unread(root: Path, folders: Sequence[str] = ("",)) -> list[str]:
+    """Constants of the files of `folders` that neither their file reads nor another imports, as `file:name`."""
+    imported: set[tuple[str, str]] = set()
+    attributes: set[str] = set()
+    assigned: list[tuple[str, str, str]] = []
+    for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
+        name_of, tree = str(file.relative_to(root)), ast.parse(file.read_text())
+        own: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                own.add(node.id)
+            elif isinstance(node, ast.ImportFrom):
+                imported.update((node.module or "", alias.name) for alias in node.names)
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                attributes.add(f"{node.value.id}.{node.attr}")
+        module = name_of.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        targets = [target for node in tree.body for target in _targets(node)]
+        assigned += [(name_of, module, name) for name in targets if name not in own]
+    return [
+        f"{file}:{name}"
+        for file, module, name in assigned
+        if (module, name) not in imported and f"{module.rpartition('.')[2]}.{name}" not in attributes
+    ]
+
+
+def _targets(statement: ast.stmt) -> Iterator[str]:
+    """Names that a statement assigns."""
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        for node in (node for target in targets for node in ast.walk(target)):
+            if isinstance(node, ast.Name):
+                yield node.id
+
+
 def test_the_product_runs_all_it_holds():
     callers = "\n".join(file.read_text() for pattern in CALLERS for file in sorted(ROOT.glob(pattern)))
     found = unused(ROOT, ("coordinator", "facility"), callers)
     assert [one for one in found if one.partition(":")[0] not in FOR_USERS] == []
+
+
+def test_the_product_reads_every_constant_that_it_declares():
+    found = [one for one in unread(ROOT, ("coordinator", "facility")) if one.partition(":")[2] not in BY_REGISTRY]
+    assert found == []
+
+
+def test_a_constant_is_read_by_its_own_file_or_by_an_import(tmp_path: Path):
+    (tmp_path / "a.py").write_text("A = B = C = D = 1\nprint(A)\n")
+    (tmp_path / "b.py").write_text("import a\nfrom a import B\nfrom z import D\nE: int = a.C\n")
+    assert unread(tmp_path) == ["a.py:D", "b.py:E"]
 
 
 @pytest.mark.parametrize(

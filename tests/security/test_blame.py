@@ -104,7 +104,7 @@ def test_a_late_update_is_not_blamed_for_being_late(begun: tuple[Archive, list[P
         aggregation=AggregationSettings(rule="mean", maximum_staleness=1),
     )
     arrived = sort_out(updates, NAMES, 1)
-    found = blame.to_blame(InputError("too few updates"), archive, settings, model, arrived, 1)
+    found = blame.to_blame(InputError("too few updates"), archive, settings, model, arrived)
     assert found == {}
 
 

@@ -59,7 +59,9 @@ class _Best:
     def __init__(self, costs: Costs, stop: Stop) -> None:
         self.costs, self.stop = costs, stop
         self.matchings = Matchings(costs)
-        self.cost, self.stages, self.start = np.inf, [], ""  # type: float, Stages, str
+        self.cost: float = np.inf
+        self.stages: Stages = []
+        self.start = ""
         self.curve: list[tuple[float, int, float]] = []
         self.seen: set[tuple[tuple[int, ...], ...]] = set()
 

@@ -6,11 +6,6 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-Array = NDArray[np.float64]
-
 
 @dataclass(frozen=True, slots=True)
 class Span:

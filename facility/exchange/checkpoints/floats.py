@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from facility.exchange.checkpoints import native
 
 Array = NDArray[Any]
-FLOATS = ("F64", "F32", "F16", "BF16")
 STORAGE: dict[str, Any] = {
     "F64": np.dtype("<f8"),
     "F32": np.dtype("<f4"),
