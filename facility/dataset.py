@@ -119,7 +119,7 @@ class Pixels:
 
     @property
     def values(self) -> int:
-        """Of one image."""
+        """Values of one image: channels x height x width."""
         return self.channels * self.height * self.width
 
 

@@ -97,7 +97,7 @@ def describe(aggregation: Aggregation) -> RoundRecord:
 
 
 def _inner_products(aggregation: Aggregation) -> Array | None:
-    """Of the steps, over all elements; estimated from the sample. None: nothing was measured."""
+    """Inner products of the steps over all elements, estimated from the sample; None where nothing was measured."""
     known = aggregation.measured or (aggregation.passed if aggregation.settings.statistics != "off" else None)
     if known is None:
         return None

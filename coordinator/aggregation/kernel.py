@@ -164,7 +164,7 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
 
 
 def _read(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSums) -> _Part:
-    """The same elements of every source."""
+    """Read the elements of one cut from every source."""
     name, begin, count, updates = cut.name, cut.begin, cut.count, len(work.plain)
     if buffers.reader is None or buffers.reader.name != name:
         as_stored = work.as_stored(name)

@@ -159,7 +159,7 @@ def factors_from(place: Place, means: Array, largest: float) -> Factors | None:
 
 
 def received_by(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Factors]:
-    """Those that the facilities began with."""
+    """Second moments in `directory` that the facilities began the round with; {} where it holds none."""
     return read_factors(directory, shapes)[0] if has_factors(directory) else {}
 
 

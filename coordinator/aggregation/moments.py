@@ -80,7 +80,7 @@ class Averaging:
         return self.received is not None and self.received.has(moment)
 
     def common(self) -> list[Moment]:
-        """Of each moment the form that most updates have it in."""
+        """Every moment, in the form that most updates have it in."""
         found: dict[tuple[str, bool], Counter[Moment]] = {}
         for _, stored, _ in self.members:
             for key, moment in stored.moments.items():

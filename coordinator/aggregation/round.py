@@ -85,7 +85,7 @@ class Aggregation:
 
     @property
     def work(self) -> list[float] | None:
-        """Of each update, where facilities did unlike amounts of it."""
+        """Amount of work behind each update, where facilities did unlike amounts; None: all count alike."""
         work = self.request.work
         return None if work is None else [work.get(name, 1.0) for name in self.names]
 
@@ -96,7 +96,7 @@ class Aggregation:
 
     @property
     def number(self) -> int:
-        """Of the round, from 0."""
+        """Number of the round, from 0."""
         return self.sent.round if self.sent else 0
 
     def clock(self, stage: str) -> None:

@@ -32,16 +32,16 @@ from facility.exchange.checkpoints.second_moments import (
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a round's second moments are held to."""
+    """Bounds on the second moments that facilities send in one round, by parameter."""
 
     most: dict[str, float] = field(default_factory=dict)
-    """The largest mean of a parameter's."""
+    """Largest mean of second moments that a facility may send; no bound for parameters that are not here."""
     apart: frozenset[str] = frozenset()
-    """Parameters whose are not sent."""
+    """Parameters whose second moments are not sent: the two facilities that bring them differ too much."""
     received: Mapping[str, Factors] = field(default_factory=dict)
-    """Those that the round began with."""
+    """Second moments that the round began with."""
     share: float = 0.0
-    """Least share of each of those."""
+    """Least part of each of `received` that must be left in what a facility sends."""
 
     def held(self, name: str, one: Factors) -> Factors:
         """A facility's second moments of a parameter within the limits; themselves where they are."""
@@ -79,7 +79,7 @@ def write_second_moments(aggregation: Aggregation, model: Path) -> None:
 
 
 def _found(aggregation: Aggregation) -> Iterator[tuple[str, dict[str, Factors] | None, float]]:
-    """Of each update its facility, the factors of federated parameters (None: it brings none) and its steps."""
+    """(facility, factors of federated parameters, steps) by update; factors are None where it brings none."""
     for update in aggregation.opened:
         found = read_second_moments(update.directory, update.checkpoint, update.facility)
         factors, seen = found if found is not None else (None, 0.0)
@@ -88,7 +88,7 @@ def _found(aggregation: Aggregation) -> Iterator[tuple[str, dict[str, Factors] |
 
 
 def _limits(aggregation: Aggregation) -> Limits:
-    """By parameter; one that a single facility brings has none."""
+    """The bounds of this round; a parameter that a single facility brings has none."""
     means: dict[str, list[float]] = {}
     kept: list[float] = []
     for update, (_, factors, _) in zip(aggregation.opened, _found(aggregation), strict=True):
@@ -111,7 +111,7 @@ def _limits(aggregation: Aggregation) -> Limits:
 
 
 def _received(aggregation: Aggregation) -> dict[str, Factors]:
-    """Those that went out with the model that the round began with."""
+    """Second moments sent out with the model that the round began with; {} where it had none."""
     if not has_factors(aggregation.whole.directory):
         return {}
     return read_factors(

@@ -195,7 +195,7 @@ class AggregationSettings:
         return fewest_updates(self.aggregation_rule, self.values_of(RULES.get(self.aggregation_rule)))
 
     def without_optimizer(self) -> AggregationSettings:
-        """The same with the step added as it is."""
+        """These settings without a server optimizer: the step is added to the model as it is."""
         names = {p.name for p in RULES.get(self.aggregation_rule).parameters if not isinstance(p, str)}
         changes: dict[str, Any] = {
             "rule": self.aggregation_rule,

@@ -22,7 +22,7 @@ from facility.exchange.errors import CheckpointError, UpdateRefused
 
 
 def squared_gradients(aggregation: Aggregation) -> RowsOfUpdates | None:
-    """Those of the round; None where an update brings no second moments as row and column means."""
+    """Squared gradients of the round's updates; None where one brings no second moments as row and column means."""
     if aggregation.request.unmasking is not None:
         return None
     if not all(has_factors(update.directory) for update in aggregation.opened):

@@ -76,7 +76,7 @@ class Files:
         return np.frombuffer(view, STORED[entry.dtype])
 
     def decode(self, entry: EncodedTensor, start: int, base: Array, buffer: memoryview) -> Array:
-        """The same of an encoded tensor; `base`: the same elements of its reference, as stored."""
+        """Elements of an encoded tensor from `start` on; `base`: the same elements of its reference, as stored."""
         values = np.frombuffer(buffer[: len(base) * ITEM_BYTES[entry.dtype]], STORED[entry.dtype])
         widen(base, entry.reference.dtype, values)
         add_difference(entry, start, values, self.read_into)
@@ -88,7 +88,7 @@ class Files:
         return self._hashers is not None
 
     def descriptor(self, entry: TensorEntry) -> int:
-        """Of the tensor's open file."""
+        """Descriptor of the open file that holds a tensor."""
         return self._descriptors[entry.file]
 
     def read_into(self, entry: TensorEntry, offset: int, view: memoryview) -> None:

@@ -130,7 +130,7 @@ def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False
 
 
 def waited_by_facility(entries: Iterable[Entry]) -> dict[str, float]:
-    """Those node-seconds of each facility whose jobs were submitted ahead and have begun."""
+    """Node-seconds that jobs submitted ahead waited for their models, by facility that has such jobs."""
     waits: dict[str, list[Entry]] = {}
     for one in entries:
         if one.kind == "waited":

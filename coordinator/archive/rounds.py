@@ -130,7 +130,7 @@ class FacilityRow:
 
     @property
     def nodes(self) -> int:
-        """Of its job, by the node-seconds and seconds that it reported; 1 where they say nothing."""
+        """Nodes of the facility's job, from the node-seconds and seconds that it reported; 1 where they say nothing."""
         reported = float(self.usage.get("node_seconds") or self.seconds)
         return max(1, round(min(reported / self.seconds, MOST_NODES))) if self.seconds > 0 else 1
 

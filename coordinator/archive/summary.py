@@ -201,7 +201,7 @@ def has_accuracy(data: Mapping[str, Any]) -> bool:
 
 
 def accuracies(row: Mapping[str, Any]) -> list[str]:
-    """Of the received and the returned model, as shares."""
+    """Accuracies of the received and the returned model, as text."""
     return [number(row.get("accuracy_received")), number(row.get("accuracy_returned"))]
 
 
@@ -241,7 +241,7 @@ def one_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def median_of(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
-    """Of the rows that have a figure; None where none has."""
+    """Median of the figure `key` over the rows that have it; None where none has."""
     known = [row[key] for row in rows if row.get(key) is not None]
     return statistics.median(known) if known else None
 

@@ -24,7 +24,7 @@ def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
 
 
 def task_of_rows(rows: Iterable[FacilityRow]) -> str:
-    """The same from rows alone; '' if none reports it, or none has a majority."""
+    """The task that most of these rows report; '' if none reports one, or none has a majority."""
     tasks = [row.task for row in rows if row.status == "ok"]
     found = Counter(words_of(task) for task in tasks if task).most_common(1)
     if not found or 2 * found[0][1] <= len(tasks):

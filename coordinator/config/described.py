@@ -62,7 +62,7 @@ def _of_facility(federation: Federation, facility: Facility) -> dict[str, Any]:
 
 
 def _given(facility: Facility, *names: str) -> dict[str, Any]:
-    """Those that are not the defaults."""
+    """Fields `names` of a facility that differ from their defaults."""
     defaults = Facility(name=facility.name, dataset=facility.dataset)
     return {name: one for name in names if (one := getattr(facility, name)) != getattr(defaults, name)}
 

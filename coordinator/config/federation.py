@@ -287,8 +287,11 @@ def _check_keys(data: Mapping[str, Any]) -> None:
 
 
 def _chosen(federation: Federation, given: dict[str, Any], given_training: list[dict[str, Any]]) -> Federation:
-    """The same with measured values for `auto`. `given`: the `aggregation:` section as written, and each facility's
-    `training:` with the federation's under it."""
+    """The federation with measured values for `auto`.
+
+    `given`: the `aggregation:` section as written; `given_training`: each facility's `training:` with the federation's
+    under it.
+    """
     training = [facility.training for facility in federation.facilities]
     own = check_trainers({one.name: (federation.trainer_of(one), one.training) for one in federation.facilities})
     if own and federation.even is not None:

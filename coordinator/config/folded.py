@@ -14,7 +14,7 @@ COMMON = "common"
 
 
 def folded(described: Mapping[str, Any]) -> dict[str, Any]:
-    """The same description (`coordinator.config.described`), with what is alike in all facilities written once."""
+    """A description (`coordinator.config.described`) in which what is alike in all facilities is written once."""
     facilities: Mapping[str, Mapping[str, Any]] = described["facilities"]
     texts = [{key: json.dumps(value, sort_keys=True) for key, value in one.items()} for one in facilities.values()]
     alike = set.intersection(*(set(one.items()) for one in texts)) if texts else set()

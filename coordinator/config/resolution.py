@@ -37,7 +37,7 @@ def resolve_aggregation(
 
 
 def _resolved_rule(given: Mapping[str, Any], settings: AggregationSettings, choice: Choice) -> AggregationSettings:
-    """The same for `rule` and what goes with it."""
+    """The settings with `rule: auto`, and the keys in `OUTER` that go with it, replaced."""
     if settings.rule != AUTO:
         return settings
     if settings.lora == "product":

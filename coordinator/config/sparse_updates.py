@@ -56,7 +56,7 @@ def for_sparse_updates(choice: Choice, settings: AggregationSettings, sending: S
 def sending_of(
     sending: SendingSettings, given: Collection[str], training: Sequence[TrainingSettings]
 ) -> SendingSettings:
-    """The same with models sent by what has changed of them, where updates are sparse and no encoding is `given`."""
+    """`sending` with a lossless encoding of what changed, where updates are sparse and no encoding is `given`."""
     if "encoding" in given or not are_sparse(training):
         return sending
     return dataclasses.replace(sending, encoding=LOSSLESS)

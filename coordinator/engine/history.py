@@ -23,7 +23,7 @@ class History:
         return list(self._rounds)
 
     def words(self) -> TaskWords:
-        """Of the task that most facilities told so far, else of the one that the model is made for."""
+        """Words for the task that most facilities reported so far, else for the one that the model is made for."""
         rounds = self.rounds()
         if self._words is None:
             self._words = words_of(task.task_of(self._archive, rounds))

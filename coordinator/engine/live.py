@@ -125,7 +125,7 @@ def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
 
 
 def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
-    """The same as plain lines."""
+    """The live view as plain lines, for a console without a display."""
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
     lines = [f"{name}: {sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
@@ -134,7 +134,7 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
 
 
 def _whose(state: str, names: list[str]) -> str:
-    """Of those that need attention, names too."""
+    """How many facilities are in a state; for those that need attention, their names too."""
     return f"{len(names)} facilities" + ("" if state in STATES else f" ({names_of(names)})")
 
 

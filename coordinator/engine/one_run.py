@@ -77,7 +77,7 @@ def only_renderer(federation: Federation) -> Iterator[tuple[int, ...]]:
 
 @contextmanager
 def only_renderer_where_runs_are(federation: Federation) -> Iterator[None]:
-    """The same for a command that runs nothing: where there was no run, no lock is left."""
+    """Hold the locks of `only_one` and `only_renderer` where they exist: a command that runs nothing leaves no lock."""
     with (
         only_one(federation) if lock_of(federation).exists() else nullcontext(),
         only_renderer(federation) if (federation.file.parent / RENDERED_LOCK).exists() else nullcontext(),

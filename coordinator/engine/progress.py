@@ -160,7 +160,7 @@ class Progress:
         return f"round {event['round']}: {event['delivered']} have delivered, the quorum; it {stays} ({event['why']})"
 
     def _on_late(self, event: Event) -> str:
-        """Its job goes on, and with it what is known of it."""
+        """Keep what is known of a late facility's job, which goes on."""
         name, self._late[event["facility"]] = event["facility"], int(event["round"])
         if name in self.states and self.states[name] in ("training", "waiting"):
             self.states[name] = self.live[name].state = LATE

@@ -28,7 +28,7 @@ from facility.exchange.messages.strict_json import clean
 
 
 def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
-    """The same settings that each facility was given, with the coordinator's own file of signers."""
+    """Masking settings as each facility was given them, with the coordinator's own file of signers."""
     privacy, aggregation = settings.masks, settings.aggregation
     assert privacy is not None and not isinstance(aggregation.weights, dict)
     return MaskingSettings(

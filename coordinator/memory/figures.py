@@ -72,7 +72,7 @@ class ModelFigures:
         return sum(map(math.prod, self.trained_shapes(training)))
 
     def trained_shapes(self, training: TrainingSettings) -> list[tuple[int, ...]]:
-        """Of the tensors that are trained; empty where they are not known."""
+        """Shapes of the tensors that are trained; empty where they are not known."""
         return [shape for _, shape in self.trained_tensors(training)]
 
     def trained_tensors(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
@@ -84,7 +84,7 @@ class ModelFigures:
         ]
 
     def _own_or_adapters(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
-        """The same with those that are frozen: all that an update may hold."""
+        """Names and shapes of all tensors that an update may hold, frozen ones included."""
         lora = training.lora
         if not lora.rank:
             return [(name, tuple(shape)) for name, shape in self.shapes.items()]
@@ -185,7 +185,7 @@ class ModelFigures:
         return round(declared_codec(encoding).message_bytes(values, density))
 
     def travelling_at_most(self, full: int, encoding: str, density: float, changed: int | None = None) -> int:
-        """The same at most, for disks: a lossless message is as large as what changed asks for."""
+        """Most bytes that a message can have, for disks: a lossless one is as large as what changed asks for."""
         if encoding == FULL:
             return full
         values = self.parameters if changed is None else changed

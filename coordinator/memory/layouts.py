@@ -49,7 +49,7 @@ def layouts_of_settings(
 def layouts_of_plan(
     plan: Plan, training: TrainingSettings, *, tokens: int, vocabulary: int, device: str
 ) -> dict[int, RankLayout]:
-    """Of each device of a plan, by its number."""
+    """Layout of the rank on each device of a plan, by the device's number."""
     shards = training.layout.shards or 1
     pipelined = plan.stages * plan.virtual_stages > 1
     spans = [(first, end) for first, end in plan.stage_units] if pipelined else []

@@ -21,7 +21,7 @@ HEAD = re.compile(r"(^|\.)(lm_head|embed_out|score|classifier)\.weight$")
 
 
 def dimensions_of(model: ModelFigures) -> Dimensions:
-    """Of a model, as the law of memory takes them."""
+    """Dimensions of a model as the memory prediction takes them, from its checkpoint."""
     gated = any(".gate_proj." in name for name in model.shapes)
     return Dimensions(
         hidden=model.hidden,
@@ -86,7 +86,7 @@ def _adapter(module: str, unit: int, outputs: int, inputs: int, rank: int, half:
 
 
 def _held_bytes(model: ModelFigures, training: TrainingSettings, name: str) -> float:
-    """Of a frozen linear layer's weight below adapters: quantised, in half precision as it is stored, or float32."""
+    """Bytes a value of a frozen linear layer: quantised, half precision as stored, or float32."""
     lora = training.lora
     if lora.quantize_base != "none":
         return lora.base_bytes

@@ -75,7 +75,7 @@ def _is_matrix(one: Weight) -> bool:
 
 
 def operations(held: Sequence[Weight], attention: float, *, trained: bool) -> Operations:
-    """Of the products with `held`, and of attention; `trained`: as if all weights were."""
+    """Operations a token of the products with `held` and of attention; `trained`: as if all weights were."""
     forward, backward = attention, 2 * attention
     for one in held:
         if not _is_matrix(one):

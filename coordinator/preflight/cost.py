@@ -151,7 +151,7 @@ def jobs_of(federation: Federation) -> int:
 
 
 def told_jobs(federation: Federation) -> str:
-    """The same in words."""
+    """Rounds and final evaluation, whose jobs a facility runs, in words."""
     final = " and the final evaluation" if federation.final_evaluation else ""
     return f"{federation.rounds} rounds{final}"
 

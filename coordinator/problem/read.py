@@ -49,7 +49,7 @@ def problem_from_json(
     defaults: Mapping[str, Any] | None = None,
     file: Path | str | None = None,
 ) -> AnyProblem:
-    """The same from plain values."""
+    """A planning problem from plain values, as JSON gives them. Raises `ConfigurationError`."""
     if not isinstance(raw, dict):
         raise ConfigurationError(f"a problem is {raw!r:.60}, expected a mapping", file=file)
     try:

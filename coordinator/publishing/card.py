@@ -35,7 +35,7 @@ NO_GUARANTEE = "no differential privacy was applied, so that a published model m
 
 
 def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[str, str]) -> ModelCard:
-    """Of the published model; `data` is the report's, `files` has the SHA-256 of the files beside it."""
+    """The published model's card; `data` is the report's, `files` has the SHA-256 of the files beside it."""
     names = public_names(federation, data["facilities"])
     title = federation.title or federation.name
     languages = sorted({language for one in federation.facilities for language in one.public.languages})
@@ -273,7 +273,7 @@ def rule_of(records: Sequence[Mapping[str, Any]]) -> str:
 
 
 def model_digest(data: Mapping[str, Any]) -> str:
-    """Of the published model, as the archive's manifest has it."""
+    """Digest of the published model, as the archive's manifest has it."""
     return named_digests(data)[published_name(data)]
 
 

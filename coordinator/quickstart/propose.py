@@ -108,7 +108,7 @@ def install(survey: Survey) -> Install:
 
 
 def python_version(survey: Survey) -> str:
-    """Of the interpreter that `install` chooses, for a bundle."""
+    """Version of the interpreter that `install` chooses, such as `3.11`, for a bundle."""
     recent = [one.version for one in survey.pythons if one.recent]
     versions = [recent[0]] if recent else [version_of(name)[:2] for name in install(survey).modules]
     return ".".join(map(str, versions[0])) if versions else "3.11"

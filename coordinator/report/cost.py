@@ -32,7 +32,7 @@ def costs(rows: Sequence[dict[str, Any]], names: Sequence[str], carbon: float) -
 
 
 def with_waiting(cost: dict[str, Any], entries: Sequence[Entry]) -> dict[str, Any]:
-    """The same with `waited_node_hours`, part of `node_hours`: of jobs that waited for their model; None: none did."""
+    """`cost` with `waited_node_hours`, a part of `node_hours`: of jobs that waited for their model (None: none did)."""
     facilities = {name: dict(one) for name, one in cost["facilities"].items()}
     waits: dict[str, list[Entry]] = {}
     for entry in entries:

@@ -311,7 +311,7 @@ def _failure(number: int | None, facility: str, status: str, reason: str, done: 
 
 
 def _versions(rows: Sequence[Row], own_name: str) -> dict[str, dict[str, str]]:
-    """Of the coordinator and, from their latest reports, of the facilities."""
+    """Versions of packages at the coordinator and, from their latest reports, at the facilities."""
     here = {"crossfed": __version__, "python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -113,7 +113,7 @@ def _entries(archive: Path) -> list[Entry]:
 
 
 def _idle(snapshot: Snapshot | None) -> list[str]:
-    """That no run goes on, where none does: what is said of jobs was so when the last one ended."""
+    """A line that says that no run goes on, where none does: states of jobs are then those at the last one's end."""
     if snapshot is None:
         return ["  No run goes on, and the work directory knows of none before."]
     if not snapshot.alive:

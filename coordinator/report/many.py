@@ -64,7 +64,7 @@ def for_display(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def most(found: Mapping[str, T], key: Callable[[T], float]) -> dict[str, T]:
-    """Those with the largest `key`, largest first; equal ones in their order."""
+    """The `SHOWN` entries with the largest `key`, largest first; equal ones in their order."""
     return dict(sorted(found.items(), key=lambda item: -key(item[1]))[:SHOWN])
 
 

@@ -193,9 +193,9 @@ def cell(data: Mapping[str, Any], row: str, model: str) -> str:
 
 
 def cells(data: Mapping[str, Any], row: str) -> list[tuple[str, str, str, str]]:
-    """Of one data set: model, perplexity or loss, interval, and how its loss differs from the global model's.
+    """Rows for one data set: model, perplexity or loss, interval, and how its loss differs from the global model's.
 
-    Of many facilities: the facility's own models, and the best of the others.
+    Among many facilities: the facility's own models, and the best of the others.
     """
     words = words_of(data.get("task", ""))
     found = {one["model"]: one for one in data["matrix"]["cells"] if one["data"] == row}
@@ -226,7 +226,7 @@ def _difference(less: Sequence[float] | None) -> str:
 
 
 def normal_interval(score: Mapping[str, Any]) -> str:
-    """Of a task's score, from its standard error; '' where there is none."""
+    """95 % interval of a task's score by the normal distribution; '' where it has no standard error."""
     error = score.get("stderr")
     return f"{score['value'] - 1.96 * error:.3f} to {score['value'] + 1.96 * error:.3f}" if error is not None else ""
 

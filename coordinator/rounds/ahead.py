@@ -56,7 +56,7 @@ def remembered_placeholder(workdir: Path, facility: str) -> Placeholder | None:
 
 
 def facilities_ahead(workdir: Path) -> set[str]:
-    """Those with a placeholder that is remembered."""
+    """Facilities whose placeholder job is remembered in the work directory."""
     return {path.stem for path in (Path(workdir) / FOLDER).glob("*.json")}
 
 
@@ -67,7 +67,7 @@ def write_seen(workdir: Path, facility: str, seen: Seen) -> None:
 
 
 def read_seen(workdir: Path, facility: str) -> Seen:
-    """Of earlier runs; nothing where it cannot be read."""
+    """What earlier runs saw of a facility's queue; an empty record where it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         raw = json.loads((Path(workdir) / FOLDER / f"{SEEN}/{facility}.json").read_text(encoding="utf-8"))
         waits, spans, runs = ([float(one) for one in raw[name]] for name in ("waits", "spans", "runs"))

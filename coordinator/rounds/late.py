@@ -147,7 +147,7 @@ def add_time(workdir: Path, number: int, facility: str, seconds: float) -> None:
 
 
 def read_times(workdir: Path) -> dict[int, dict[str, float]]:
-    """Those of earlier runs; {} where nothing can be read."""
+    """Job times of earlier runs, by round and facility; {} where nothing can be read."""
     found: dict[int, dict[str, float]] = {}
     folder = Path(workdir) / FOLDER
     with suppress(OSError, ValueError, AttributeError, TypeError):

@@ -42,7 +42,7 @@ def order(model: Path, settings: CoordinatorSettings) -> None:
 
 
 def order_or_tell(model: Path, settings: CoordinatorSettings) -> None:
-    """The same in a step that must not fail: without a signature, facilities that want one refuse the round."""
+    """Sign the order, in a step that must not fail: without a signature, facilities that want one refuse the round."""
     try:
         order(model, settings)
     except (CrossFedError, OSError) as error:

@@ -27,7 +27,7 @@ def averaged_as_encoded(settings: CoordinatorSettings) -> bool:
 
 
 def averages_encoded(federation: Federation) -> bool:
-    """The same of a federation."""
+    """Whether the averaging pass of a federation, as described, decodes updates from their messages."""
     comparison = federation.evaluation.comparison(masked=bool(federation.masks))
     return federation.closing is None and not federation.masks and not _keeps_updates(comparison)
 

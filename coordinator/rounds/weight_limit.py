@@ -36,7 +36,7 @@ class WeightLimit:
 
 
 def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -> WeightLimit | None:
-    """Of `facility`, which trains `model`; None where nothing bounds a sequence, or nothing is to be bounded."""
+    """Limit for `facility`, which trains `model`; None where nothing bounds a sequence, or nothing is to be bounded."""
     sequences = settings.sequences.get(facility, 0)
     longest = settings.claims.sequence_tokens or longest_sequence(model)
     if settings.claims.action == "off" or not sequences or not longest:

@@ -33,7 +33,7 @@ class Firecrest(Requests, BatchScheduler):
     output_file = "crossfed-job.log"
 
     def read_listing(self, text: str) -> list[Job]:
-        """Those of the list that have not ended."""
+        """Jobs of the listing that have not ended."""
         found = [one for one in _jobs(text) if one["state"] not in self.terminal]
         return self.jobs((one["id"], one["state"], one["reason"]) for one in found)
 

@@ -178,7 +178,7 @@ def _read(text: str) -> Any:
 
 
 def _without_variables(text: str) -> str:
-    """The same with an empty environment of every job."""
+    """The answer with an empty environment of every job."""
     kept, end = [], ""
     for line in text.splitlines():
         if not end and (begins := VARIABLES.fullmatch(line.rstrip())):

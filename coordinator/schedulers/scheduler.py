@@ -138,7 +138,7 @@ class Scheduler(ABC):
         """Shell line that cancels only those that have not begun."""
 
     def line(self, command: str) -> str:
-        """The same command with all that it prints in one stream."""
+        """The shell line of a command that prints everything in one stream."""
         return f"{{ {command}; }} 2>&1"
 
     def is_answer(self, text: str, code: int) -> bool:
@@ -155,7 +155,7 @@ class Scheduler(ABC):
         return self.jobs(found)
 
     def jobs(self, rows: Iterable[tuple[str, str, str]]) -> list[Job]:
-        """Those of rows of id, state and reason whose id is one of this scheduler's."""
+        """Jobs from rows of (id, state, reason); rows whose id is not of this scheduler's form are left out."""
         return [self.job(*row) for row in rows if self.job_id.fullmatch(row[0])]
 
     def job(self, id: str, state: str, reason: str) -> Job:
@@ -254,7 +254,7 @@ class BatchScheduler(Scheduler):
         """How it ended; None when the answer does not say so."""
 
     def ended(self, states: Mapping[str, str], ids: Iterable[str]) -> list[str]:
-        """Those of `ids` for which the scheduler named an end."""
+        """The `ids` whose state is terminal, or which the scheduler no longer knows."""
         return [one for one in ids if states.get(one) in self.terminal or states.get(one) == FORGOTTEN]
 
     def limit_runs(self, state: str) -> bool:

@@ -61,7 +61,7 @@ class CommonEnds:
         return np.where(self.known[who], np.clip(steps, self.least[who], self.most[who]), 1.0)
 
     def began(self, who: Indices, beside: Array, back: Array) -> None:
-        """Of jobs under way: seconds that they will have needed beside training, and of their update's way."""
+        """Note jobs under way: the seconds that they need beside training, and those of their update's transfer."""
         self._beside[who], self._back[who] = beside, back
 
     def arrived(self, who: Indices) -> None:

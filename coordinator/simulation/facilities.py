@@ -78,7 +78,7 @@ class _Turns:
     """Moments: model there, job started (the last attempt), trained, update there."""
 
     def where(self, chosen: NDArray[np.bool_]) -> _Turns:
-        """Those of some of the facilities."""
+        """The turns of the facilities that `chosen` selects."""
         return _Turns(
             end=self.end[chosen],
             gave_up=self.gave_up[chosen],

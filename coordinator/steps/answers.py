@@ -48,7 +48,7 @@ def check_masked(
     patterns: Patterns,
     moments: MaskedMoments | None,
 ) -> None:
-    """The same for a masked update, whose values cannot be checked.
+    """Check a masked update but for its values, which cannot be read. Raises `UpdateRefused` or `ManifestError`.
 
     `moments`: how its second moments are masked; None: it holds none.
     """
@@ -74,7 +74,7 @@ def check_masked(
 
 
 def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
-    """The same for the final evaluation, which is a report without weights."""
+    """Check the answer to a final evaluation: a report without weights. Raises `UpdateRefused` or `ManifestError`."""
     manifest = verify_manifest(update)
     check_run(manifest, sent, facility)
     check_identity(manifest, sent.manifest, facility, round)
@@ -96,7 +96,7 @@ def check_no_weights(update: Path, facility: str) -> None:
 def check_answer(
     update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None, *, masked: bool
 ) -> None:
-    """The same for what a comparison asked for: figures, or, unless `masked`, a model that was trained alone."""
+    """Check the answer to a comparison: figures, or, unless `masked`, a model that was trained alone."""
     if checked(read_manifest(update), sent.manifest, facility) and not masked:
         check_update(
             update,

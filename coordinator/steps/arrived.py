@@ -60,7 +60,7 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
 
 
 def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
-    """The same without the update of one facility, whose failure it becomes."""
+    """What arrived without the update of one facility, which counts as failed with this reason."""
     failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
     return dataclasses.replace(
         arrived,

@@ -44,7 +44,7 @@ def decide(
 
 
 def decide_after(settings: CoordinatorSettings, reported: Sequence[Told]) -> Decision:
-    """The same after the last of the rounds of which these losses were `reported` (and are plausible)."""
+    """Decide after the last of the rounds whose losses were `reported` (and are plausible)."""
     late, losses = carries(settings.closing), global_losses(reported)
     known = until_known(losses) if late else losses
     return decide(settings, known, without_each(reported, latest=late), done=len(losses))

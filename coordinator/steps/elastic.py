@@ -71,7 +71,7 @@ class Ends:
 
 
 def loads_of(facilities: Sequence[Elastic]) -> Loads:
-    """The same facilities as arrays."""
+    """The facilities as arrays, a row each."""
     waits = np.full((len(facilities), max(len(one.waits) for one in facilities)), np.nan)
     for row, one in zip(waits, facilities, strict=True):
         row[: len(one.waits)] = np.asarray(one.waits) + one.pace.fixed_seconds

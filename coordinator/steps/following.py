@@ -67,7 +67,7 @@ def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
 def within(
     archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, decision: Decision, now: float
 ) -> tuple[RoundFile, Decision, Exceeded | None]:
-    """The same, or the end where another round is expected to exceed the deadline or the node-hours."""
+    """Round and decision as given, or the end where another round is expected to exceed deadline or node-hours."""
     if settings.limits is None or not decision.proceed:
         return round_file, decision, None
     found = exceeded_in(archive, settings, [*archive.history(), round_file], now)

@@ -24,7 +24,7 @@ Told = Mapping[str, float]
 
 
 def plausible(reported: Sequence[Told]) -> list[dict[str, float]]:
-    """The same rounds without the losses that are implausible given the other facilities'.
+    """Reported losses by round, without those that are implausible given the other facilities'.
 
     A change is measured against the facility's own last loss or its last plausible one, whichever is nearer. Of two
     facilities that disagree, the one that changed more is left out; of two newcomers, the one with the larger loss.
@@ -114,7 +114,7 @@ def losses_of(entry: RoundFile) -> dict[str, float]:
 
 
 def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
-    """The same of rows; those of older archives hold perplexities only."""
+    """Losses of the received model by facility; rows of older archives hold perplexities only."""
     losses = {}
     for row in rows:
         if row.status == "ok" and row.loss_received is not None:

@@ -164,8 +164,8 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
 
 
 def as_delivered(jobs: Jobs, history: Sequence[RoundFile]) -> dict[tuple[int, str], float]:
-    """The same by the round that averaged what a job left, whose report counts it: a late one was seen in earlier
-    rounds, and would be paid for there as well."""
+    """Job seconds by the round that averaged what a job left: a late job was seen in earlier rounds too, and would be
+    paid for there as well."""
     found = dict(jobs)
     for entry in history:
         for row in entry.facilities:

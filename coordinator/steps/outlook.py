@@ -125,7 +125,7 @@ def outlook(
     history: Sequence[RoundFile] | None = None,
     entries: Sequence[Entry] | None = None,
 ) -> Outlook:
-    """Of a federation with `steps: elastic`; `history` and `entries` are its archive's unless they are given.
+    """What `steps: elastic` is expected to mean; `history` and `entries` are the archive's unless they are given.
 
     `queues`: seconds that a facility's jobs are to wait in place of those seen. Raises `ConfigurationError` where it
     names no facility.
@@ -212,7 +212,7 @@ def _varies(ends: Ends) -> float:
 
 
 def _with_queues(ends: Ends, queues: Mapping[str, float], nominal: Mapping[str, int]) -> Ends:
-    """The same with each named facility's jobs waiting so long, beside what is their own."""
+    """`ends` with the jobs of each named facility waiting so long, beside what is their own."""
     facilities = {
         name: replace(one, waits=[queues[name] + one.own_seconds]) if name in queues else one
         for name, one in ends.facilities.items()

@@ -165,7 +165,7 @@ class AheadQueue(PatientQueue):
         return f"{self.template_map.get_command('', location.service)}{vars(service) if service else ''!r}"
 
     def _beside(self, location: ExecutionLocation) -> ExecutionLocation:
-        """The same place, under whose service jobs have the name of those that are ahead."""
+        """The location with a service whose jobs have the name of those submitted ahead."""
         service = self.services.get(location.service) if location.service else None
         name: str | None = getattr(service, "jobName", None)
         if service is None or not name:

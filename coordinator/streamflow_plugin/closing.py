@@ -56,7 +56,7 @@ KEPT_TIMES = 16
 
 
 def latest(times: dict[int, dict[str, float]]) -> dict[int, dict[str, float]]:
-    """Those of the last `KEPT_TIMES` rounds."""
+    """Times of the last `KEPT_TIMES` rounds."""
     return times if len(times) <= KEPT_TIMES else {number: times[number] for number in sorted(times)[-KEPT_TIMES:]}
 
 
@@ -176,7 +176,7 @@ class Closing:
                 self._after(gate.closed_to_unreached, self.settings.away)
 
     async def _ending(self, number: int, job: Any, errand: Errand, gate: Gate) -> Any | None:
-        """The same as `run`, once the round is open."""
+        """Run a facility's job to its end, or until the round closes, once the round is open."""
         facility, work = errand.facility, self._work(number, errand)
         while True:
             gate.at_work[facility] = work

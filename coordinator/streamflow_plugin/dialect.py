@@ -34,7 +34,7 @@ class ShellDialect:
         )
 
     def confirmed(self, command: str) -> str:
-        """The same, which prints `ARRIVED` at its end."""
+        """The command, made to print `ARRIVED` at its end."""
         return f"{command} && echo {ARRIVED}"
 
     def listing(self, path: str) -> str:

@@ -301,8 +301,11 @@ class CarefulDataManager(DefaultDataManager):
             return await super().get_source_location(path, dst_deployment)
 
     def register_relation(self, src_location: Any, dst_location: Any) -> None:
-        """That both hold the same data. StreamFlow also enters every earlier copy of it beside the new one: of a model
-        that goes to hundreds of facilities and their steps, those are tens of thousands, which nothing looks for."""
+        """Note that both locations hold the same data.
+
+        StreamFlow also enters every earlier copy of it beside the new one: of a model that goes to hundreds of
+        facilities and their steps, those are tens of thousands, which nothing looks for.
+        """
         if is_facility(dst_location.deployment) and not is_facility(src_location.deployment):
             self.path_mapper.put_sent(src_location.path, dst_location)
         else:

@@ -178,7 +178,7 @@ class FirecrestConnector(BaseConnector):
         return (path, 0) if kind else ("", 1)
 
     async def _do_sha1(self, path: str) -> tuple[str, int]:
-        """Of a small file, in memory: the engine compares the settings that it sent."""
+        """The sha1 of a small file, copied here: the engine compares the settings that it sent."""
         with tempfile.TemporaryDirectory(prefix="crossfed-") as folder:
             copy = Path(folder) / "file"
             await self._in_thread(lambda call: files.pull(self.api, call, path, copy, most_bytes=FILE_BYTES))

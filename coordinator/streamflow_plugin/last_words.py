@@ -21,7 +21,7 @@ def error_in(output: str) -> str:
 
 
 def last_words(output: str) -> str:
-    """That line, or else the last lines."""
+    """The line that names the error in a job's output, else its last lines."""
     return error_in(output) or quoted(" ".join(output.strip().splitlines()[-LAST_LINES:]))
 
 

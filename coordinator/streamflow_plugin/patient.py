@@ -164,7 +164,7 @@ class PatientQueue(QueueManagerConnector):
                 emit("began", step=self._steps.get(one, ""), job=one)
 
     async def _lost(self, jobs: Collection[str], silent: Collection[str], location: ExecutionLocation) -> list[str]:
-        """Those of `jobs` that are overdue, and those that the scheduler was `silent` about for too long.
+        """The `jobs` that are overdue, and those that the scheduler was `silent` about for too long.
 
         They are cancelled, and have ended as far as their round is concerned.
         """

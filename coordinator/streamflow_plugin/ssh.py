@@ -348,7 +348,7 @@ def tethered(command: str) -> str:
 
 
 def private(command: MutableSequence[str]) -> MutableSequence[str]:
-    """The same command, but a directory that StreamFlow would open to all (`mkdir -m 777`) is made for its owner only.
+    """The command, with a directory that StreamFlow would open to all (`mkdir -m 777`) made for its owner only.
 
     Models, updates and logs lie there, often on a file system that all users of a site share.
     """

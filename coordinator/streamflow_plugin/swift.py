@@ -60,7 +60,7 @@ NO_SPLICE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def login_of(config: SSHConfig) -> openssh.Login | None:
-    """The same login for the system's ssh, or None where it cannot or must not do what StreamFlow does there."""
+    """StreamFlow's login as one for the system's ssh; None where that cannot or must not do the same."""
     if shutil.which("ssh") is None or not hasattr(os, "splice"):
         return None
     if (

@@ -42,7 +42,7 @@ def findings(trial: Trial) -> Iterator[Finding]:
 
 
 def repeated(trial: Trial, first: Ended) -> Iterator[Finding]:
-    """The same command, with no state of before."""
+    """Law: the same command without the state of the first gives the same weights."""
     again = trial.run("again", model=trial.model, round=0, state="again-state")
     yield ended(again, "the same command ends with exit code 0 again")
     if not again.code:

@@ -46,11 +46,11 @@ class DeltaCodec(Declaration):
     """A decoded model has the bits of the one that was encoded; for models alone, of the dtypes of the one before."""
 
     def message_bytes(self, values: int, density: float) -> float:
-        """Of a message for `values` values, a share `density` of them sent."""
+        """Expected bytes of a message for `values` values, a share `density` of them sent."""
         return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
 
     def most_bytes(self, values: int, density: float, full: int) -> float:
-        """The same at most, of a checkpoint of `full` bytes: of a lossless codec, with all values changed at random."""
+        """Most bytes of a message for a checkpoint of `full` bytes; a lossless codec's if all values change at random."""
         return full * LOSSLESS_MOST if self.lossless else self.message_bytes(values, density)
 
 

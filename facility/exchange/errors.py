@@ -64,7 +64,7 @@ class TryAgain(CrossFedError):
 
 
 def first_line(error: BaseException) -> str:
-    """Of what an exception says; its kind where it says nothing."""
+    """First line of what an exception says; its type's name where it says nothing."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 

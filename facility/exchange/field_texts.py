@@ -24,7 +24,7 @@ def field_texts(kind: type) -> Mapping[str, str]:
 
 
 def field_text(kind: type, name: str) -> str:
-    """Of a field, in the class or in the first that it extends which has one; empty: none.
+    """The text below a field, in the class or in the first that it extends which has one; empty: none.
 
     A field that is made by code, without a line in the source, has its text in pydantic's description.
     """

@@ -6,10 +6,10 @@ from facility.exchange.messages.ahead import SUFFIX
 
 
 def job_name(federation: str, facility: str) -> str:
-    """Of the job of a round."""
+    """Name of the job of a round."""
     return f"crossfed-{federation}-{facility}"
 
 
 def waiting_name(of_round: str) -> str:
-    """Of the job that waits for a round; `of_round`: the name of the round's own job."""
+    """Name of the job that waits for a round; `of_round`: the name of the round's own job."""
     return f"{of_round}{SUFFIX}"

@@ -45,7 +45,7 @@ class TaskWords:
         return math.log(perplexity) if perplexity > 0 else None
 
     def text(self, perplexity: float | None) -> str:
-        """The same in digits; '-' where nothing is known."""
+        """The figure in digits; '-' where nothing is known."""
         value = self.figure(perplexity)
         if value is None:
             return "-"
@@ -62,7 +62,7 @@ class TaskWords:
         return int(row.get("samples", 0) if self.by_row else row["tokens"])
 
     def speed(self, row: Mapping[str, Any]) -> float:
-        """The same per second; 0: not known."""
+        """What the task counts by, per second; 0: not known."""
         speed = float(row.get("tokens_per_second", 0.0))
         if not self.by_row:
             return speed

@@ -137,7 +137,7 @@ def close_to(word: str, known: Sequence[str]) -> str:
 
 
 def _strict(hint: Any) -> Any:
-    """The same hint, with every text and number in it strict."""
+    """The hint with every text and number in it strict."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     base, marks = (arguments[0], arguments[1:]) if origin is Annotated else (hint, ())
     if base in SCALARS:

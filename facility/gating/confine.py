@@ -28,7 +28,7 @@ def confined(path: str, workdir: Path, *, follow: bool = False) -> Path:
 
 
 def below(path: str, workdir: Path) -> Path:
-    """The same for what is to be written or removed: not the workdir itself."""
+    """A path below the workdir that is to be written or removed; raises `Refused` for the workdir itself."""
     found = confined(path, workdir)
     if found == workdir:
         raise Refused(f"{path} is the working directory itself, which stays as it is")

@@ -47,11 +47,11 @@ class Session:
         return [*map(self.job_name, federations), *map(self.waiting_name, federations)]
 
     def job_name(self, federation: str) -> str:
-        """Of a round's job in the queue."""
+        """Name of a round's job in the queue."""
         return job_name(federation, self.policy.facility)
 
     def waiting_name(self, federation: str) -> str:
-        """Of a job that waits for its round."""
+        """Name of a job that waits for its round."""
         return waiting_name(self.job_name(federation))
 
     def write(self, what: str, **fields: Any) -> str:

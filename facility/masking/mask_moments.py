@@ -65,7 +65,7 @@ def limited(factors: Factors | None, before: Factors | None) -> Factors | None:
 
 
 def received_moments(received: Path) -> dict[str, Factors]:
-    """Those that came with the model, whose digests the roster binds. Raises `ManifestError` where a file was altered.
+    """Second moments that came with the model. Raises `ManifestError` where a file is not as the roster binds it.
 
     A facility that limited its own by others than the rest would be the sum.
     """

@@ -83,7 +83,7 @@ class Masker:
     def _in_passes(
         self, update: Stored, base: Stored | None, point: FixedPoint, streams: Array, sent: Array, rest: Array
     ) -> float:
-        """The same without a compiler: the law in tests/masking holds both to the same bits."""
+        """Mask a piece without a compiler: the law in tests/masking holds both ways to the same bits."""
         step, scratch = self._step[: len(sent)], self._scratch[: len(sent)]
         if base is None:
             widen(update.values, update.dtype, step)

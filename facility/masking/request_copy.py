@@ -34,14 +34,14 @@ def private_copy(request: Path) -> Iterator[Path]:
 
 @contextmanager
 def private_roster(roster: Path) -> Iterator[Path]:
-    """The same of a roster."""
+    """A directory with the files of a roster, which only this account can write. Raises `InputError`."""
     with _copied(Path(roster), _files_of_roster(Path(roster)), "roster") as copy:
         yield copy
 
 
 @contextmanager
 def private_manifest(model: Path) -> Iterator[Path]:
-    """The same of a model's manifest, and of its signature where there is one."""
+    """A directory with a model's manifest, and its signature where there is one, which only this account can write."""
     files = [(NAME, MANIFEST_BYTES), (SIGNATURE, MOST_SMALL)]
     with _copied(Path(model), files if os.path.lexists(Path(model) / SIGNATURE) else files[:1], "model") as copy:
         yield copy

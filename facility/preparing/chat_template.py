@@ -92,7 +92,7 @@ class ChatTemplate:
         return text, spans
 
     def marks_of_turns(self, tokens: list[str]) -> list[str]:
-        """Of these tokens, none of which is special, those by which the template begins or ends a turn (DeepSeek's)."""
+        """The `tokens`, none of them special, by which the template begins or ends a turn (as DeepSeek's does)."""
         if not (self.source and tokens):
             return []
         question: list[Message] = [{"role": "user", "content": PROBE}]

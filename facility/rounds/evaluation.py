@@ -105,7 +105,7 @@ def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: 
 
 
 def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
-    """The same of several models by name; one that fails has no scores."""
+    """Evaluate several models, given by name, on tasks and write their scores; one that fails has none."""
     found: list[dict[str, Any]] = []
     for folder, model in models.items() if settings.evaluation.tasks else ():
         if is_adapter(model) and not settings.training.lora.base:

@@ -18,7 +18,7 @@ from facility.exchange.messages.manifest import KEEPS, NAME, Manifest, read_mani
 
 
 def digest_of(received: Manifest) -> str:
-    """Of the model that a facility trains from: as it arrived, or as its message decodes."""
+    """Digest of the model that a facility trains from: as it arrived, or as its message decodes."""
     return str(received.extra["decoded_sha256"]) if received.encoding != "full" else received.content_sha256
 
 

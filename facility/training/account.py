@@ -53,7 +53,7 @@ PEAK_FLOPS = {
 
 
 def peak_flops(name: str) -> float | None:
-    """Of a device, or None where it is not known: then no MFU is reported."""
+    """Peak floating-point operations a second of a device; None: not known, and no MFU is reported."""
     return next((value for prefix, value in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 

@@ -174,7 +174,7 @@ class KeptLosses:
         write_json(self.directory / f"{folder}-{digest}.json", content)
 
     def others(self, digest: str, folder: str) -> dict[str, BlockLosses]:
-        """Of the models that `folder` is compared with, as far as they were evaluated on the same data."""
+        """Block losses of the models that `folder` is compared with, where they were evaluated on the same data."""
         found = {}
         for name in (GLOBAL, INITIAL):
             try:

@@ -18,7 +18,7 @@ def device_id(device: torch.device, local_rank: int) -> str:
 
 
 def device_name(device: torch.device) -> str:
-    """Of the hardware, as the driver or the kernel calls it."""
+    """Name of the hardware, as the driver or the kernel calls it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:

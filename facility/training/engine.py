@@ -102,7 +102,7 @@ class Engine:
         return self._finish(gradients, loss_sum, predictions, rate)
 
     def step_with(self, gradients: Sequence[torch.Tensor], rate: Callable[[], float]) -> StepResult:
-        """The same with gradients that were made elsewhere, equal on all ranks that step together."""
+        """Make a step with gradients that were made elsewhere, equal on all ranks that step together."""
         for part, gradient in zip(self.parts, gradients, strict=True):
             part.parameter.grad = gradient.to(part.parameter.dtype)
         return self._finish(self._collect_gradients(), torch.zeros((), device=self.ranks.device), 0, rate)

@@ -54,7 +54,7 @@ def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> Non
 
 
 def name_on_disk(name: str) -> str:
-    """Of a parameter of a model with adapters: peft's name for what they add, the plain name for the rest."""
+    """Name in the checkpoint of a parameter: peft's for what adapters add, the plain one for the rest."""
     if is_magnitude(name):
         return PREFIX + name.partition(MAGNITUDE)[0] + MAGNITUDE
     if is_factor(name):

@@ -12,7 +12,7 @@ from facility.training.parallel.arrange import Layout
 def lost_replicas(
     sync_report: dict[str, Any], layout: Layout, *, steps: int, finished: Sequence[int]
 ) -> list[LostReplica]:
-    """Those that are not among the `finished`, from the scheduler's account; `steps` were asked of each replica."""
+    """Replicas not among the `finished`, from the scheduler's account; `steps` were asked of each."""
     left = {event["replica"]: event for event in sync_report.get("membership", []) if event["event"] == "left"}
     lost = []
     for replica, event in sorted(left.items()):

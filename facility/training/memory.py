@@ -51,7 +51,7 @@ def predicted_bytes(
 
 
 def dimensions_of(model: nn.Module, config: Any) -> Dimensions:
-    """Of a model, as the law of memory takes them."""
+    """Dimensions of a model as the memory prediction takes them, from its modules and configuration."""
     inner, hidden = getattr(config, "intermediate_size", None), getattr(config, "hidden_size", 0)
     gated = any(".gate_proj." in name for name, _ in model.named_parameters())
     return Dimensions(

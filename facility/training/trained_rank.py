@@ -46,7 +46,7 @@ class TrainedRank:
 
 
 def trained_whole(shapes: Mapping[str, tuple[int, ...]], lora: LoraSettings) -> dict[str, tuple[int, ...]]:
-    """Those of these tensors of which every component is trained. The moments of the others are 0 where nothing is
+    """The tensors of which every component is trained. The moments of the others are 0 where nothing is
     trained: in the mean over facilities they would make the steps of those that train it too long."""
     if not 0 < lora.trained_rank < lora.rank:
         return dict(shapes)

@@ -122,5 +122,5 @@ class Plan:
     """What the rule decided, for round.json."""
 
     def coefficients_of(self, tensor: str) -> Sequence[float] | None:
-        """Of a tensor's weighted sum; None where `combine` works value by value."""
+        """Coefficients of the weighted sum for one tensor; None where `combine` works value by value."""
         return self.coefficients if self.tensor_coefficients is None else self.tensor_coefficients(tensor)

@@ -66,7 +66,7 @@ def correction(length: float, momentum: float, along: float) -> tuple[float, flo
 
 
 def coefficients(updates: RoundUpdates, gram: Array, along: Array, least: int) -> list[float]:
-    """Of each step, and last of the momentum, in the sum of one tensor."""
+    """Coefficients of each step, and last of the momentum, in the weighted sum of one tensor."""
     found, momentum = [], 0.0
     late = list(updates.staleness) or [0] * updates.count
     norms = np.sqrt(np.maximum(gram.diagonal(), 0.0))

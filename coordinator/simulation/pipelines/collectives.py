@@ -85,7 +85,7 @@ def flows(mode: str, devices: Sequence[int], size: float) -> tuple[Flows, ...]:
 
 
 def phases(mode: str, devices: Sequence[int], size: float) -> tuple[Phase, ...]:
-    """The same, leg by leg."""
+    """The phases of a collective, leg by leg."""
     return tuple(
         tuple(
             tuple(Leg(a, b, one.bytes, one.steps) for a, b in zip(chain, ends, strict=True))

@@ -65,7 +65,7 @@ def times(graph: Template, costs: Costs, *, begin: float = 0.0) -> Timed:
 
 
 def _scalars(graph: Template, costs: Costs, shape: tuple[int, ...], begin: float) -> Timed:
-    """The same for one or two columns, where plain numbers are faster than arrays."""
+    """Longest path for one or two columns of costs, where plain numbers are faster than arrays."""
     columns = int(np.prod(shape, initial=1))
     starts = np.empty((len(graph.nodes), columns))
     ends = np.empty_like(starts)

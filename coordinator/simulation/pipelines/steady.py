@@ -49,7 +49,7 @@ def lengths(layout: Layout, micro_batches: int, *, pipelines: int = 1) -> Length
 
 
 def shorter(layout: Layout) -> tuple[Lengths, Layout, Layout] | None:
-    """The same for all replicas together: layouts of the two lengths.
+    """The two lengths for all replicas together, and layouts of these lengths.
 
     Unequal shares keep their proportions up to rounding, which may be half a percent off.
     """

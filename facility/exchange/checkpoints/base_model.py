@@ -43,7 +43,7 @@ def base_digest(directory: Path, *, until: float = math.inf) -> str:
 
 
 def remembered_digest(directory: Path) -> str | None:
-    """The same where every file was hashed before and has not changed since; None: `base_digest` would read files."""
+    """`base_digest` where every file was hashed before and has not changed since; None: it would read files."""
     known, found = _remembered(), {}
     for file in tensor_files(directory):
         if (digest := _known(file, known)) is None:

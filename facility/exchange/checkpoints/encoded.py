@@ -300,7 +300,7 @@ def check_selected(entry: EncodedTensor, values: int, end: int) -> None:
 
 
 def _selected_length(entry: EncodedTensor, part: int) -> int:
-    """The same length of a part before that which is asked for: its other fields are read for this alone."""
+    """Length of a part before the one that is asked for: its other fields are read for this alone."""
     selection, stored = entry.codec.selection, {}
     assert selection is not None
     count = min(PART, entry.elements - part * PART)

@@ -80,8 +80,10 @@ def sees_ahead(config: Any) -> str:
 
 
 def refusal_of(directory: Path, task: Task | None = None) -> str:
-    """The same for a checkpoint; what it is to predict follows from the task, or from the class that config.json
-    names."""
+    """Why the checkpoint in `directory` cannot be trained; empty: nothing is known against it.
+
+    What it is to predict follows from the task, or from the class that config.json names.
+    """
     config = config_in(directory)
     if task is not None:
         return refusal(config, causal=FACTORIES[task] == CAUSAL)

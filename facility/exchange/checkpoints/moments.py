@@ -118,7 +118,7 @@ class Moment:
         return columns(self.form, matrix(self.shape)[1])
 
     def planned(self) -> list[Planned]:
-        """Its tensors."""
+        """Tensors that a moment is stored as."""
         sizes = {"::first": self.shape, "::largest": (self.rows,)}
         return [
             Planned(name=self.name + mark, dtype=dtype, shape=sizes.get(mark, (self.rows, self.width)))
@@ -127,7 +127,7 @@ class Moment:
 
     @property
     def bytes(self) -> int:
-        """Of its tensors."""
+        """Bytes of these tensors together."""
         return sum(one.size for one in self.planned())
 
     def pieces(self) -> Iterator[tuple[int, int]]:

@@ -99,7 +99,7 @@ def _made(folder: Path) -> bool:
 
 
 def _digest(compiler: str) -> str:
-    """Of all that the machine code depends on."""
+    """Digest of all that the machine code depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -170,7 +170,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def address(array: Any) -> int:
-    """Of an array's first element."""
+    """Address of an array's first element in memory."""
     return array.__array_interface__["data"][0]
 
 

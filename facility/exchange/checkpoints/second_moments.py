@@ -43,7 +43,7 @@ class Factors:
 
     @property
     def mean(self) -> float:
-        """Of all values; row means and column means have the same."""
+        """Mean of all values, which is that of the row means and that of the column means."""
         return float(self.rows.mean(dtype=np.float64)) if len(self.rows) else 0.0
 
     @property
@@ -55,7 +55,7 @@ class Factors:
         return math.isclose(self.mean, other, rel_tol=AGREEMENT, abs_tol=np.finfo(np.float32).tiny)
 
     def at_most(self, mean: float) -> Factors:
-        """The same scaled down to a mean; itself where its own is no larger."""
+        """These factors scaled down to a mean; `self` where their own is no larger."""
         if self.mean <= mean:
             return self
         scale = mean / self.mean
@@ -63,7 +63,7 @@ class Factors:
         return Factors((self.rows * scale).astype(np.float32), columns)
 
     def at_least(self, other: Factors, share: float) -> Factors:
-        """The same with no value below `share` of another's; itself where none is, or where their shapes differ."""
+        """These factors with no value below `share` of another's; `self` where none is, or where shapes differ."""
         if share <= 0 or self.shapes != other.shapes:
             return self
         rows = np.maximum(self.rows, (other.rows * share).astype(np.float32))
@@ -105,7 +105,7 @@ def factors_of(entry: TensorEntry, scale: float = 1.0) -> Factors:
 
 
 def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array], scale: float = 1.0) -> Factors:
-    """The same of a tensor wherever it is; `read(start, count)`: so many of its values in float32, row by row."""
+    """Row means and column means of a tensor that `read(start, count)` gives piece by piece, float32, row by row."""
     count = shape[0] if shape else 1
     width = max(1, math.prod(shape) // max(1, count))
     rows, columns = np.zeros(count, np.float32), np.zeros(width, np.float64)

@@ -34,7 +34,7 @@ OWN = ("number", "time", "previous", "what")
 
 
 def digest_of(line: bytes) -> str:
-    """Of one line without its end."""
+    """The sha256 of one line without its end, in hexadecimal."""
     return hashlib.sha256(line).hexdigest()
 
 
@@ -169,7 +169,7 @@ def _last(file: int) -> tuple[bytes, bool, int]:
 
 
 def _number(line: bytes) -> int:
-    """Of a line, or -1 where it has none."""
+    """Number of a line, or -1 where it has none."""
     try:
         return int(json.loads(line)["number"])
     except (ValueError, KeyError, TypeError, RecursionError):

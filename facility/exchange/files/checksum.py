@@ -41,7 +41,7 @@ class Checksum:
 
 
 def checksum_of(path: Path) -> str:
-    """Of a whole file."""
+    """Checksum of a whole file, as `Checksum.hexdigest` writes it. Raises `OSError`."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, Checksum).hexdigest()  # type: ignore[arg-type]
 

@@ -88,7 +88,7 @@ def unwritable(folders: Sequence[Path]) -> str:
 
 
 def located(error: OSError, folders: Sequence[Path]) -> OSError:
-    """The same with a place: where it names none, the first of `folders` that takes no file now, or else the first."""
+    """The error with a place: where it names none, the first of `folders` that takes no file now, else the first."""
     if error.filename or error.filename2:
         return error
     place = next((folder for folder in folders if unwritable([folder])), folders[0])

@@ -52,7 +52,7 @@ def split(secret: bytes, *, count: int, threshold: int) -> list[bytes]:
 
 
 def _value(coefficients: list[Array], point: int) -> Array:
-    """Of polynomials with these coefficients, lowest first (Horner's rule)."""
+    """Values of polynomials at `point`; coefficients lowest first (Horner's rule)."""
     total = np.zeros_like(coefficients[0])
     for coefficient in reversed(coefficients):
         total = times(total, point) ^ coefficient

@@ -52,7 +52,7 @@ class MaskBuffer:
         return self.read_all([seed], start, count)[0]
 
     def read_all(self, seeds: Sequence[bytes], start: int, count: int) -> Array:
-        """The same of several streams, a row each; at most `rows` of them."""
+        """Numbers `start` to `start + count` of several streams, a row each; at most `rows` of them."""
         item = self.bits // 8
         zeros = self._zeros[: count * item]
         for row, seed in zip(self._rows, seeds, strict=False):

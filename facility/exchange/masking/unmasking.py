@@ -67,7 +67,7 @@ def read_request(directory: Path) -> UnmaskRequest:
 
 
 def request_digest(directory: Path, request: UnmaskRequest, roster: str) -> str:
-    """Of the survivors, the roster and every sealed share: two requests with one digest ask for the same."""
+    """Digest of survivors, roster and every sealed share: two requests with one digest ask for the same."""
     digest = hashlib.sha256(roster.encode())
     for name in request.survivors:
         digest.update(f"\n{name} ".encode() + hashlib.sha256(shares_path(directory, name).read_bytes()).digest())

@@ -16,8 +16,8 @@ EXPERTS = ".experts."
 
 
 def state_bytes(training: TrainingSettings, weights: Iterable[tuple[str, tuple[int, ...]]]) -> float:
-    """Of trained weights, each a name in the checkpoint and a shape; a weight without a name counts by the optimizer's
-    bytes a parameter. Beside these bytes lie counts of steps, a few bytes a tensor."""
+    """Bytes of the optimizer's state for trained weights, each a name in the checkpoint and a shape; one without a name
+    counts by the optimizer's bytes a parameter. Beside these bytes lie counts of steps, a few bytes a tensor."""
     optimizer = OPTIMIZERS.get(training.optimizer)
     patterns = _patterns(optimizer, training)
     return sum(_bytes(optimizer, patterns, name, shape) for name, shape in weights)

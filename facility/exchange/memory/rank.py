@@ -82,13 +82,13 @@ def rank_memory(
 
 
 def reduced_bytes(blocks: Sequence[UnitMemory], layout: RankLayout, training: TrainingSettings) -> int:
-    """Of the largest block's gradients while they are reduced: as computed, in float32, and the shard of their sum."""
+    """Bytes of the largest block's gradients while reduced: as computed, in float32, and the shard of their sum."""
     largest = max((block.trained for block in blocks), default=0)
     return largest * (width_of(training) + 4) + 4 * largest // layout.shards
 
 
 def logits_bytes(chunk_rows: int, dimensions: Dimensions, training: TrainingSettings) -> tuple[float, float]:
-    """Of logits and their gradients: (a token of every micro-batch that waits, once for all)."""
+    """Bytes of logits and their gradients: (a token of every micro-batch that waits, once for all)."""
     a_row = dimensions.vocabulary * (8 + width_of(training))
     return (0.0, chunk_rows * a_row + 4.0 * dimensions.vocabulary * dimensions.hidden) if chunk_rows else (a_row, 0.0)
 

@@ -81,7 +81,7 @@ def width_of(training: TrainingSettings) -> int:
 def memory_of_units(
     weights: Iterable[Weight], dimensions: Dimensions, training: TrainingSettings
 ) -> tuple[UnitMemory, ...]:
-    """Of each unit, in order."""
+    """Memory of each unit, in order: embedding, blocks, head."""
     by_unit: dict[int, list[Weight]] = {unit: [] for unit in range(dimensions.blocks + 2)}
     for weight in weights:
         by_unit[min(weight.unit, dimensions.blocks + 1)].append(weight)
@@ -147,7 +147,7 @@ def products(gated: float) -> float:
 
 
 def products_beside(held: Sequence[Weight]) -> int:
-    """The same of adapters, a token."""
+    """Results of the matrix products of adapters, a token."""
     return sum(one.shape[0] for one in held if len(one.shape) == 2 and (A in one.name or B in one.name))
 
 

@@ -39,7 +39,7 @@ class LostReplica:
 
 
 def lost_in(report: Report) -> list[LostReplica]:
-    """Those that a report lists. Raises `ManifestError` where the list is malformed."""
+    """Lost replicas that a report lists. Raises `ManifestError` where the list is malformed."""
     found = Fields(raw=report.details, where=f"report.json of {report.facility}")
     return found.items(KEY, MOST_REPLICAS, _lost)
 

@@ -102,7 +102,7 @@ class Manifest:
 
 
 def content_digest(files: Mapping[str, str]) -> str:
-    """Of the digests of tensor files by name."""
+    """The sha256 of the tensor files' digests, in the order of their names: identifies the content."""
     lines = [f"{digest}  {name}\n" for name, digest in sorted(files.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -142,7 +142,7 @@ def streamed_digest(directory: Path, manifest: Manifest, name: str) -> StreamedD
 
 
 def _sha256_of_all(paths: Sequence[Path]) -> list[str]:
-    """Of each file, two at a time: hashing takes longer than reading."""
+    """The sha256 of each file, two at a time: hashing takes longer than reading."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(sha256_of, paths))
 

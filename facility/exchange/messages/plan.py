@@ -138,7 +138,7 @@ class Plan:
 
     @property
     def devices(self) -> list[int]:
-        """Of the grid, row by row."""
+        """Devices of the grid, row by row."""
         return [device for row in self.grid for device in row]
 
     def _check_grid(self) -> None:

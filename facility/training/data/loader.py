@@ -123,14 +123,14 @@ class DataLoader:
             yield self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
 
     def blocks(self) -> Iterator[tuple[int, Batch]]:
-        """The same one block at a time, with its number; a number past the last comes with an empty batch."""
+        """Validation blocks of this rank, one at a time, with number; one past the last comes with an empty batch."""
         rank, ranks = self.evaluates
         for begin in range(0, self.evaluated, ranks):
             mine = self.asked[begin + rank : begin + rank + 1].tolist()
             yield begin + rank, self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
 
     def over(self, dataset: PreparedDataset) -> DataLoader:
-        """The same share of the validation split of another dataset."""
+        """A loader of this rank's share of the validation split of another dataset."""
         other = copy.copy(self)
         other.dataset = dataset
         blocks = len(dataset.split("validation"))

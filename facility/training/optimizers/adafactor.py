@@ -107,7 +107,7 @@ class Adafactor(torch.optim.Optimizer):
         return (state[ROWS] @ state[COLUMNS]).div_(mean.clamp(min=torch.finfo(part.tensor.dtype).eps))
 
     def _root_mean_squares(self, values: Iterable[torch.Tensor], parts: Sequence[LocalShard]) -> list[float]:
-        """Of whole parameters, whose rows several ranks hold; `values` are looked at one by one."""
+        """Root mean squares of whole parameters, whose rows several ranks hold; `values` are read one by one."""
         squares = [torch.linalg.vector_norm(value, dtype=torch.float64).square().reshape(1) for value in values]
         sum_over_shards(squares, parts)
         return [(float(s) / torch.Size(part.shape).numel()) ** 0.5 for s, part in zip(squares, parts, strict=True)]

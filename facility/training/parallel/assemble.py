@@ -260,7 +260,7 @@ def shards_of(model: nn.Module, names: dict[str, str]) -> list[LocalShard]:
 
 
 def shards_of_stages(stages: dict[int, Stage], names: dict[str, str], in_first: set[str]) -> list[LocalShard]:
-    """The same of a rank's stages; a tied head away from its embedding is a copy under the embedding's name.
+    """Local shards of a rank's stages; a tied head away from its embedding is a copy under the embedding's name.
 
     `in_first`: the names on disk of the embeddings that a head is tied to.
     """

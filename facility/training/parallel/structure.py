@@ -44,7 +44,7 @@ class ModelStructure:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """Of one sequence or image, as the first stage takes it."""
+        """Shape of one sequence or image, as the first stage takes it."""
         return self.image or (self.tokens,)
 
     @property

@@ -204,7 +204,7 @@ class PrivateTraining:
         )
 
     def details(self) -> dict[str, Any]:
-        """The same for the report's details; nothing on the other ranks."""
+        """What was spent, for the report's details; {} on other ranks than the first."""
         return dataclasses.asdict(self.report()) if self.ranks.first else {}
 
     def _sample(self) -> list[int]:
@@ -231,7 +231,7 @@ class PrivateTraining:
             )
 
     def _deviation(self, whole: float) -> float:
-        """Of this rank's part of noise whose sum over the ranks has the deviation `whole`."""
+        """Standard deviation of this rank's part of noise whose sum over the ranks has the deviation `whole`."""
         return whole / math.sqrt(self.ranks.world)
 
     def _add_up(self, tensors: list[torch.Tensor]) -> None:

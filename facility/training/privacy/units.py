@@ -32,7 +32,7 @@ class Units:
         return len(self.offsets) - 1
 
     def of(self, unit: int) -> np.ndarray:
-        """Its pieces."""
+        """Pieces of a unit, as rows of `pieces`."""
         return self.pieces[self.offsets[unit] : self.offsets[unit + 1]]
 
 

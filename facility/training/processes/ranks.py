@@ -81,7 +81,7 @@ def from_environment(device: str = "auto") -> Ranks:
 
 
 def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -> Ranks:
-    """The same rank among `members` alone, which all call this: the others are gone and not waited for."""
+    """This rank among `members` alone, which all call this: the others are gone and not waited for."""
     group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return replace(ranks, members=tuple(members), group=group)

@@ -69,7 +69,7 @@ def read_saved_state(request: RoundRequest, base_sha256: str) -> SavedState:
 
 
 def that_fits(request: RoundRequest, saved: SavedState, engine: Engine, ranks: Ranks) -> SavedState:
-    """Of the saved state what is of the parameters and the form that the settings ask for now.
+    """The part of the saved state that has the parameters and the form that the settings ask for now.
 
     Where layers were frozen that are trained now, adapters had another rank, or the optimizer's parameters kept
     something else, the optimizer begins anew, and so does an interrupted round.

@@ -127,7 +127,7 @@ class MidRoundCheckpoint:
 
     @property
     def sequences(self) -> int:
-        """That all replicas have taken their steps on; -1: not known."""
+        """Sequences that all replicas have taken their steps on; -1: not known."""
         return max(-1, sum(one.sequences for one in self.replicas))
 
 

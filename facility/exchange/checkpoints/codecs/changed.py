@@ -89,7 +89,7 @@ def selected_bytes(values: Array, limit: float) -> int:
 
 
 def stored_bytes(stored: dict[str, Array], count: int) -> int:
-    """The same from the sizes of one part of `count` values as stored."""
+    """Bytes of one part of `count` values, from its stored sizes. Raises `ValueError`."""
     changed, *lengths = stored["size"].tolist()
     filled = next((number for number, length in enumerate(lengths) if not length), len(lengths))
     if not 0 <= changed <= count or any(lengths[filled:]) or (filled < 2 if changed else filled):

@@ -111,7 +111,7 @@ def selected_bytes(values: Array, limit: float) -> int:
 
 
 def stored_bytes(stored: dict[str, Array], count: int) -> int:
-    """The same from the bits of one part as stored."""
+    """Bytes of the codes of one part of `count` values, from its stored bits. Raises `ValueError`."""
     return code_bytes(count_of(stored["kept"], count))
 
 
