@@ -27,6 +27,7 @@ from coordinator.steps.commit import commit
 from coordinator.steps.final import close_final
 from coordinator.steps.following import ends_anew
 from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few, wait_for_late
+from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -37,20 +38,20 @@ log = logging.getLogger("coordinator.steps.aggregate")
 
 def close_round(
     archive: Archive, settings: CoordinatorSettings, *, model: Path, number: int, arrived: Arrived
-) -> tuple[Path, int, bool]:
-    """Model, number of the next round, and whether there is one."""
+) -> NextRound:
+    """Close the round: ask for it again, end the run with a reason, or append the round and decide what follows."""
     if number >= settings.rounds:
         return close_final(archive, settings, model, arrived)
     attempt = number_of_attempt(archive, number)
     if ask_again(archive, settings, number, arrived):
-        return model, number, True
+        return NextRound(model, number, proceed=True)
     while True:
         found = len(arrived.updates)
         if settings.closing is not None and found < max(
             settings.minimum_facilities, settings.aggregation.fewest_updates
         ):
             if wait_for_late(archive, number, arrived):
-                return model, number, True
+                return NextRound(model, number, proceed=True)
         if found < settings.minimum_facilities:
             return too_few(archive, settings, model, number, arrived)
         try:
@@ -65,7 +66,7 @@ def close_round(
                 arrived = drop(arrived, name, number, reason)
                 emit("refused", facility=name, round=number, reason=arrived.failures[name].reason)
             if isinstance(error, DamagedUpdate) and ask_again(archive, settings, number, arrived):
-                return model, number, True
+                return NextRound(model, number, proceed=True)
 
 
 def arguments_of(program: str, text: str) -> argparse.ArgumentParser:
@@ -89,7 +90,7 @@ def main() -> int:
     return run_step(arguments_of("python -m coordinator.steps.aggregate", __doc__ or "").parse_args(), close_round)
 
 
-def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int, bool]]) -> int:
+def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> int:
     """Close the round by `close`; whatever goes wrong ends the run with its reason in the archive."""
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
@@ -97,10 +98,11 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         if arguments.scores is not None:
             arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text(encoding="utf-8")))
-        outputs = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
-        if outputs[1:] == (arguments.round, True) and arguments.round < settings.rounds:
+        following = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
+        if following.proceed and following.number == arguments.round < settings.rounds:
             ends_anew(archive, settings)  # the same round again, whose end may have passed
-            outputs = archive.model_for(arguments.round), *outputs[1:]  # what was given here states the old one
+            # What was given here states the old end.
+            following = following._replace(model=archive.model_for(arguments.round))
     except Exception as error:  # a step that fails inside the loop hangs the engine
         if not isinstance(error, CrossFedError | OSError):
             traceback.print_exc()
@@ -108,8 +110,8 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., tuple[Path, int
         with failures_of("aggregate"):
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
         log.error("round %d cannot be closed: %s", arguments.round, clean(reason))
-        outputs = arguments.model, arguments.round, False
-    write_outputs(model=outputs[0], round=outputs[1], proceed=outputs[2])
+        following = NextRound(arguments.model, arguments.round, proceed=False)
+    write_outputs(model=following.model, round=following.number, proceed=following.proceed)
     order_or_tell(Path.cwd() / OUTPUT, settings)
     return 0
 

@@ -48,6 +48,7 @@ from coordinator.steps.global_loss import (
 from coordinator.steps.guard import Guard, guard
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, Exceeded, seconds_of
+from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
@@ -119,7 +120,7 @@ def commit(
     arrived: Arrived,
     attempt: int,
     unmasking: Unmasking | None = None,
-) -> tuple[Path, int, bool]:
+) -> NextRound:
     """Average the updates and append the round: model, number of the next round, and whether there is one.
 
     Raises `UpdateRefused`; then the archive is as it was.
@@ -330,18 +331,18 @@ def announce(round: Commit) -> None:
         emit("problem", text=problem)
 
 
-def following(round: Commit) -> tuple[Path, int, bool]:
+def following(round: Commit) -> NextRound:
     """What comes after a round: the next one, the final evaluation, or the end with its reason."""
     archive, number, decision = round.archive, round.number, round.decision
     model = archive.model_for(number + 1)
     if decision.proceed:
-        return model, number + 1, True
+        return NextRound(model, number + 1, proceed=True)
     if decision.broken:
         archive.write_note(
             "stopped",
             {"round": number, "reason": f"{decision.reason}; the models of earlier rounds are in {archive.path}"},
         )
-        return model, number + 1, False
+        return NextRound(model, number + 1, proceed=False)
     if round.settings.final_evaluation:
-        return model, round.settings.rounds, True
+        return NextRound(model, round.settings.rounds, proceed=True)
     return compare_next(archive, round.settings, model)

@@ -12,6 +12,7 @@ from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.global_loss import global_losses, losses_by_model, plausible
+from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
 from coordinator.steps.send import bytes_of
 from facility.exchange.messages.manifest import read_manifest
@@ -19,9 +20,7 @@ from facility.exchange.messages.manifest import read_manifest
 log = logging.getLogger(__name__)
 
 
-def close_final(
-    archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
-) -> tuple[Path, int, bool]:
+def close_final(archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived) -> NextRound:
     """After the last round: the final evaluation, then what the comparison of models asks for."""
     rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
     if read_manifest(model).kind == "model":
@@ -34,10 +33,12 @@ def close_final(
     return compare_next(archive, settings, model)
 
 
-def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -> tuple[Path, int, bool]:
+def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -> NextRound:
     """The next directory of the comparison; the end where there is none."""
     sent = following(archive, settings)
-    return (model, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
+    if sent is None:
+        return NextRound(model, settings.rounds, proceed=False)
+    return NextRound(sent, settings.rounds, proceed=True)
 
 
 def close_evaluation(archive: Archive, arrived: Arrived, rows: list[FacilityRow]) -> None:

@@ -11,6 +11,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import discount
 from coordinator.steps.arrived import Arrived
+from coordinator.steps.next_round import NextRound
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,7 @@ def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arri
 
 def too_few(
     archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, *, least: int = 0
-) -> tuple[Path, int, bool]:
+) -> NextRound:
     """End the run: fewer sound updates than `minimum_facilities`, or than `least` where that is more."""
     found, wanted = len(arrived.updates), settings.minimum_facilities
     what = f"minimum_facilities is {wanted}"
@@ -70,22 +71,20 @@ def wait_for_late(archive: Archive, number: int, arrived: Arrived) -> bool:
     return True
 
 
-def give_up(
-    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, reason: str
-) -> tuple[Path, int, bool]:
+def give_up(archive: Archive, settings: CoordinatorSettings, model: Path, number: int, reason: str) -> NextRound:
     """Repeat the round while `retries` last, else end the run."""
     if (attempt := number_of_attempt(archive, number)) > settings.retries:
         return _stop(archive, model, number, f"{reason}; the same command asks again")
     archive.write_note("attempts", {"round": number, "count": attempt, "failures": reason})
     log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, reason)
     emit("again", round=number, reason=f"attempt {attempt + 1}: {reason}")
-    return model, number, True
+    return NextRound(model, number, proceed=True)
 
 
-def _stop(archive: Archive, model: Path, number: int, reason: str) -> tuple[Path, int, bool]:
+def _stop(archive: Archive, model: Path, number: int, reason: str) -> NextRound:
     archive.write_note("stopped", {"round": number, "reason": reason})
     log.error(reason)
-    return model, number, False
+    return NextRound(model, number, proceed=False)
 
 
 def number_of_attempt(archive: Archive, number: int) -> int:

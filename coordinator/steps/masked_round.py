@@ -22,6 +22,7 @@ from coordinator.masking.rosters import open_roster, settings_of
 from coordinator.steps.arrived import Arrived, drop
 from coordinator.steps.commit import commit
 from coordinator.steps.incomplete import ask_again, give_up, number_of_attempt, too_few
+from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
@@ -108,11 +109,11 @@ def close_masked_round(
     arrived: Arrived,
     request: Path,
     answers: Sequence[Path],
-) -> tuple[Path, int, bool]:
+) -> NextRound:
     """Model, number of the next round, and whether there is one."""
     asked = read_request(request)
     if asked.again:
-        return model, number, True
+        return NextRound(model, number, proceed=True)
     if not asked.survivors:
         arrived = without_misfits(arrived, request / ROSTER, settings, number)
         return too_few(archive, settings, model, number, arrived, least=least_of(settings))

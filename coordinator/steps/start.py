@@ -13,7 +13,6 @@ from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
-from coordinator.comparison.phases import following as to_compare
 from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
@@ -22,11 +21,13 @@ from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_discounted, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
 from coordinator.steps.decide import decide_after
+from coordinator.steps.final import compare_next
 from coordinator.steps.following import ends_anew
 from coordinator.steps.global_loss import losses_by_model, losses_known, plausible
 from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
+from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -40,8 +41,8 @@ GROUPS = "groups"
 """Folder of an archive that rounds do not begin in."""
 
 
-def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple[Path, int, bool]:
-    """Directory of the model to train next, number of the next round, and whether there is one.
+def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextRound:
+    """Open the archive, clean up after an engine that was killed, and say with which round the loop begins.
 
     Raises `InputError` when the archive does not fit the federation, `ManifestError` when its last model is damaged.
     """
@@ -79,11 +80,10 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> tuple
         interrupted = before.get("round") == following
         ends_anew(archive, settings)
         archive.write_note(UNDER_WAY, {"round": following, "since": time.time(), "whole": not interrupted})
-        return current, following, True
+        return NextRound(current, following, proceed=True)
     if settings.final_evaluation and archive.read_note("evaluation").get("after_round") != done[-1]:
-        return current, settings.rounds, True
-    sent = to_compare(archive, settings)
-    return (current, settings.rounds, False) if sent is None else (sent, settings.rounds, True)
+        return NextRound(current, settings.rounds, proceed=True)
+    return compare_next(archive, settings, current)
 
 
 def discard_late(workdir: Path, settings: CoordinatorSettings) -> None:

@@ -50,7 +50,7 @@ class DeltaCodec(Declaration):
         return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
 
     def most_bytes(self, values: int, density: float, full: int) -> float:
-        """Most bytes of a message for a checkpoint of `full` bytes; a lossless codec's if all values change at random."""
+        """Most bytes of a message for a checkpoint of `full` bytes (lossless codecs: if all values change)."""
         return full * LOSSLESS_MOST if self.lossless else self.message_bytes(values, density)
 
 
