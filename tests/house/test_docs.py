@@ -136,6 +136,21 @@ def test_links_between_pages_lead_somewhere():
             assert (page.parent / target).exists(), f"{page}: {target}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub and Sphinx make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.S | re.M)
+    titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in re.findall(r"^#+ (.*)$", text, re.M)]
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_links_to_a_heading_name_one_that_the_page_has():
+    for page in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#([^)]+)\)", page.read_text()):
+            aim = (page.parent / target).resolve() if target else page
+            if aim.suffix == ".md":
+                assert anchor in anchors(aim), f"{page}: {target}#{anchor}"
+
+
 def test_every_page_is_in_the_table_of_contents():
     index = (DOCS / "index.md").read_text()
     for page in PAGES:
