@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from decimal import ROUND_HALF_UP, Decimal
 
 import pytest
 
@@ -28,6 +29,28 @@ def test_the_tree_is_what_the_disk_holds():
 
 def test_the_readme_is_short():
     assert len(README.splitlines()) <= 150
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+)?(?![\w.]*\d)")
+"""A figure: not a part of a name, a version or another figure."""
+
+
+def _rounds_to(stated: str, figure: Decimal) -> bool:
+    """Whether a page's figure, rounded half up, is the one that the README states."""
+    digits = stated.replace(",", "")
+    zeros = len(digits) - len(digits.rstrip("0")) if "." not in digits else 0
+    unit = Decimal(1).scaleb(zeros - len(digits.partition(".")[2]))
+    return (figure / unit).quantize(Decimal(1), ROUND_HALF_UP) * unit == Decimal(digits)
+
+
+def test_every_figure_measured_is_on_the_pages_of_results():
+    pages = "".join((ROOT / "docs" / "explanation" / name).read_text() for name in ("results.md", "gpus.md"))
+    known = {Decimal(one.replace(",", "")) for one in NUMBER.findall(pages)}
+    rows = re.findall(r"^\|(?!---).*\|$", README.partition("## Measured")[2].partition("## Status")[0], re.M)
+    cells = [cell for row in rows for cell in row.split("|")[2:-1]]
+    stated = {one for cell in cells for one in NUMBER.findall(re.sub(r"\(docs/[^)]*\)", "", cell))}
+    assert len(stated) > 40
+    assert [one for one in sorted(stated) if not any(_rounds_to(one, figure) for figure in known)] == []
 
 
 def test_the_federation_shown_is_the_shipped_one():
