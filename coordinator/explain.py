@@ -22,7 +22,7 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
                 raise InputError(f"round {number!r} is not a number, expected for instance `crossfed explain round 3`")
             return explain_round(read_federation(file or find_federation()), int(number))
         case ["facility", name]:
-            return _explained(*_facility(read_federation(file or find_federation()), name))
+            return _facility(read_federation(file or find_federation()), name)
         case [word]:
             return _key_or_facility(word, file)
         case _:
@@ -58,8 +58,9 @@ def _explained(federation: Federation, name: str) -> str:
     return "\n".join([text, *explained(federation, name)])
 
 
-def _facility(federation: Federation, name: str) -> tuple[Federation, str]:
+def _facility(federation: Federation, name: str) -> str:
+    """A facility's standing. Raises `InputError` where the federation has none of that name."""
     names = [one.name for one in federation.facilities]
     if name not in names:
         raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(names)}")
-    return federation, name
+    return _explained(federation, name)

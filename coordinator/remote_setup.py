@@ -21,6 +21,7 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import check_connection, ssh_command
 from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
@@ -74,7 +75,7 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
             raise InputError(f"{bundle} holds no bundle.json: `crossfed bundle --out {bundle}` makes a bundle")
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
-    home = shell_word(deployment.environment.home)
+    home = path_word(deployment.environment.home)
     back = "{ [ -d code ] || [ ! -d code.old ] || mv code.old code; }"  # a connection broke within the swap below
     arrive = (
         f"umask 077; mkdir -p {home} && cd {home} && {back} && rm -rf code.new code.old && mkdir code.new "
@@ -105,20 +106,15 @@ def _there(deployment: Deployment, script: str) -> list[str]:
 def setup_command(deployment: Deployment, *, wheelhouse: bool, arguments: list[str]) -> str:
     """The shell command that runs setup.sh at the facility."""
     environment, code = deployment.environment, f"{deployment.environment.home}/code"
-    words = ["bash", shell_word(f"{code}/crossfed/facility/setup.sh"), "--home", shell_word(environment.home)]
+    words = ["bash", path_word(f"{code}/crossfed/facility/setup.sh"), "--home", path_word(environment.home)]
     for module in environment.modules:
         words += ["--module", shlex.quote(module)]
     if environment.conda:
         words += ["--conda", shlex.quote(environment.conda)]
     if wheelhouse:
-        words += ["--wheelhouse", shell_word(f"{code}/wheelhouse")]
+        words += ["--wheelhouse", path_word(f"{code}/wheelhouse")]
     if deployment.template:
-        words += ["--template", shell_word(f"{code}/{TEMPLATE}")]
+        words += ["--template", path_word(f"{code}/{TEMPLATE}")]
         for key, value in deployment.filled().items():
             words += ["--fill", shlex.quote(f"{key}={value}")]
     return " ".join([*words, *map(shlex.quote, arguments)])
-
-
-def shell_word(path: str) -> str:
-    """A path as one shell word; a leading `~/` is the account's home."""
-    return f'"$HOME"{shlex.quote(path[1:])}' if path.startswith("~/") else shlex.quote(path)

@@ -18,11 +18,11 @@ from pathlib import Path
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
 from coordinator.preflight.remote import run, ssh_command
-from coordinator.remote_setup import shell_word
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_text
+from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.strict_json import clean
 
@@ -83,7 +83,7 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
 
 def _holds(deployment: Deployment, place: str, digest: str) -> bool:
     """True when the facility has these files, all as SHA256SUMS says, which it computes itself."""
-    there = shell_word(place)
+    there = path_word(place)
     script = (
         f'cd {there} 2>/dev/null && [ "$(sha256sum <{SUMS} | cut -d" " -f1)" = {digest} ] && '
         f"sha256sum --check --quiet --strict {SUMS} >/dev/null && echo crossfed-same\n"
@@ -93,10 +93,10 @@ def _holds(deployment: Deployment, place: str, digest: str) -> bool:
 
 def _send(name: str, deployment: Deployment, place: str, model: Path, names: Sequence[str], sums: str) -> None:
     """Unpack beside the old folder, verify there, then take its place."""
-    new = shell_word(f"{place}.new")
+    new = path_word(f"{place}.new")
     script = (
         f"umask 077; rm -rf {new} && mkdir -p {new} && tar xf - -C {new} && cd {new} && "
-        f"sha256sum --check --quiet --strict {SUMS} && rm -rf {shell_word(place)} && mv {new} {shell_word(place)}"
+        f"sha256sum --check --quiet --strict {SUMS} && rm -rf {path_word(place)} && mv {new} {path_word(place)}"
     )
     with tempfile.TemporaryDirectory(prefix="crossfed-share-") as scratch:
         write_text(Path(scratch) / SUMS, sums)

@@ -61,7 +61,7 @@ def _row(
     number: int,
     arrived: Arrived,
     weights: dict[str, float],
-    quarantined: dict[str, str],
+    left_out: dict[str, str],
     sent: Outgoing,
 ) -> FacilityRow:
     row = FacilityRow(
@@ -74,9 +74,9 @@ def _row(
     )
     if (update := arrived.updates.get(name)) is not None:
         row = _with_manifest(row, read_manifest(update))
-    if name in arrived.failures or name in quarantined:
+    if name in arrived.failures or name in left_out:
         failure = arrived.failures.get(name) or Failure(
-            facility=name, round=number, reason=quarantined[name], kind="refused"
+            facility=name, round=number, reason=left_out[name], kind="refused"
         )
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason)
     report = arrived.reports[name]

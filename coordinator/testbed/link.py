@@ -7,12 +7,13 @@ relay in user space (`coordinator.testbed.relay`) carries every packet.
 from __future__ import annotations
 
 import re
+import socket
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from coordinator.testbed.command import call, detach, recall, remember, wait_until
+from coordinator.testbed.command import call, detach, end, recall, remember, wait_until
 from coordinator.testbed.layout import Site
 from facility.exchange.errors import InputError, TryAgain
 
@@ -80,8 +81,6 @@ def clear(site: Site) -> None:
         call("tc", *where, "qdisc", "del", "dev", device, "root", check=False)
     relay = recall(site.run / "relay.pid")
     if relay is not None:
-        from coordinator.testbed.command import end
-
         end([relay])
         (site.run / "relay.pid").unlink(missing_ok=True)
         call("ip", "addr", "add", f"{site.coordinator_address}/30", "dev", site.interface, check=False)
@@ -139,8 +138,6 @@ def _relay(site: Site, shape: Shape) -> None:
 
 def round_trip(site: Site) -> float:
     """Seconds of one round trip as a TCP connection to sshd sees it, least of five."""
-    import socket
-
     least = float("inf")
     for _ in range(5):
         start = time.perf_counter()

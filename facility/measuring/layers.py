@@ -19,6 +19,7 @@ from facility.exchange.messages.emulation import Emulation
 from facility.measuring.names import TASKS
 from facility.measuring.profile import UnitSizes, UnitTimes
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
+from facility.training.devices import synchronize
 from facility.training.model import build, choose_attention, read_config
 from facility.training.parallel.split import Stage, inspect_model
 from facility.training.parallel.structure import ModelStructure
@@ -64,10 +65,10 @@ class _Clock:
     draws: int = 0
 
     def seconds(self, call: Callable[[], Any]) -> tuple[float, Any]:
-        self.settle()
+        synchronize(self.device)
         begin, busy = time.perf_counter(), time.process_time()
         result = call()
-        self.settle()
+        synchronize(self.device)
         real = time.process_time() - busy if self.cpu_seconds else time.perf_counter() - begin
         wanted = self.emulation.duration(self.worker, real, self.draws)
         self.draws += 1
@@ -76,10 +77,6 @@ class _Clock:
         rested = time.perf_counter()
         time.sleep(wanted - real)
         return real + time.perf_counter() - rested, result
-
-    def settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def kinds_of_blocks(blocks: nn.ModuleList, config: Any) -> list[str]:
@@ -322,8 +319,7 @@ class Unit:
         optimizer.step()
         begin = time.perf_counter()
         optimizer.step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         seconds = time.perf_counter() - begin
         state = sum(
             value.numel() * value.element_size()

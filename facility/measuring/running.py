@@ -22,6 +22,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from facility.measuring.layers import LayerSettings, Unit, a_block
 from facility.measuring.links import MeasuredLinks
 from facility.measuring.profile import RunningCosts
+from facility.training.devices import synchronize
 from facility.training.parallel.shard import shard
 from facility.training.processes.groups import mesh_of
 from facility.training.processes.ranks import Ranks
@@ -67,12 +68,10 @@ def _least(ranks: Ranks, value: float) -> float:
 
 def _timed(ranks: Ranks, call: Callable[[], object]) -> float:
     """Wall-clock seconds of a call: all replicas run it at once, so contention on shared cores is included."""
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
+    synchronize(ranks.device)
     begin = time.perf_counter()
     call()
-    if ranks.device.type == "cuda":
-        torch.cuda.synchronize(ranks.device)
+    synchronize(ranks.device)
     return time.perf_counter() - begin
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from facility.training.devices import synchronize
+
 PIECE_SECONDS = 0.002
 """Time on a shared uplink that one booking takes."""
 
@@ -47,15 +49,11 @@ class Wire:
         """Send and wait until it has left; over an emulated link, as long as that link would take."""
         self._slow_down(target, tensor.numel() * tensor.element_size())
         dist.send(tensor, target)
-        self._settle()
+        synchronize(self.device)
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         dist.recv(tensor, source)
-        self._settle()
-
-    def _settle(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
 
     def _slow_down(self, target: int, size: int) -> None:
         pair = (self.rank, target)

@@ -30,6 +30,12 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or platform.machine()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has computed all that it was given; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def gpu_of(device: torch.device) -> tuple[str, str, str]:
     """A GPU's host, UUID and name."""
     properties = torch.cuda.get_device_properties(device)

@@ -117,10 +117,10 @@ def enter(environment: Environment) -> str:
     """Shell lines that enter the environment; `<home>` is still to be filled."""
     lines = [MODULES, f"module load {' '.join(environment.modules)}"] if environment.modules else []
     if environment.venv:
-        lines.append(f". {_path(environment.venv + '/bin/activate')}")
+        lines.append(f". {path_word(environment.venv + '/bin/activate')}")
     elif environment.conda:
         lines.append('. "$(conda info --base)/etc/profile.d/conda.sh"')
-        lines.append(f"conda activate {_path(environment.conda)}")
+        lines.append(f"conda activate {path_word(environment.conda)}")
     elif not environment.image:
         lines.append(". '<home>/env.sh'")
     return "\n".join(lines)
@@ -128,9 +128,9 @@ def enter(environment: Environment) -> str:
 
 def _container(environment: Environment, workdir: str) -> str:
     flags = {"none": [], "nvidia": ["--nv"], "amd": ["--rocm"]}[environment.gpu]
-    binds = " ".join(f"--bind {_path(path)}" for path in [workdir, environment.home, *environment.bind])
+    binds = " ".join(f"--bind {path_word(path)}" for path in [workdir, environment.home, *environment.bind])
     runtime = '"$(command -v apptainer || command -v singularity)"'
-    return " ".join([runtime, "exec", *flags, binds, _path(environment.image), ""])
+    return " ".join([runtime, "exec", *flags, binds, path_word(environment.image), ""])
 
 
 def enter_lines(environment: Environment) -> str:
@@ -138,6 +138,6 @@ def enter_lines(environment: Environment) -> str:
     return "\n".join(_line(line, {"home": environment.home}, "environment") for line in enter(environment).split("\n"))
 
 
-def _path(path: str) -> str:
+def path_word(path: str) -> str:
     """A path as one shell word; a leading `~/` is the account's home."""
     return f'"$HOME"{shlex.quote(path[1:])}' if path.startswith("~/") else shlex.quote(path)

@@ -136,13 +136,17 @@ def read_report(directory: Path) -> Report:
 
 def skipped_of(report: Report) -> int:
     """How many of its steps moved nothing; a trainer of one's own may not say."""
-    value = report.details.get(STEPS_SKIPPED)
-    return value if type(value) is int and 0 < value <= MOST_COUNT else 0
+    return _count(report, STEPS_SKIPPED)
 
 
 def predicted_memory_of(report: Report) -> int:
     """The memory that the facility's largest rank was expected to need; 0: it says nothing that can be used."""
-    value = report.details.get(PREDICTED_MEMORY)
+    return _count(report, PREDICTED_MEMORY)
+
+
+def _count(report: Report, key: str) -> int:
+    """A whole number above 0 among the details; 0 where there is none, or one that cannot be."""
+    value = report.details.get(key)
     return value if type(value) is int and 0 < value <= MOST_COUNT else 0
 
 

@@ -35,17 +35,21 @@ class GossipScheduler(GroupScheduler):
         return self._group([member], now, "gossip does not wait", connected=False, partner=partner)
 
 
-class PairScheduler(GroupScheduler):
-    """In iteration k, pairs of a common shuffle wait for each other; the odd one out proceeds with its own update."""
-
-    def __init__(self, members=(), rules: GroupRules | None = None, *, seed: int = 0) -> None:  # type: ignore[no-untyped-def]
-        super().__init__(members, rules)
-        self.seed = seed
+class _CatchesUp(GroupScheduler):
+    """A member that comes back joins at the iteration that the foremost active member is in."""
 
     def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
         if returning:
             rounds = max([rounds, *(self._members[m].rounds for m in self.active)])
         return super().join(member, now, returning=returning, rounds=rounds)
+
+
+class PairScheduler(_CatchesUp):
+    """In iteration k, pairs of a common shuffle wait for each other; the odd one out proceeds with its own update."""
+
+    def __init__(self, members=(), rules: GroupRules | None = None, *, seed: int = 0) -> None:  # type: ignore[no-untyped-def]
+        super().__init__(members, rules)
+        self.seed = seed
 
     def pairing(self, iteration: int) -> list[list[Member]]:
         """The pairs of an iteration, among the active members."""
@@ -70,17 +74,12 @@ class PairScheduler(GroupScheduler):
         return None
 
 
-class WaveScheduler(GroupScheduler):
+class WaveScheduler(_CatchesUp):
     """Lets a member proceed once none is more than `staleness` waves behind it."""
 
     def __init__(self, members=(), rules: GroupRules | None = None, *, staleness: int = 1) -> None:  # type: ignore[no-untyped-def]
         super().__init__(members, rules)
         self.staleness = staleness
-
-    def join(self, member: Member, now: float, *, returning: bool = True, rounds: int = 0) -> list[Group]:
-        if returning:
-            rounds = max([rounds, *(self._members[m].rounds for m in self.active)])
-        return super().join(member, now, returning=returning, rounds=rounds)
 
     def _next(self, now: float) -> Group | None:
         if not self.active:
