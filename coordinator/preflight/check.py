@@ -81,7 +81,7 @@ def check(
     with ThreadPoolExecutor(max_workers=16) as pool:
         found = answers(
             {
-                one.name: pool.submit(check_facility, federation, one, model, link, submit, ahead)
+                one.name: pool.submit(check_facility, federation, one, model, link=link, submit=submit, elastic=ahead)
                 for one in federation.facilities
             },
             progress,
@@ -148,6 +148,7 @@ def check_facility(
     federation: Federation,
     facility: Facility,
     model: ModelFigures | None,
+    *,
     link: bool,
     submit: bool = False,
     elastic: Outlook | None = None,
@@ -162,7 +163,9 @@ def check_facility(
         return [*check_firecrest(facility, template, submit=submit), *early], None
     certificates = certificate_rows(facility, hours)
     reached = (
-        check_gate(federation, facility, link) if deployment.gate else [check_connection(facility.name, deployment)]
+        check_gate(federation, facility, link=link)
+        if deployment.gate
+        else [check_connection(facility.name, deployment)]
     )
     if reached[0].verdict != "ok":
         unseen = skipped(facility.name, "everything else", "the facility cannot be reached")

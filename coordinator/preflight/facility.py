@@ -22,7 +22,7 @@ from facility.exchange.checkpoints.labels import classes_digest, unnamed
 from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages import manifest, report, settings
-from facility.exchange.messages.job_template import enter_lines
+from facility.exchange.messages.job_template import enter_lines, path_word
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.trainer import TrainerSettings
 
@@ -49,7 +49,7 @@ def probe(
         script = f"cd {shlex.quote(str(CHECKOUT))} && echo {BEGIN} && {shlex.quote(sys.executable)} {arguments}\n"
     else:
         home = deployment.environment.home
-        place = f'"$HOME"{shlex.quote(home[1:])}' if home.startswith("~/") else shlex.quote(home)
+        place = path_word(home)
         uses_home = not (deployment.environment.venv or deployment.environment.conda or deployment.environment.image)
         there = f"[ -f {place}/env.sh ] || {{ echo crossfed-no-env >&2; exit 66; }}\n" if uses_home else ""
         inside = f"apptainer exec {shlex.quote(deployment.environment.image)} " if deployment.environment.image else ""

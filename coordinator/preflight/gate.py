@@ -27,7 +27,7 @@ def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = 
     return answer_of(line, data=data, seconds=seconds)
 
 
-def check_gate(federation: Federation, facility: Facility, link: bool) -> list[Row]:
+def check_gate(federation: Federation, facility: Facility, *, link: bool) -> list[Row]:
     """Rows on the gate, its policy, the queue behind it and the link."""
     name, deployment = facility.name, facility.deployment
     answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)

@@ -163,7 +163,8 @@ def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[C
         path = Path(data).expanduser().resolve()
         if not path.exists():
             raise InputError(f"{name}: {path} does not exist; correct --data {name}=PATH")
-        return choose_local(name, str(path), (path / "dataset.json").is_file(), str(request.folder.resolve())), None
+        prepared = (path / "dataset.json").is_file()
+        return choose_local(name, str(path), prepared=prepared, folder=str(request.folder.resolve())), None
     survey = ask_site(name, login, data)
     log.info("%s: %s", name, _told(survey))
     return choose(dialog, name, login, survey, data), survey

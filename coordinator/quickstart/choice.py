@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coordinator.config.deployments import Deployment
 from coordinator.quickstart.dialog import Dialog
@@ -60,7 +60,8 @@ class Choice:
         return self.login.type == "local"
 
 
-def choose_local(name: str, data: str, prepared: bool, folder: str) -> Choice:
+def choose_local(name: str, data: str, *, prepared: bool, folder: str) -> Choice:
+    """A facility on this machine; `data` that is not prepared will be, into `folder`."""
     dataset = data if prepared else f"{folder}/data/{name}"
     return Choice(name=name, login=Deployment(), data=data, prepared=prepared, dataset=dataset)
 
@@ -81,46 +82,46 @@ def choose(dialog: Dialog, name: str, login: Deployment, survey: Survey, data: s
     if not method.arguments:
         raise InputError(f"{name}: {method.why}; ask the site which module gives one, or use a container image")
     prepared = survey.data == "prepared"
-    common = {
-        "name": name,
-        "login": login,
-        "data": data,
-        "prepared": prepared,
-        "dataset": data if prepared else f"{home}/data/{name}",
-        "home": home,
-        "workdir": path,
-        "install": method,
-        "python": python_version(survey),
-        "machine": survey.machine,
-        "why": why,
-    }
+    chosen = Choice(
+        name=name,
+        login=login,
+        data=data,
+        prepared=prepared,
+        dataset=data if prepared else f"{home}/data/{name}",
+        home=home,
+        workdir=path,
+        install=method,
+        python=python_version(survey),
+        machine=survey.machine,
+        why=why,
+    )
     if survey.scheduler is None:
         why["type"] = "it has no scheduler that CrossFed knows"
-        return Choice(**common, scheduler="ssh", template="ssh", gpus=survey.gpus)  # type: ignore[arg-type]
-    queue = survey.scheduler
+        return replace(chosen, scheduler="ssh", template="ssh", gpus=survey.gpus)
+    return _with_queue(dialog, chosen, survey, survey.scheduler)
+
+
+def _with_queue(dialog: Dialog, chosen: Choice, survey: Survey, queue: BatchScheduler) -> Choice:
+    """The choice with partition, account and job template of the site's scheduler; adds to its reasons."""
+    name, why = chosen.name, chosen.why
     why["type"] = f"{queue.title} answers there"
     proposal = partition(survey.partitions, survey.accounts)
     named = _word(dialog, f"{name}.partition", proposal, must=bool(survey.partitions))
     one = next((each for each in survey.partitions if each.name == named), Partition(name=named))
     why["partition"] = one.said()
     charged = _word(dialog, f"{name}.account", account(survey.accounts), must=False)
-    shipped = site_template(login.host)
+    shipped = site_template(chosen.login.host)
     if shipped:
         why["template"] = "the site's own, by its login node's name"
         fill = _fill(dialog, name, shipped, named, charged)
-        return Choice(**common, scheduler=queue.name, template=shipped, fill=fill, gpus=one.gpus)  # type: ignore[arg-type]
+        return replace(chosen, scheduler=queue.name, template=shipped, fill=fill, gpus=one.gpus)
     gpus = _count(dialog, f"{name}.gpus", one.gpus, "GPUs that a job asks for")
     hours = min(HOURS, one.hours or HOURS)
     cores, environment = one.cores or 1, one.environment
     wish = Wish(partition=named, account=charged, cores=cores, gpus=gpus, hours=hours, environment=environment)
     why["template"] = "made from the site's answers; compare it with the site's user guide"
-    return Choice(
-        **common,  # type: ignore[arg-type]
-        scheduler=queue.name,
-        template=f"{name}.sh",
-        template_text=template_for(queue, name, wish),
-        gpus=gpus,
-    )
+    text = template_for(queue, name, wish)
+    return replace(chosen, scheduler=queue.name, template=f"{name}.sh", template_text=text, gpus=gpus)
 
 
 def template_for(scheduler: BatchScheduler, site: str, wish: Wish) -> str:

@@ -71,7 +71,7 @@ def test_render_and_check_tell_what_to_write(tmp_path: Path, monkeypatch: pytest
     result = CliRunner().invoke(app, ["render", "--federation", str(path)])
     assert result.exit_code == 0 and read_federation(path).deprecated in result.stdout
     monkeypatch.setattr("coordinator.preflight.check.check_here", lambda federation: ([], None))
-    monkeypatch.setattr("coordinator.preflight.check.check_facility", lambda *_: ([], None))
+    monkeypatch.setattr("coordinator.preflight.check.check_facility", lambda *_, **__: ([], None))
     rows = [row for row in check(path, link=False) if row.check == "deprecated"]
     assert [(row.verdict, row.found) for row in rows] == [("warning", read_federation(path).deprecated)]
 

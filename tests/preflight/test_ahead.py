@@ -89,5 +89,5 @@ def test_check_shows_the_row_of_each_facility_that_can_be_reached(tmp_path: Path
     monkeypatch.setattr(checking, "check_connection", lambda name, deployment: ok(name, "connection", "in"))
     monkeypatch.setattr(checking, "check_site", lambda *_: ([], None))
     monkeypatch.setattr(checking, "check_scheduler", lambda *_, **__: [])
-    rows, _ = checking.check_facility(federation, federation.facilities[0], None, False)
+    rows, _ = checking.check_facility(federation, federation.facilities[0], None, link=False)
     assert [row.check for row in rows if row.check == CHECK] == [CHECK]
