@@ -270,6 +270,7 @@ def progress_lines(
 
 
 def summary(dataset: PreparedDataset, reused: bool) -> str:
+    """What was prepared, in lines for a person; `reused`: it was there already."""
     manifest = dataset.manifest
     lines = [f"{spelled(str(dataset.directory))}: {'prepared before by the same command' if reused else 'prepared'}"]
     if manifest.task == IMAGES:

@@ -77,4 +77,5 @@ class RoundRecord:
 
 
 def write_record(path: Path, record: RoundRecord) -> None:
+    """Write round.json, atomically."""
     write_json(path, asdict(record))

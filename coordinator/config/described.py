@@ -39,6 +39,7 @@ def described(federation: Federation) -> dict[str, Any]:
 
 
 def digest_of(data: Described) -> str:
+    """The sha256 of a description, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 

@@ -157,6 +157,7 @@ def _template(federation: Federation, facility: Facility) -> str | None:
 
 
 def coordinator_settings(federation: Federation) -> dict[str, Any]:
+    """The content of coordinator.json: what the steps at the coordinator are told of a federation."""
     settings = CoordinatorSettings(
         federation=federation.name,
         facilities=[facility.name for facility in federation.facilities],

@@ -22,18 +22,22 @@ class Row:
 
 
 def ok(subject: str, check: str, found: str) -> Row:
+    """A row that needs no action."""
     return Row(subject=subject, check=check, verdict="ok", found=found)
 
 
 def fail(subject: str, check: str, found: str, fix: str) -> Row:
+    """A row for what the run would fail at; `fix`: what to do."""
     return Row(subject=subject, check=check, verdict="fail", found=found, fix=fix)
 
 
 def warning(subject: str, check: str, found: str, fix: str) -> Row:
+    """A row for what the run survives, but a person should look at; `fix`: what to do."""
     return Row(subject=subject, check=check, verdict="warning", found=found, fix=fix)
 
 
 def skipped(subject: str, check: str, why: str) -> Row:
+    """A row for what could not be checked, and why."""
     return Row(subject=subject, check=check, verdict="skipped", found=why)
 
 

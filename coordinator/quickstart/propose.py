@@ -56,6 +56,7 @@ def partition(partitions: Sequence[Partition], accounts: Sequence[str]) -> Propo
 
 
 def account(accounts: Sequence[str]) -> Proposal:
+    """The first of the account's own accounts; empty where the scheduler names none."""
     if not accounts:
         return Proposal(value="", why="the scheduler names no account, so none is given")
     why = "the only one of yours" if len(accounts) == 1 else f"the first of {len(accounts)} of yours"

@@ -36,10 +36,12 @@ def is_accepted(archive: Archive, described: Mapping[str, Any], changes: Sequenc
 
 
 def accept(archive: Archive, described: Mapping[str, Any]) -> None:
+    """Note that the changes up to this description are accepted: `crossfed run --accept`."""
     archive.write_note(ACCEPTED, {"digest": digest_of(described)})
 
 
 def refusal(changes: Sequence[Change]) -> InputError:
+    """The error that names changes which were not accepted, and how to accept them."""
     listed = "; ".join(f"({number}) {change}" for number, change in enumerate(changes, 1))
     return InputError(
         f"federation.yml has changed since the archive's latest round, and later models will differ: {listed}. Go on "
@@ -67,4 +69,5 @@ def told(archive: Archive) -> list[str]:
 
 
 def drop_told(archive: Archive) -> None:
+    """Forget the note of changes, which are in a round's file now."""
     archive.drop_note(CHANGES)

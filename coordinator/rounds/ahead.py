@@ -39,6 +39,7 @@ def remember_placeholder(workdir: Path, facility: str, one: Placeholder) -> None
 
 
 def forget_placeholder(workdir: Path, facility: str) -> None:
+    """Forget the placeholder of a facility, if there is one."""
     (Path(workdir) / FOLDER / f"{facility}.json").unlink(missing_ok=True)
 
 

@@ -60,10 +60,12 @@ def drop_late(workdir: Path, round: int, facility: str) -> None:
 
 
 def remember_job(workdir: Path, job: LateJob) -> None:
+    """Note a facility's job that goes on after its round was closed, in place of an earlier one."""
     write_json(_folder(workdir) / f"{JOB}{job.facility}.json", asdict(job))
 
 
 def forget_job(workdir: Path, facility: str) -> None:
+    """Forget the late job of a facility, if there is one."""
     (Path(workdir) / FOLDER / f"{JOB}{facility}.json").unlink(missing_ok=True)
 
 

@@ -29,6 +29,7 @@ def read_lost(job_directory: Path, round: int, facility: str) -> str:
 
 
 def drop_lost(workdir: Path, round: int, facility: str) -> None:
+    """Forget why a job of this round was taken for lost: another one begins."""
     _path(workdir, round, facility).unlink(missing_ok=True)
 
 

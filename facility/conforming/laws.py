@@ -91,10 +91,12 @@ def refused(trial: Trial) -> Iterator[Finding]:
 
 
 def ended(round: Ended, law: str) -> Finding:
+    """The finding whether a run ended with exit code 0."""
     return Finding(law=law, kept=round.code == 0, found=f"{round.code}: {round.said}" if round.code else "")
 
 
 def identity(trial: Trial, update: Path, round: int) -> str:
+    """Raise `InputError` where an update's manifest names another round, facility or base."""
     manifest = verify_manifest(update)
     found = (manifest.kind, manifest.federation, manifest.facility, manifest.round)
     if found != (expected := ("update", FEDERATION, FACILITY, round)):
@@ -106,6 +108,7 @@ def identity(trial: Trial, update: Path, round: int) -> str:
 
 
 def tensors(model: Path, update: Path) -> str:
+    """Raise `InputError` unless an update holds the model's tensors, all finite; returns how many."""
     wanted, found = open_checkpoint(model), open_checkpoint(update)
     shapes = [{name: entry.shape for name, entry in one.tensors.items()} for one in (wanted, found)]
     if shapes[0] != shapes[1]:
@@ -120,6 +123,7 @@ def tensors(model: Path, update: Path) -> str:
 
 
 def report(update: Path, round: int) -> str:
+    """Raise `InputError` for a report of another round, or without counts; returns its losses."""
     found = read_report(update)
     if (found.federation, found.facility, found.round) != (FEDERATION, FACILITY, round):
         raise InputError(f"it is of {(found.federation, found.facility, found.round)}")
@@ -129,18 +133,21 @@ def report(update: Path, round: int) -> str:
 
 
 def moved(model: Path, update: Path) -> str:
+    """Raise `InputError` where training changed nothing; returns the largest change."""
     if (largest := _apart(open_checkpoint(model), open_checkpoint(update))) == 0:
         raise InputError("the update is the received model")
     return f"by up to {largest:.2g}"
 
 
 def alike(one: Path, other: Path) -> str:
+    """Raise `InputError` where two runs of one command differ by more than rounding."""
     if (largest := _apart(open_checkpoint(one), open_checkpoint(other))) > SAME:
         raise InputError(f"weights differ by up to {largest:.2g}: seed whatever is drawn from `seed` and the round")
     return f"apart by {largest:.2g}"
 
 
 def progress(directory: Path) -> str:
+    """How far the job says it is; never a fault, since a trainer may leave progress out."""
     file = directory / PROGRESS
     if not file.is_file():
         return "there is none: `crossfed status --follow` shows the job without its steps"
@@ -148,6 +155,7 @@ def progress(directory: Path) -> str:
 
 
 def evaluated(update: Path) -> str:
+    """Raise `InputError` unless the answer to a final evaluation is a report alone; returns its loss."""
     found = read_report(update)
     if found.steps or any(update.glob("*.safetensors")):
         raise InputError(f"round {ROUNDS} of {ROUNDS} asks for an evaluation: no step, no weights")
@@ -155,6 +163,7 @@ def evaluated(update: Path) -> str:
 
 
 def leaves_nothing(stopped: Ended) -> str:
+    """Raise `InputError` where a run that was interrupted left an update; returns how it ended."""
     if not stopped.signalled or not stopped.code:
         return f"the round of {STEPS} steps had ended before the signal: not tried"
     if stopped.update.exists():
@@ -167,6 +176,7 @@ def leaves_nothing(stopped: Ended) -> str:
 
 
 def refuses(result: Ended) -> str:
+    """Raise `InputError` unless a run ended as one that refuses its model."""
     if result.update.exists():
         raise InputError(f"it ended with {result.code} and an update")
     if result.code != BAD_INPUT:

@@ -184,6 +184,7 @@ def check_privacy(session: Session, settings: FacilitySettings) -> None:
 
 
 def check_module(session: Session, module: str) -> None:
+    """Raise `Refused` for a trainer that the policy does not list."""
     if module not in session.policy.modules:
         raise Refused(f"module {module!r} would train, the policy allows {', '.join(session.policy.modules)}")
 
@@ -243,6 +244,7 @@ def check_own_code(session: Session, settings: Mapping[str, Any], above: str = "
 
 
 def check_dataset(session: Session, dataset: str) -> Path:
+    """The resolved path of a dataset that the policy lists; raises `Refused` for any other."""
     allowed = {resolve(one).resolve() for one in session.policy.datasets}
     if (found := resolve(dataset).resolve()) not in allowed:
         raise Refused(f"the dataset {dataset} is not one of the policy's: {', '.join(session.policy.datasets)}")

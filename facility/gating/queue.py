@@ -128,6 +128,7 @@ def words(form: Sequence[str], values: dict[str, str], ids: Sequence[str] = ()) 
 
 
 def values_of(policy: Policy, *, name: str = "", directory: str = "") -> dict[str, str]:
+    """Values of the words in capitals of a scheduler's command; all come from the policy, none from a request."""
     seconds = round(policy.hours * 3600)
     limit = f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
     return {
@@ -160,18 +161,21 @@ def call(command: Sequence[str], text: str | None = None, cwd: Path | None = Non
 
 
 def table(session: Session) -> Commands:
+    """Commands of the site's scheduler. Raises `Refused` where it has no queue."""
     if session.policy.scheduler not in TABLE:
         raise Refused(f"this site's scheduler is {session.policy.scheduler}, which has no queue to ask")
     return TABLE[session.policy.scheduler]
 
 
 def our_name(session: Session, name: str) -> str:
+    """The name, if jobs of this gate have it; else raises `Refused`."""
     if name not in session.names():
         raise Refused(f"jobs are called {name!r:.100}, ours here are {', '.join(session.names())}")
     return name
 
 
 def our_ids(session: Session, ids: Sequence[str]) -> list[str]:
+    """The ids, if all are of jobs submitted through this gate; else raises `Refused`."""
     ledger = read_ledger(session.ledger)
     if foreign := [id for id in ids if ledger.job(id) is None]:
         raise Refused(f"job {foreign[0]} was not submitted through this gate")
@@ -179,11 +183,13 @@ def our_ids(session: Session, ids: Sequence[str]) -> list[str]:
 
 
 def ids_of(session: Session, form: Sequence[str], name: str) -> tuple[int, list[str], str]:
+    """(exit code, ids, all that was printed) of a command that lists jobs of a name."""
     code, text = call(words(form, values_of(session.policy, name=name)))
     return code, [word for word in text.split() if re.fullmatch(TABLE[session.policy.scheduler].id, word)], text
 
 
 def jobs(session: Session, request: Request) -> int:
+    """Print our jobs of a name as the scheduler lists them; returns its exit code."""
     name = our_name(session, request["name"])
     if session.policy.scheduler == "ssh":
         for pid in processes(name):
@@ -221,12 +227,14 @@ def cancel(session: Session, request: Request) -> int:
 
 
 def cancel_ids(session: Session, request: Request) -> int:
+    """Cancel jobs of ours by their ids; returns the scheduler's exit code."""
     code, text = call(words(table(session).cancel, {}, our_ids(session, request.more)))
     sys.stdout.write(text)
     return code
 
 
 def states(session: Session, request: Request) -> int:
+    """Print the states of jobs of ours; returns the scheduler's exit code."""
     ids = our_ids(session, request.more)
     code, text = call(words(table(session).states, {"LIST": ",".join(ids)}, ids))
     sys.stdout.write(text)
@@ -234,6 +242,7 @@ def states(session: Session, request: Request) -> int:
 
 
 def begins(session: Session, request: Request) -> int:
+    """Print when a job of ours is expected to begin; nothing where the scheduler does not say."""
     (id,), form = our_ids(session, [request["id"]]), table(session).begins
     code, text = call(words(form, {"ID": id})) if form else (0, "")
     sys.stdout.write(text)
@@ -241,6 +250,7 @@ def begins(session: Session, request: Request) -> int:
 
 
 def ending(session: Session, request: Request) -> int:
+    """Print how a job of ours ended, by the first of the commands that knows."""
     (id,) = our_ids(session, [request["id"]])
     code = 1
     for form in table(session).ending:

@@ -48,6 +48,7 @@ def _say(text: str) -> None:
 
 
 def test(session: Session, request: Request) -> int:
+    """Exit code 0 where a path is what the flag asks for (as `test` has them), else 1."""
     path = confined(request["path"], session.workdir, follow=request["flag"] != "-L")
     found = {
         "-e": os.path.exists,
@@ -60,6 +61,7 @@ def test(session: Session, request: Request) -> int:
 
 
 def resolve(session: Session, request: Request) -> int:
+    """Print a path without links; exit code 1 where there is nothing."""
     path = confined(request["path"], session.workdir, follow=True)
     if not path.exists():
         return 1
@@ -88,6 +90,7 @@ def walk(session: Session, request: Request) -> int:
 
 
 def make(session: Session, request: Request) -> int:
+    """Make directories, for this account alone."""
     for word in request.more:
         path = confined(word, session.workdir)
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,6 +98,7 @@ def make(session: Session, request: Request) -> int:
 
 
 def remove(session: Session, request: Request) -> int:
+    """Remove files and directories that no job under way reads."""
     for word in request.more:
         _clear(writable(word, session))
     return 0
@@ -169,6 +173,7 @@ def _write(target: Path, source: IO[bytes], size: int) -> None:
 
 
 def put_file(session: Session, request: Request) -> int:
+    """The input becomes a file of at most `MOST_SMALL` bytes; what stood there is replaced."""
     place = writable(request["path"], session)
     _clear(place)
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -263,6 +268,7 @@ def _walk(place: Path, session: Session) -> Iterator[Path]:
 
 
 def get_file(session: Session, request: Request) -> int:
+    """Print a file of a job's update, or its progress; exit code `NOT_YET` before there is any."""
     path = readable(request["path"], session)
     if path.name == PROGRESS and not path.exists():
         return NOT_YET
@@ -271,6 +277,7 @@ def get_file(session: Session, request: Request) -> int:
 
 
 def get_piece(session: Session, request: Request) -> int:
+    """Print a range of a file of a job's update."""
     _give(session, readable(request["path"], session), int(request["offset"]), int(request["length"]))
     return 0
 

@@ -101,6 +101,7 @@ class Conversation:
 
 
 def from_json(text: str) -> Conversation:
+    """The conversation that `Conversation.to_json` wrote."""
     messages, answers, tools, texts, rejected, rejected_texts = json.loads(text)
     return Conversation(
         messages=messages,

@@ -109,6 +109,7 @@ def read_rows(file: BinaryIO, first: int, count: int) -> NDArray[numpy.uint32]:
 
 
 def in_order(rows: NDArray[numpy.uint32]) -> NDArray[numpy.uint32]:
+    """The rows sorted by their first number, then by the next."""
     return rows[numpy.lexsort(rows.T[::-1])]
 
 

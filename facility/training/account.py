@@ -30,6 +30,7 @@ def resident_bytes(ranks: Ranks) -> int:
 
 
 def versions() -> dict[str, str]:
+    """Versions of CrossFed and of what decides results, for the report."""
     import transformers
 
     import facility

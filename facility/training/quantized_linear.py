@@ -97,4 +97,5 @@ class QuantizedLinear(nn.Module):
 
 
 def frozen_bytes(rows: int, columns: int, device: torch.device) -> nn.Parameter:
+    """An uninitialised parameter of bytes without a gradient: (rows, columns), uint8."""
     return nn.Parameter(torch.empty(rows, columns, dtype=torch.uint8, device=device), requires_grad=False)

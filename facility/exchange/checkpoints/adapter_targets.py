@@ -129,4 +129,5 @@ def parameters_of(model: nn.Module, settings: LoraSettings) -> list[str]:
 
 
 def targeted_any(names: Sequence[str], target: str) -> bool:
+    """Whether a target, an end of a name, fits one of the names."""
     return any(targeted(name, [target]) for name in names)

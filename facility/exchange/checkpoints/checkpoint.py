@@ -111,6 +111,7 @@ class Checkpoint:
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a safetensors name such as `BF16`. Raises `CheckpointError` for one that is not supported."""
     import torch
 
     table = {

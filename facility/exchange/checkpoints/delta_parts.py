@@ -97,4 +97,5 @@ def raw(entry: TensorEntry) -> Iterator[tuple[int, memoryview]]:
 
 
 def as_bytes(array: Array) -> memoryview:
+    """An array's memory as bytes, not copied."""
     return np.ascontiguousarray(array).data.cast("B") if array.size else memoryview(b"")

@@ -62,6 +62,7 @@ def rounded(walk: Array) -> Array:
 
 
 def has_mean_walk(directory: Path) -> bool:
+    """Whether a mean walk lies beside a model."""
     return (Path(directory) / FOLDER).is_dir()
 
 

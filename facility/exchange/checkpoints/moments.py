@@ -162,6 +162,7 @@ def shapes_in(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 
 
 def has_moments(directory: Path) -> bool:
+    """Whether moments lie beside a checkpoint."""
     return (Path(directory) / FOLDER).is_dir()
 
 

@@ -14,4 +14,5 @@ PATTERNS = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 
 
 def is_running_statistic(name: str) -> bool:
+    """Whether a tensor of that name is a running mean or variance of batch norm."""
     return name.endswith(AVERAGED)

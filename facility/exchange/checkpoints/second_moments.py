@@ -154,6 +154,7 @@ def header(steps: float, kept: float = 0.0) -> dict[str, str]:
 
 
 def has_factors(directory: Path) -> bool:
+    """Whether second moments lie beside a checkpoint."""
     return (Path(directory) / FOLDER).is_dir()
 
 

@@ -58,6 +58,7 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Write `text` as UTF-8, atomically."""
     write_bytes(path, text.encode())
 
 

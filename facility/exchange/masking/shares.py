@@ -49,6 +49,7 @@ def commitment(roster: str, facility: str, other: str, seed: bytes) -> str:
 
 
 def write_shares(directory: Path, shares: Shares) -> None:
+    """Write a facility's shares into `directory`, atomically."""
     write_json(directory / NAME, dataclasses.asdict(shares))
 
 

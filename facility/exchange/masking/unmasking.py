@@ -46,6 +46,7 @@ class UnmaskRequest:
 
 
 def write_request(directory: Path, request: UnmaskRequest) -> None:
+    """Write the request to unmask a sum into `directory`, atomically."""
     write_json(directory / REQUEST, dataclasses.asdict(request))
 
 

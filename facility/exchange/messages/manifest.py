@@ -131,6 +131,7 @@ def with_head(directory: Path, log: str) -> None:
 
 
 def sha256_of(path: Path) -> str:
+    """The sha256 of a file, in hexadecimal. Raises `OSError`."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

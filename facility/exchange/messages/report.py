@@ -100,6 +100,7 @@ class Failure:
 
 
 def write(directory: Path, message: Report | Failure) -> None:
+    """Write report.json or failure.json into `directory`, atomically."""
     write_json(Path(directory) / (REPORT if isinstance(message, Report) else FAILURE), asdict(message))
 
 

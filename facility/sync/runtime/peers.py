@@ -109,6 +109,7 @@ class Peers:
 
 
 def send(connection: socket.socket, kind: int, vector: torch.Tensor) -> None:
+    """Send one float32 vector on the CPU. Raises `OSError` when the other side is gone."""
     connection.sendall(HEADER.pack(kind, vector.numel()))
     if vector.numel():
         connection.sendall(vector.numpy().data.cast("B"))
@@ -128,6 +129,7 @@ def receive(connection: socket.socket) -> tuple[int, torch.Tensor]:
 
 
 def fill(connection: socket.socket, buffer: memoryview) -> None:
+    """Fill a buffer from a connection. Raises `ConnectionError` when the other side closes it before."""
     while len(buffer):
         count = connection.recv_into(buffer)
         if count == 0:

@@ -10,6 +10,7 @@ LINE_BYTES = 1 << 20
 
 
 def encode(message: dict[str, Any]) -> bytes:
+    """One line that `decode` reads. Raises `ValueError` for NaN or infinity."""
     return json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 

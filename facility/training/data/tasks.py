@@ -85,12 +85,14 @@ class TextTask:
 
 
 def cross_entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sum of cross-entropies in float32; `logits` end in classes, `targets` of `IGNORED` do not count."""
     return F.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
 
 
 def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torch.Tensor:
+    """Blocks of a split as int64, a row each."""
     return torch.from_numpy(np.asarray(dataset.split(split)[indices], dtype=np.int64))
 
 

@@ -74,6 +74,7 @@ class Assembly:
 
 
 def frozen(name: str, patterns: list[str]) -> bool:
+    """Whether `training.freeze` names a parameter."""
     return matches(name, patterns)
 
 

@@ -194,6 +194,7 @@ def lacking(directory: Path, optimizer: Optimizer, shapes: Shapes, *, vectors: I
 
 
 def of_replica(replica: int, parts: Sequence[LocalShard]) -> list[LocalShard]:
+    """The shards under the names that the state of one replica has."""
     return [dataclasses.replace(part, name=f"replica-{replica}.{part.name}") for part in parts]
 
 
@@ -324,6 +325,7 @@ def save_checkpoint(
 
 
 def weights_of(parts: Sequence[LocalShard]) -> list[LocalShard]:
+    """The shards under the names that weights have in a mid-round checkpoint."""
     return [dataclasses.replace(part, name=f"weight.{part.name}") for part in parts]
 
 

@@ -26,10 +26,12 @@ LEVELS = 8
 
 
 def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
+    """(field, dtype, elements) of a message for `elements` values."""
     return [("q", "U8", -(-elements // 2)), ("scale", "BF16", -(-elements // BLOCK))]
 
 
 def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
+    """Two values of 4 bits in a byte, and a scale for each block; `limit` is not used."""
     found = native.library()
     if found is not None and values.flags.c_contiguous:
         q, bits = np.empty(-(-len(values) // 2), np.uint8), np.empty(-(-len(values) // BLOCK), np.uint16)
@@ -56,11 +58,13 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
 
 
 def check(bits: Array) -> None:
+    """Raise `ValueError` for a scale that no sender makes."""
     if ((bits & 0x7F80) == 0x7F80).any():  # an exponent of all ones
         raise ValueError("a scale is NaN or infinity")
 
 
 def decode(stored: dict[str, Array], count: int) -> Array:
+    """`count` float32 values. Raises `ValueError` where what is stored is odd."""
     check(stored["scale"])
     packed = stored["q"]
     found = native.library()

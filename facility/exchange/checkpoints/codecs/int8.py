@@ -27,10 +27,12 @@ SMALLEST = np.float32(1e-35)
 
 
 def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
+    """(field, dtype, elements) of a message for `elements` values."""
     return [("q", "I8", elements), ("scale", "F32", -(-elements // BLOCK))]
 
 
 def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
+    """int8 values and a scale for each block of `BLOCK`; `limit` is not used."""
     found = native.library()
     if found is not None and values.flags.c_contiguous:
         q, scale = np.empty(len(values), np.int8), np.empty(-(-len(values) // BLOCK), np.float32)
@@ -49,11 +51,13 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
 
 
 def check(scale: Array) -> None:
+    """Raise `ValueError` for a scale that no sender makes."""
     if not np.isfinite(scale).all() or (scale < 0).any():
         raise ValueError("a scale is negative, NaN or infinity")
 
 
 def decode(stored: dict[str, Array], count: int) -> Array:
+    """`count` float32 values. Raises `ValueError` where a scale is odd."""
     scale = stored["scale"]
     check(scale)
     found = native.library()

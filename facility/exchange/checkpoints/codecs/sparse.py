@@ -87,6 +87,7 @@ def check_levels(levels: Array) -> None:
 
 
 def decode(stored: dict[str, Array], count: int) -> Array:
+    """`count` float32 values, 0 where none was sent. Raises `ValueError` where what is stored is odd."""
     kept, codes, levels = stored["kept"], stored["code"], stored["level"]
     check_levels(levels)
     if len(codes) != code_bytes(count_of(kept, count)):

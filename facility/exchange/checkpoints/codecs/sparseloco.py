@@ -55,6 +55,7 @@ def streams_of(count: int) -> tuple[int, int, int, int]:
 
 
 def fields(elements: int, kept: int) -> list[tuple[str, str, int]]:
+    """(field, dtype, elements) of a message for `elements` values."""
     whole, rest = divmod(elements, CHUNK)
     code = whole * sum(streams_of(CHUNK)) + (sum(streams_of(rest)) if rest else 0)
     return [("code", "U8", code), ("level", "BF16", 2 * -(-elements // CHUNK))]
@@ -119,6 +120,7 @@ def check_places(code: Array, count: int) -> None:
 
 
 def decode(stored: dict[str, Array], count: int) -> Array:
+    """`count` float32 values, 0 where none was sent. Raises `ValueError` where what is stored is odd."""
     check_levels(stored["level"])
     code, level = (np.ascontiguousarray(stored[suffix]) for suffix in ("code", "level"))
     if (found := native.library()) is not None:
