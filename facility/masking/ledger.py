@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import fsync_directory
+from facility.exchange.files.durable import fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.masking.roster import Roster
 from facility.exchange.messages.masking import MaskingSettings
@@ -64,13 +64,25 @@ class Ledger:
             for earlier in self.entries():
                 if reason := conflict(earlier, entry):
                     raise InputError(reason)
-                if earlier == entry:
-                    return
-            with open(self.path, "ab") as file:
-                file.write(json.dumps(dataclasses.asdict(entry)).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
+            self._append([entry] if entry not in self.entries() else [])
             fsync_directory(self.path.parent)
+
+    def _append(self, entries: Sequence[Entry]) -> None:
+        """Add lines in place of what a crash cut off, or none of them; what is there is on disk afterwards, even what
+        a process wrote that was killed before it was."""
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            whole = sum(map(len, self._lines()))
+            os.ftruncate(descriptor, whole)
+            try:
+                for entry in entries:
+                    write_all(descriptor, json.dumps(dataclasses.asdict(entry)).encode() + b"\n")
+                os.fsync(descriptor)
+            except OSError:
+                os.ftruncate(descriptor, whole)  # not answered, so not noted
+                raise
+        finally:
+            os.close(descriptor)
 
     def check(self, roster: Roster, settings: MaskingSettings) -> None:
         """Raise `InputError` where no sum under this roster could be answered after what was: before it is trained."""
@@ -93,15 +105,20 @@ class Ledger:
 
     def entries(self) -> list[Entry]:
         """All answers. Raises `InputError` where the file is damaged: then nothing is answered."""
-        if not self.path.exists():
-            return []
         try:
-            return [Entry(**json.loads(line)) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            return [Entry(**json.loads(line)) for line in self._lines()]
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{self.path} is damaged ({error}): what was answered before is not known, so nothing is answered; "
-                "remove its last line only if the machine stopped while it was written"
+                "restore the file from a backup of after the last answer, or begin a federation of another `name`"
             ) from None
+
+    def _lines(self) -> list[bytes]:
+        """Complete lines. What a crash or a full disk cut off was not answered: a line is on disk before its answer."""
+        try:
+            return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        except FileNotFoundError:
+            return []
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

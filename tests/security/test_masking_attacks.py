@@ -250,7 +250,7 @@ def test_a_damaged_ledger_means_no_answer(begun):
     request = federation.settle(roster, received)
     federation.answer("alpha", request)
     with open(Ledger(state=federation.state("alpha")).path, "a") as file:
-        file.write('{"run": ')
+        file.write('{"run": \n')
     with pytest.raises(InputError, match="is damaged"):
         federation.answer("alpha", request)
 
