@@ -45,7 +45,9 @@ def rewind(archive: Archive, to: int) -> Path:
     undone = _readable(archive, done[to:])
     _keep_changes(archive, to, undone)
     _set_updates_aside(archive, undone, aside)
-    archive.write_note(REWOUND, {"round": to, "stateless": stateless(archive, to)})
+    before = archive.read_note(REWOUND)  # there until a round is complete: of a rewind just before this one
+    gone = len(done) - to + (int(before.get("gone", 0)) if before.get("round") == len(done) else 0)
+    archive.write_note(REWOUND, {"round": to, "stateless": stateless(archive, to), "gone": gone})
     for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
     for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):

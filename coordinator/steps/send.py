@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.aggregation.state import belong_to, draw_near
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
 from coordinator.rounds.order import order_or_tell
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -37,6 +37,9 @@ FORGOTTEN = 0.5
 """Share of a `sparse` message's residual that the float32 master drops. Facilities that never received it repeat the
 same steps; keeping all of it would count them twice, keeping nothing would lose what no facility repeats
 (tests/bench/README.md)."""
+
+KEPT = 2
+"""Models that a facility keeps (`facility.rounds.models`): the newest two that it received."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +93,9 @@ def _why_whole(archive: Archive, facility: str, number: int, message: Path | Non
     before = archive.read_round(number - 1)
     if not message.is_dir():
         return str(before.message.get("reason") or f"round {number - 1} made no message")
+    rewound = archive.read_note(REWOUND)
+    if rewound.get("round") == number and rewound.get("gone", KEPT) >= KEPT:
+        return f"crossfed rewind went back to round {number}: it may keep later models in place of those"
     attempts = archive.read_note("attempts")
     if attempts.get("round") == number and facility in attempts.get("whole", []):
         return f"it failed at round {number} before"

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
@@ -33,6 +34,8 @@ from tests.pico import save_pico
 SETTINGS = CoordinatorSettings(
     federation="f", rounds=4, facilities=["a", "b"], retries=1, sending=SendingSettings(encoding="delta-int8")
 )
+
+SETTINGS_OF_MANY = dataclasses.replace(SETTINGS, rounds=9)
 
 
 @pytest.fixture
@@ -80,6 +83,28 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert sent(archive, "b", SETTINGS.rounds) == "delta-int8"  # the evaluation after an early end
     whole = outgoing(archive, SETTINGS, "a", 2)
     assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
+
+
+@pytest.mark.parametrize("back", [(3,), (2,), (3, 2)])
+def test_after_a_rewind_every_facility_can_read_what_it_is_sent(
+    archive: Archive, tmp_path: Path, back: tuple[int, ...]
+):
+    """It keeps the two models that it received last, which may be of rounds that were set aside."""
+    kept = Models(tmp_path / "state")
+    for number in range(4):
+        kept.whole(outgoing(archive, SETTINGS_OF_MANY, "a", number).path)
+        close(archive, number, update(archive, "a", number))
+    kept.whole(outgoing(archive, SETTINGS_OF_MANY, "a", 4).path)
+    for to in back:
+        rewind(archive, to)
+    travels = outgoing(archive, SETTINGS_OF_MANY, "a", to)
+    assert kept.whole(travels.path) == kept.place(read_manifest(archive.model_for(to)).content_sha256)
+    one_back = back == (3,)
+    assert str(travels) == ("delta-int8" if one_back else f"full: {travels.reason}")
+    assert one_back or f"crossfed rewind went back to round {to}" in travels.reason
+    shutil.rmtree(archive.path.parent / f"a{to}")
+    close(archive, to, update(archive, "a", to))
+    assert str(outgoing(archive, SETTINGS_OF_MANY, "a", to + 1)) == "delta-int8"
 
 
 def test_the_newest_model_is_evaluated_where_rounds_was_lowered_below_what_is_done(archive: Archive):
