@@ -7,11 +7,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from coordinator.archive.journal import Journal
-from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, Archive, RoundFile
+from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, ROUND, Archive, RoundFile
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.comparison import UPDATE_OF
-from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.set_aside import set_aside, with_set_aside
 
 ASIDE = "rewound-"
 """Begins the names of folders with rounds that were set aside."""
@@ -86,6 +87,26 @@ def _set_updates_aside(archive: Archive, undone: list[RoundFile], aside: Path) -
         if update.is_dir():
             (aside / COMPARED).mkdir(exist_ok=True)
             update.rename(aside / COMPARED / update.name)
+
+
+def rewinds(archive: Archive) -> dict[str, int]:
+    """The first round that each rewind has set aside, by its folder's name, as the folders say that are still there."""
+    found = {}
+    for aside in archive.path.glob(f"{ASIDE}*"):
+        if numbers := [int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name))]:
+            found[aside.name] = min(numbers)
+    return found
+
+
+def tell_rewinds(archive: Archive, base: Path, *directories: Path) -> None:
+    """Say in models or messages which rounds of their run were set aside: what facilities keep of them is of no use.
+
+    `base`: a model of the same run, which says it of folders that a person has removed since.
+    """
+    every = set_aside(read_manifest(base)) | rewinds(archive)
+    for directory in directories:
+        if every and directory.is_dir():
+            with_set_aside(directory, every)
 
 
 def stateless(archive: Archive, to: int) -> bool:

@@ -20,6 +20,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.rewind import tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
 from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
@@ -288,6 +289,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     )
     found = asks_ahead(archive, settings, round.round_file, directory)
     tell_released([*history, found], directory)
+    tell_rewinds(archive, round.model, directory / "model", directory / "message")
     round.round_file, round.decision, round.limited = within(archive, settings, found, decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.rewind import tell_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.closing import carries
@@ -75,6 +76,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     sweep_round(Path.cwd(), settings.federation, following, behind=settings.aggregation.maximum_staleness)
     current = archive.model_for(following)
     verify_whole(archive, following)
+    tell_rewinds(archive, current, current, *filter(None, [archive.message_for(following)]))
     if goes_on(archive, settings, history):
         before = archive.read_note(UNDER_WAY)
         interrupted = before.get("round") == following

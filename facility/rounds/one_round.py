@@ -33,6 +33,7 @@ from facility.rounds.masked import Masked, masked
 from facility.rounds.models import Models, digest_of, tell
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
+from facility.rounds.set_aside import forget_set_aside
 from facility.rounds.smaller import drop_pending, make_smaller
 from facility.rounds.steps import decide_steps, remember_beside
 from facility.rounds.sweep import forget_earlier, sweep
@@ -101,6 +102,7 @@ class OneRound:
             log.warning("%s was finished before, but what was masked of it is damaged: it is trained again", found)
             return False
         log.info("%s was finished before from the same model, settings and data: not trained again", found)
+        forget_set_aside(job.state, self.received, done=job.round)
         clear(job.out)
         if self.masks is None:
             link_tree(found, job.out)
@@ -115,6 +117,8 @@ class OneRound:
         clear(job.out)
         drop_pending(job.state)
         drop_held(job.state)
+        for path in forget_set_aside(job.state, self.received):
+            log.info("removed %s, of a round that crossfed rewind set aside", path)
         for warning in check_kept(job.state, job.goes_on_at, evaluates=job.round >= job.settings.rounds):
             log.warning(warning)
         if (job.dataset / DATASET).is_file():

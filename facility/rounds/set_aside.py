@@ -1,0 +1,49 @@
+"""What a facility keeps of rounds that `crossfed rewind` set aside is gone on from by none that follows.
+
+A facility that takes part in the first repeated round replaces it. One that misses that round, and perhaps all others,
+would go on from an optimizer's state, a residual and local parameters that belong to models which are no ancestors of
+the one that it receives. So each model names the rewinds of its run, and the state those that it has seen.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from facility.exchange.files.durable import write_json
+from facility.exchange.messages.manifest import Manifest
+from facility.exchange.messages.set_aside import set_aside
+from facility.rounds.sealed import discard
+
+NAME = "set_aside.json"
+"""In the state: the rewinds that it has seen."""
+KEPT = re.compile(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?")
+PLACES = ("", "residual", "personal")
+"""Folders of the state that hold a directory a round."""
+
+
+def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list[Path]:
+    """Remove what is kept of rounds that were set aside since this facility's latest job; returns those directories.
+
+    `done`: a round of the present run whose update is kept, and with it what it left: that, and what was before, stays.
+    """
+    told, known = set_aside(received), _seen(state)
+    new = [first for name, first in told.items() if name not in known]
+    if not new:
+        return []
+    first = max(min(new), done + 1)
+    places = [path for folder in PLACES for path in sorted((state / folder).glob("*-*"))]
+    gone = [path for path in places if (found := KEPT.fullmatch(path.name)) and int(found[1]) >= first]
+    for path in gone:
+        discard(path)
+    state.mkdir(parents=True, exist_ok=True)
+    write_json(state / NAME, sorted({*known, *told}))
+    return gone
+
+
+def _seen(state: Path) -> set[str]:
+    try:
+        return {str(name) for name in json.loads((state / NAME).read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError):
+        return set()
