@@ -118,6 +118,17 @@ def _on_one_clock(found: Sequence[Entry]) -> list[Entry]:
     return [replace(entry, time=entry.time + by) if by else entry for entry, by in zip(found, shifts, strict=True)]
 
 
+def standing(entries: Iterable[Entry]) -> list[Entry]:
+    """Without what was written of rounds before `crossfed rewind` set them aside, and of that itself."""
+    found: list[Entry] = []
+    for entry in entries:
+        if entry.kind == "rewound":
+            found = [one for one in found if one.round is None or one.round < (entry.round or 0)]
+        else:
+            found.append(entry)
+    return found
+
+
 def waited_node_seconds(entries: Iterable[Entry], *, without_round: bool = False) -> float:
     """Node-seconds that jobs waited for their models. `without_round`: of those alone that ended without one, and so
     are in no update's report."""

@@ -91,10 +91,21 @@ def _set_updates_aside(archive: Archive, undone: list[RoundFile], aside: Path) -
 
 def rewinds(archive: Archive) -> dict[str, int]:
     """The first round that each rewind has set aside, by its folder's name, as the folders say that are still there."""
+    return {aside.name: min(numbers) for aside, numbers in _folders(archive).items()}
+
+
+def rounds_set_aside(archive: Archive) -> list[RoundFile]:
+    """The files of all rounds that were set aside and are still there, the first rewind's first."""
+    folders = _folders(archive).items()
+    return [one for aside, numbers in folders for one in _readable(Archive(aside), numbers)]
+
+
+def _folders(archive: Archive) -> dict[Path, list[int]]:
+    """What rewinds left: folders in the order of their names, with the numbers of their rounds, one at least."""
     found = {}
-    for aside in archive.path.glob(f"{ASIDE}*"):
-        if numbers := [int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name))]:
-            found[aside.name] = min(numbers)
+    for aside in sorted(archive.path.glob(f"{ASIDE}*")):
+        if numbers := sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name))):
+            found[aside] = numbers
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import platform
 import re
@@ -14,6 +15,7 @@ from typing import Any
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import latest_privacy, summary_of
+from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.summary import remarks, shown, summary
 from coordinator.comparison.account import read_account
@@ -52,6 +54,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         found = _estimated(rounds)
     account = read_account(archive) if archive.path.is_dir() else None
     compared = account.rows if account is not None else []
+    aside = [dataclasses.asdict(row) for entry in rounds_set_aside(archive) for row in entry.facilities]
     data: dict[str, Any] = {
         "format": FORMAT,
         "federation": federation,
@@ -78,7 +81,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "traffic": _traffic(rows, entries, names),
         "predictions": predictions(rows, names),
         "drift": drift(rows, names),
-        "cost": with_waiting(costs([*rows, *rounds["final_evaluation"], *compared], names, carbon), entries),
+        "cost": with_waiting(costs([*aside, *rows, *rounds["final_evaluation"], *compared], names, carbon), entries),
         "privacy": summary_of(latest_privacy(rows)),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),

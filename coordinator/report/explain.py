@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator.archive.journal import Entry, Journal
+from coordinator.archive.journal import Entry, Journal, standing
 from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.archive.summary import shown
@@ -21,7 +21,8 @@ OUT = ("failed", "absent", "refused")
 
 def explain_facility(federation: Federation, name: str) -> str:
     """How a facility stands, why, and what to do."""
-    archive, entries = Archive(federation.archive_path), _entries(federation.archive_path)
+    archive = Archive(federation.archive_path)
+    entries = standing(Journal(archive.path).read())
     lines = [f"{name}:", *_now(federation.workdir_path, name)]
     own = [entry for entry in entries if entry.facility == name]
     if (stuck := _latest(own, "stuck", until=("started", "trained"))) is not None:
@@ -44,7 +45,8 @@ def explain_facility(federation: Federation, name: str) -> str:
 
 def explain_round(federation: Federation, number: int) -> str:
     """What became of a round, facility by facility. Raises `InputError` for a round that has not begun."""
-    archive, entries = Archive(federation.archive_path), _entries(federation.archive_path)
+    archive = Archive(federation.archive_path)
+    entries = standing(Journal(archive.path).read())
     own = [entry for entry in entries if entry.round == number]
     if number in archive.rounds():
         record = archive.read_round(number)
@@ -100,16 +102,6 @@ def _refusals(reasons: Mapping[str, str], number: int, entries: Sequence[Entry])
         if names[1:]:
             lines.append(f"  So are {len(names) - 1} more: {names_of(names[1:], MOST_ROWS)}.")
     return lines
-
-
-def _entries(archive: Path) -> list[Entry]:
-    """The journal without what was written of rounds before `crossfed rewind` set them aside."""
-    entries: list[Entry] = []
-    for entry in Journal(archive).read():
-        if entry.kind == "rewound":
-            entries = [one for one in entries if one.round is None or one.round < (entry.round or 0)]
-        entries.append(entry)
-    return [entry for entry in entries if entry.kind != "rewound"]
 
 
 def _idle(snapshot: Snapshot | None) -> list[str]:

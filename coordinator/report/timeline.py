@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.archive.journal import Entry
@@ -51,7 +51,10 @@ def segments(entries: Iterable[Entry], phases: Phases) -> list[Segment]:
     last = 0.0
     for entry in entries:
         last = max(last, entry.time)
-        if entry.kind in ("averaged", "run_ended", "run_started"):
+        if entry.kind == "rewound":
+            for lane in lanes.values():
+                lane.set_aside(entry.round or 0)
+        elif entry.kind in ("averaged", "run_ended", "run_started"):
             for lane in lanes.values():
                 lane.close(entry.time, lost=entry.kind != "averaged")
         elif entry.facility:
@@ -112,9 +115,7 @@ class _Lane:
                 self.waits = now
             case "refused":
                 self.give_up()
-                mine = [one for one in self.found if one.round == entry.round and one.kind in ORDER]
-                self.found = [one for one in self.found if one not in mine]
-                self.found += [_as_lost(one) for one in mine]
+                self._lose(lambda number: number == entry.round)
             case "login_refused":
                 self.refused_login = now
             case "login_works" if self.refused_login is not None:
@@ -133,6 +134,14 @@ class _Lane:
         if self.waits is not None:
             self._add("wait", self.waits, now)
         self.waits = None
+
+    def set_aside(self, first: int) -> None:
+        """Rounds from `first` on are made again: what was done for them is in no model."""
+        self._lose(lambda number: number is not None and number >= first)
+
+    def _lose(self, of: Callable[[int | None], bool]) -> None:
+        """Work of the rounds in question is lost."""
+        self.found = [_as_lost(one) if one.kind in ORDER and of(one.round) else one for one in self.found]
 
     def give_up(self) -> None:
         """The job that was at work when the run ended has left nothing."""

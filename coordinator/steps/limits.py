@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.archive.journal import Entry, Journal, waited_node_seconds
+from coordinator.archive.journal import Entry, Journal, standing, waited_node_seconds
+from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
 from coordinator.config.settings import CoordinatorSettings
@@ -44,14 +45,15 @@ def exceeded_in(
     """`exceeded` by this federation's limits, if it has any, and the archive's journal."""
     if settings.limits is None:
         return None
-    entries = Journal(archive.path).read()
+    entries, nodes = Journal(archive.path).read(), nodes_of(history)
     return exceeded(
         settings.limits,
         history,
         now,
         evaluates=settings.final_evaluation,
-        jobs=job_seconds(entries, running=True),
-        waited=waited_node_seconds(entries, without_round=True),
+        jobs=job_seconds(standing(entries), running=True),
+        waited=waited_node_seconds(entries, without_round=True)
+        + aside_node_seconds(entries, rounds_set_aside(archive), nodes),
     )
 
 
@@ -66,7 +68,7 @@ def exceeded(
 ) -> Exceeded | None:
     """Which limit forbids another round after `history`, if any. `now`: seconds since 1970; `evaluates`: a final
     evaluation follows the last round; `jobs`: `job_seconds` of the journal; `waited`: node-seconds of jobs that waited
-    for a model and ended without a round."""
+    for a model and ended without a round, and of rounds that were set aside (`aside_node_seconds`)."""
     if limits.deadline:
         left = limits.seconds_until(now)
         expected = round_seconds(history) + (evaluation_seconds(history) if evaluates else 0.0)
@@ -125,6 +127,23 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None, nodes: Mapping[str,
         _of_row(row, (jobs or {}).get((entry.round, row.facility), 0.0), (nodes or {}).get(row.facility, 1))
         for row in entry.facilities
     )
+
+
+def aside_node_seconds(entries: Sequence[Entry], aside: Sequence[RoundFile], nodes: Mapping[str, int]) -> float:
+    """What the jobs of rounds used that `crossfed rewind` set aside: as for others (`node_seconds`), all rewinds
+    together. `aside`: the files of those rounds; `nodes`: of `nodes_of`."""
+    every, stands = (job_seconds(some, running=True) for some in (entries, standing(entries)))
+    seen = as_delivered({key: max(0.0, seconds - stands.get(key, 0.0)) for key, seconds in every.items()}, aside)
+    told: dict[tuple[int, str], list[FacilityRow]] = {}
+    for entry in aside:
+        for row in entry.facilities:
+            told.setdefault((entry.round, row.facility), []).append(row)
+    used = 0.0
+    for key in seen.keys() | told.keys():
+        each = [_of_row(row, 0.0, 1) for row in told.get(key, [])]
+        counts = [row.nodes for row, one in zip(told.get(key, []), each, strict=True) if one] or [nodes.get(key[1], 1)]
+        used += max(sum(each), seen.get(key, 0.0) * max(counts))
+    return used
 
 
 def _of_row(row: FacilityRow, seen: float, nodes: int) -> float:

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
+from time import strftime
+from types import SimpleNamespace
 
 import pytest
 
-from coordinator.archive.rewind import rewind, stateless
-from coordinator.archive.rounds import CHANGES, COMPARED, Archive
+from coordinator.archive.journal import Entry, Journal, standing
+from coordinator.archive.rewind import rewind, rounds_set_aside, stateless
+from coordinator.archive.rounds import CHANGES, COMPARED, Archive, FacilityRow, RoundFile
+from coordinator.archive.summary import remarks, summary
+from coordinator.config.closing import LimitSettings
+from coordinator.planning.pace import times_beside_training
+from coordinator.report.data import gather
+from coordinator.report.timeline import segments
 from coordinator.rounds.acceptance import told
 from coordinator.rounds.late import discount, discounted
+from coordinator.steps.limits import exceeded_in
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.files.durable import write_json
 from tests.archive.test_archive import SETTINGS, close
 
 
@@ -106,3 +117,113 @@ def test_facilities_that_were_refused_in_a_round_set_aside_count_in_its_quorum_a
     rewind(archive, 3)
     start(archive, pico_llama, dataclasses.replace(SETTINGS, rounds=5))
     assert discounted(tmp_path / "work", 3) == set()
+
+
+HOUR = 3600.0
+
+
+class Timed:
+    """A federation of one facility whose every round takes an hour of one node, and its journal."""
+
+    def __init__(self, archive: Archive) -> None:
+        self.archive, self.journal, self.now = archive, Journal(archive.path), 1000.0
+
+    def note(self, kind: str, number: int | None, **detail: object) -> None:
+        name = "a" if kind != "rewound" else ""
+        self.journal.append(kind, time=self.now, facility=name, round=number, **detail)
+
+    def make(self, number: int, *, hours: float = 1.0, trained: float | None = None) -> None:
+        """A job that is in its queue for 10 s, and then at work for so long, of which it trains a part."""
+        self.note("queued", number)
+        self.now += 10
+        self.note("started", number)
+        self.now += hours * HOUR
+        self.note("trained", number, code=0)
+        self.note("transferred", number, bytes=5, seconds=1.0, what="update")
+        place = self.archive.round_directory(number)
+        place.mkdir()
+        seconds = hours * HOUR
+        row = FacilityRow(
+            round=number,
+            facility="a",
+            status="ok",
+            seconds=seconds,
+            steps=1,
+            samples=1,
+            tokens=100,
+            tokens_per_second=100 / (seconds if trained is None else trained * HOUR),
+            usage={"node_seconds": seconds},
+        )
+        write_json(
+            place / "round.json",
+            dataclasses.asdict(RoundFile(round=number, facilities=[row], global_loss=1.0, decision="go on")),
+        )
+
+    def back(self, to: int) -> None:
+        if to:
+            shutil.copytree(self.archive.model_for(0), self.archive.model_for(to))
+        rewind(self.archive, to)
+
+
+@pytest.fixture
+def timed(tmp_path: Path, pico_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Timed:
+    archive = Archive(tmp_path / "archive")
+    start(archive, pico_llama, SETTINGS)
+    timed = Timed(archive)
+    monkeypatch.setattr("coordinator.archive.rewind.time", SimpleNamespace(time=lambda: timed.now, strftime=strftime))
+    return timed
+
+
+def test_a_budget_counts_what_was_set_aside_and_expects_of_a_round_what_it_takes_once(timed: Timed):
+    """Of 7.5 node-hours five rounds take five; made again, two more fit, and the third would exceed them."""
+    settings = dataclasses.replace(SETTINGS, limits=LimitSettings(node_hours=7.5), final_evaluation=False)
+    for number in range(5):
+        timed.make(number)
+    timed.back(0)
+    for number, ends in enumerate([False, True]):
+        timed.make(number)
+        found = exceeded_in(timed.archive, settings, timed.archive.history(), timed.now)
+        assert (found is not None) == ends, number
+    assert found is not None and found.reason.startswith("7 of 7.5 node-hours are spent")
+    assert found.reason.endswith("expected to need 1")
+    timed.note("queued", 2)
+    timed.note("started", 2)  # it fails, and leaves no report
+    timed.now += HOUR
+    timed.note("trained", 2, code=7)
+    timed.back(1)
+    found = exceeded_in(timed.archive, settings, timed.archive.history(), timed.now)
+    assert found is not None and found.reason.startswith("8 of 7.5 node-hours are spent")
+
+
+def test_the_report_counts_all_that_was_spent_and_says_so(timed: Timed):
+    for number in range(3):
+        timed.make(number)
+    timed.back(1)
+    timed.make(1)
+    assert [one.round for one in rounds_set_aside(timed.archive)] == [1, 2]
+    data = gather(timed.archive, federation="f", settings={})
+    assert data["cost"]["total"]["node_hours"] == pytest.approx(4.0)
+    assert data["traffic"]["a"]["from_bytes"] == 4 * 5
+    assert any("set aside by crossfed rewind: 2 rounds" in line for line in remarks(summary(timed.archive)))
+    lost = [one for one in segments(timed.journal.read(), {}) if one.kind == "lost"]
+    assert sum(one.seconds for one in lost) == pytest.approx(2 * HOUR)
+    assert {one.round for one in lost} == {1, 2}
+
+
+def test_what_a_job_needs_beside_training_is_not_told_of_another_rounds_job(timed: Timed):
+    """Rounds of an hour are made again with a tenth of the steps; the old jobs' time is no wait of the new ones."""
+    for number in range(2):
+        timed.make(number)
+    timed.back(0)
+    for number in range(2):
+        timed.make(number, hours=0.1, trained=0.1)
+    rows = [row for entry in timed.archive.history() for row in entry.facilities]
+    assert times_beside_training(timed.journal.read(), rows)["a"] == pytest.approx([9.0, 9.0])
+
+
+def test_without_a_rewind_nothing_is_left_out() -> None:
+    entries = [Entry(time=1.0, kind="queued", facility="a", round=1), Entry(time=2.0, kind="run_ended")]
+    assert standing(entries) == entries
+    back = Entry(time=3.0, kind="rewound", round=1)
+    assert standing([*entries, back]) == entries[1:]
+    assert standing([*entries, back, entries[0]]) == [entries[1], entries[0]]
