@@ -54,11 +54,14 @@ class PrivateKeys:
             return None
 
     def draw(self, round: int) -> tuple[str, str]:
-        """A new pair: its generation, and the public key. Pairs of rounds before the last are forgotten."""
+        """A new pair: its generation, and the public key.
+
+        Pairs of rounds before the last are forgotten, and those of later ones, which `crossfed rewind` set aside.
+        """
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self.directory.glob("*.json"):
-            if json.loads(path.read_text(encoding="utf-8"))["round"] < round - 1:
-                path.unlink()
+            if self._round_of(path) not in (round - 1, round):
+                path.unlink(missing_ok=True)
         if self.since() is None:
             write_bytes(self.place, b"", mode=0o600)
         generation, key = secrets.token_hex(32), X25519PrivateKey.generate()
@@ -89,12 +92,19 @@ class PrivateKeys:
             )
         return Member(facility=facility, roster=roster, key=private)
 
+    def _round_of(self, path: Path) -> int | None:
+        """Of a pair; None for a file that is damaged, and so of no use."""
+        try:
+            return int(json.loads(path.read_text(encoding="utf-8"))["round"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
     def _drawn(self, generation: str) -> tuple[X25519PrivateKey, int | None] | None:
         """A private key and `since` at its time; None where it is not here."""
         try:
             value = json.loads((self.directory / f"{generation}.json").read_text(encoding="utf-8"))
             return X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
