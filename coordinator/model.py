@@ -18,6 +18,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,9 @@ from coordinator.image_model import is_image_model, save_image_classifier
 from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
-from facility.exchange.errors import InputError, exit_on_error
+from facility.exchange.errors import InputError, TryAgain, exit_on_error
 from facility.exchange.files.durable import new_directory
+from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -62,15 +64,27 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
     else:
         source_name = source
-    config = config_of(source_name, revision)
+    with nullcontext("") if folder.exists() else hub() as silence:
+        try:
+            summary = _written(source_name, out, made_from, classes)
+        except TryAgain as error:
+            more = f"; {silence}, and neither a folder here nor this machine's cache has that name" if silence else ""
+            raise TryAgain(f"{error}{more}") from None
+    return f"{out}: {summary}"
+
+
+def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:
+    """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert`."""
+    dtype, revision = made_from["dtype"], made_from["revision"]
+    config = config_of(source, revision)
     how: dict[str, Any] = {"dtype": dtype, "revision": revision, "classes": classes}
     with new_directory(out) as temporary:
         if is_image_model(config, classes):
-            summary = save_image_classifier(source_name, temporary, **how)
+            summary = save_image_classifier(source, temporary, **how)
         else:
-            summary = save_text_model(source_name, temporary, kind=kind_of(config, classes), **how)
+            summary = save_text_model(source, temporary, kind=kind_of(config, classes), **how)
         (temporary / SOURCE).write_text(json.dumps(made_from), encoding="utf-8")
-    return f"{out}: {summary}"
+    return summary
 
 
 def check_class_names(classes: Sequence[str]) -> None:

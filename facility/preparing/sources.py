@@ -15,12 +15,14 @@ import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Literal
 
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
+from facility.exchange.hub import hub
 from facility.preparing.conversations import (
     SURROGATE,
     check_depth,
@@ -205,12 +207,14 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
     from datasets import load_dataset
 
     repository, _, configuration = name.partition(":")
-    try:
-        loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
-    except (
-        Exception
-    ) as error:  # network, offline mode, no such name, split or configuration, a dataset that is a script
-        raise DatasetError(f"dataset {name!r} (split {split!r}) cannot be loaded by `datasets`: {error}") from None
+    with nullcontext("") if Path(repository).exists() else hub() as silence:
+        try:
+            loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
+        except Exception as error:  # network, offline, no such name, split or configuration, a dataset that is a script
+            message = f"dataset {name!r} (split {split!r}) cannot be loaded by `datasets`: {error}"
+            if silence:
+                message += f"; {silence}, there is no file or folder of this name, and this machine's cache lacks it"
+            raise DatasetError(message) from None
     return Source(kind="dataset", name=f"{HUB}{name}/{split}", dataset=loaded)
 
 
