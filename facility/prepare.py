@@ -318,6 +318,7 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
             text=options.text_field,
             pair=options.pair_field,
             label=label,
+            numbered=bool(options.classes) and all(name.isdecimal() for name in options.classes),
             unit=options.text_unit,
             chat=options.task in ("chat", "preference"),
             pairs=options.task == "preference",

@@ -16,7 +16,7 @@ from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests
 from facility.preparing.shared_signatures import read_salt, read_signatures
-from facility.preparing.sources import PACKED, Document, Fields, Source, read
+from facility.preparing.sources import PACKED, Document, Fields, Source, class_names_of, read
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 LARGE_BYTES = 100_000_000
@@ -71,6 +71,12 @@ class Reading:
         self.earlier = self._earlier()
         self.shares = self._shares()
         """Of each input for training, the share of its documents that is read."""
+
+    @property
+    def declared(self) -> list[str]:
+        """Names of the classes, where all sources declare the same ones in the same order."""
+        found = [class_names_of(one, self.request.fields) for split in SPLITS for one in self.sources[split]]
+        return found[0] if all(names == found[0] for names in found) else []
 
     def _earlier(self) -> NearDuplicates | NearDuplicatesOnDisk | None:
         similarity, key = self.request.near_duplicates, b""

@@ -24,15 +24,20 @@ def pad_token_id(tokenizer: Any, directory: Path) -> int:
     raise DatasetError(f"the tokenizer in {directory} has neither a pad nor an eos token to fill rows with")
 
 
-def class_names(splits: list[dict[str, None]], named: list[str] | None = None) -> list[str]:
-    """The classes `named`, of which some may be missing here; else of the training split, numbers by value, then names.
+def class_names(
+    splits: list[dict[str, None]], named: list[str] | None = None, declared: list[str] | None = None
+) -> list[str]:
+    """The classes `named`, else `declared`, of which some may be missing here; else those of the training split.
 
+    These are ordered by value where all are numbers, else by name. `declared`: by all sources, in the same order.
     Raises `DatasetError` when a document has a class that is not named, or another split one that training never saw.
     """
     if named:
         if surplus := sorted({label for labels in splits for label in labels} - set(named)):
             raise DatasetError(f"documents have the labels {surplus[:5]}, which --classes does not name: {named[:20]}")
         return named
+    if declared and len(declared) > 1:
+        return declared
     train, *others = splits
     numeric = all(name.removeprefix("-").isdecimal() and len(name) <= MOST_DIGITS for name in train)
     names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))

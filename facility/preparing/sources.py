@@ -31,6 +31,7 @@ from facility.preparing.conversations import (
     preference_of,
     without_absent,
 )
+from facility.preparing.labels import declared_names, named, opened_arrow
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
@@ -62,6 +63,8 @@ class Fields:
     """Class (classification)."""
     unit: TextUnit = "line"
     """What a document is in a file of plain text."""
+    numbered: bool = False
+    """Classes that a table declares by names are called by their numbers."""
     chat: bool = False
     """Records are conversations, read from the fields of `facility.preparing.conversations`."""
     pairs: bool = False
@@ -154,8 +157,26 @@ def without_cards(root: Path, files: list[Path]) -> list[Path]:
     return held
 
 
+def class_names_of(source: Source, fields: Fields) -> list[str]:
+    """Names of the classes that a source declares in their order; none: its labels are the names."""
+    if fields.label is None or fields.numbered:
+        return []
+    return declared_names(source.kind, source.path, source.dataset, fields.label)
+
+
 def read(source: Source, fields: Fields) -> Iterator[Document]:
     """The documents of one source, in order. Raises `DatasetError` at the first record that is not as expected."""
+    names = class_names_of(source, fields)
+    for number, document in enumerate(_read(source, fields), start=1):
+        if names:
+            label = named(document.label, names, f"{source.name}: row {number}")
+            yield dataclasses.replace(document, label=label)
+        else:
+            yield document
+
+
+def _read(source: Source, fields: Fields) -> Iterator[Document]:
+    """The documents as they lie there."""
     if source.kind == "dataset":
         yield from _read_dataset(source, fields)
         return
@@ -332,20 +353,11 @@ def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
 
 
 def _read_arrow(path: Path, fields: Fields) -> Iterator[Document]:
-    """One file of record batches, as `datasets` keeps them (a stream) or as Feather does (with an index)."""
     import pyarrow
 
     try:
         with pyarrow.memory_map(str(path)) as file:
-            try:
-                reader = pyarrow.ipc.open_stream(file)
-            except pyarrow.ArrowInvalid:
-                file.seek(0)
-                found = pyarrow.ipc.open_file(file)
-                batches = (found.get_batch(number) for number in range(found.num_record_batches))
-                schema = found.schema
-            else:
-                schema, batches = reader.schema, iter(reader)
+            schema, batches = opened_arrow(file)
             columns, number, size = fields.columns(schema.names, str(path)), 0, max(file.size(), 1)
             for batch in batches:
                 for record in batch.select(columns).to_pylist():

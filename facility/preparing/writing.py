@@ -82,7 +82,9 @@ def write_splits(request: Wanted, reading: Reading, tokenizer: Any, encoding: En
         part.lengths[batch.split].update(encoded.lengths.tolist())
         part.save(writers, number)
     labelled = request.task == "classification"
-    classes = class_names([writer.labels for writer in writers.values()], request.classes) if labelled else []
+    classes = (
+        class_names([one.labels for one in writers.values()], request.classes, reading.declared) if labelled else []
+    )
     splits = {}
     for split, writer in writers.items():
         writer.close(*([classes] if labelled else []))

@@ -57,6 +57,46 @@ def test_numbers_are_classes_in_the_order_of_their_values_and_what_only_looks_li
     assert prepared(tmp_path / "b", ["10", "9", "--1"]).manifest.classes == ["--1", "10", "9"]
 
 
+def declared(place: Path, labels: list[int], names: list[str]) -> Any:
+    """Texts of `datasets` whose labels are numbers of named classes, saved in each form; one for each of the forms."""
+    import datasets
+
+    features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=names)})
+    texts = sentences(40)
+    made = datasets.Dataset.from_dict(
+        {"text": texts, "label": [labels[n % len(labels)] for n in range(len(texts))]}, features=features
+    )
+    made.save_to_disk(str(place / "saved"))
+    made.to_parquet(str(place / "table.parquet"))
+    return [place / "saved", place / "table.parquet", next((place / "saved").glob("*.arrow"))]
+
+
+def test_numbers_of_declared_classes_become_their_names_in_the_declared_order(tmp_path: Path):
+    """A facility with the same texts and the names in JSON lines has the same classes; one class may lack documents."""
+    forms = declared(tmp_path, [1, 0], ["south", "north", "east"])
+    for number, form in enumerate(forms):
+        found = prepared(tmp_path / str(number), ["x"], inputs=[str(form)])
+        assert found.manifest.classes == ["south", "north", "east"]
+        twin = prepared(tmp_path / f"{number} lines", ["north", "south"], classes=["south", "north", "east"])
+        for split in ("train", "validation"):
+            assert (found.rows(split) == twin.rows(split)).all()
+    beside = write_json_lines(
+        tmp_path / "beside.jsonl", [{"text": f"{t} at last", "label": "east"} for t in sentences(9)]
+    )
+    mixed = prepared(tmp_path / "mixed", ["x"], inputs=[str(forms[0]), str(beside)])
+    assert mixed.manifest.classes == ["east", "north", "south"]
+    names = Fields(label="label", numbered=True)
+    assert prepared(tmp_path / "n", ["x"], inputs=[str(forms[1])], fields=names).manifest.classes == ["0", "1"]
+
+
+def test_a_row_without_one_of_the_declared_classes_is_refused(tmp_path: Path):
+    for form in declared(tmp_path, [1, 0, -1], ["south", "north"]):
+        with pytest.raises(
+            DatasetError, match=r"row 3: the label is -1, expected 0 to 1.*\(south, north\).*leave such"
+        ):
+            prepared(tmp_path / f"of {form.name}", ["x"], inputs=[str(form)])
+
+
 def test_documents_of_other_classes_and_doubled_names_are_refused(tmp_path: Path):
     with pytest.raises(DatasetError, match=r"labels \['west'\], which --classes does not name"):
         prepared(tmp_path / "one", [*ALL, "west"], classes=ALL)

@@ -140,6 +140,9 @@ def test_parquet_as_datasets_writes_it_is_read_and_no_path_in_it_is_opened(tmp_p
     table = write_table(tmp_path / "a.parquet", images, [n % 2 for n in range(20)], ["cat", "dog"])
     dataset = prepare_images(asked(table, processor, tmp_path / "out")).dataset
     assert dataset.manifest.classes == ["cat", "dog"] and len(dataset.split("train")) == 15
+    table_of = write_table(tmp_path / "none.parquet", images, [n % 2 - 1 for n in range(20)], ["cat", "dog"])
+    with pytest.raises(DatasetError, match="row 1: the label is -1, expected 0 to 1"):
+        prepare_images(asked(table_of, processor, tmp_path / "none"))
     (tmp_path / "there.png").write_bytes(images[0]["bytes"])
     bare = write_table(tmp_path / "b.parquet", [{"bytes": None, "path": str(tmp_path / "there.png")}] * 8, [0, 1] * 4)
     with pytest.raises(DatasetError, match="holds no bytes"):

@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.messages.manifest import sha256_of
+from facility.preparing.labels import label_names, named
 from facility.preparing.sources import spelled, unicode_text
 from facility.preparing.walking import files_below, path_of
 
@@ -243,18 +244,7 @@ def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture
                     data = image.get("bytes") if isinstance(image, dict) else image
                     if not isinstance(data, bytes):
                         raise DatasetError(f"{place}: {image_field!r} holds no bytes; embed the images in the file")
-                    if names and isinstance(value, int) and 0 <= value < len(names):
-                        value = names[value]
-                    yield Picture(name=place, label=label_of(value, place, label_field), data=data)
+                    label = label_of(value, place, label_field)
+                    yield Picture(name=place, label=named(label, names, place) if names else label, data=data)
     except (pyarrow.ArrowException, OSError) as error:
         raise DatasetError(f"{table} is not a readable Parquet file: {error}") from None
-
-
-def label_names(metadata: dict[bytes, bytes], label_field: str) -> list[str]:
-    """Names of the classes, where `datasets` wrote them into the file; none: labels are taken as they are."""
-    try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
-        names = features[label_field]["names"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return [str(name) for name in names] if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
