@@ -14,6 +14,7 @@ import numpy as np
 from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.planning.placement.place import Placement
 from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem
+from coordinator.simulation.pipelines.iteration import memory_of
 from coordinator.simulation.pipelines.plans import layout_of, simulate
 from facility.exchange.messages.plan import DeviceLoad, Plan, Sync
 
@@ -144,11 +145,10 @@ def predicted(problem: Problem, plan: Plan) -> dict[str, Any]:
 
 def simulated_seconds(problem: Problem, plan: Plan) -> float:
     """Seconds of one iteration, by the simulator; infinite where the plan exceeds a memory."""
-    result = simulate(problem, plan, continued=True)
-    limits = problem.memory
-    if any(used > limits[device] * (1 + 1e-9) for device, used in result.memory_bytes.items()):
+    limits, held = problem.memory, memory_of(layout_of(problem, plan), continued=True)
+    if any(used > limits[device] * (1 + 1e-9) for device, used in held.items()):
         return float("inf")
-    return result.iteration_seconds
+    return simulate(problem, plan, continued=True).iteration_seconds
 
 
 def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:

@@ -290,21 +290,21 @@ class Problem:
 
     def forward_seconds(self, micro_batch_samples: int) -> np.ndarray:
         """[device, unit] seconds of one micro-batch forward."""
-        units = self.units
-        return self.factors * np.array(
-            [u.forward_overhead_seconds + micro_batch_samples * u.forward_seconds for u in units]
-        )
+        seconds = self.per_unit("forward_overhead_seconds") + micro_batch_samples * self.per_unit("forward_seconds")
+        return self.factors * seconds
 
     def backward_seconds(self, micro_batch_samples: int) -> np.ndarray:
         """[device, unit] seconds of one micro-batch backward."""
-        units = self.units
-        return self.factors * np.array(
-            [u.backward_overhead_seconds + micro_batch_samples * u.backward_seconds for u in units]
-        )
+        seconds = self.per_unit("backward_overhead_seconds") + micro_batch_samples * self.per_unit("backward_seconds")
+        return self.factors * seconds
 
     def per_unit(self, name: str) -> np.ndarray:
-        """One field of every unit, such as `activation_bytes`."""
-        return np.array([getattr(unit, name) for unit in self.units], dtype=float)
+        """One field of every unit, such as `activation_bytes`; gathered once, and not to be written to."""
+        gathered = self.__dict__.setdefault("_per_unit", {})
+        if name not in gathered:
+            gathered[name] = np.array([getattr(unit, name) for unit in self.units], dtype=float)
+            gathered[name].setflags(write=False)
+        return gathered[name]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from coordinator.planning import emit
 from coordinator.planning.chain import Infeasible
 from coordinator.planning.emit import plan_on, simulated_seconds
 from coordinator.planning.joint.bound import joint_bound
@@ -263,3 +264,57 @@ def test_bad_objective_or_runtime(change, message):
 def test_a_small_problem_is_unchanged_by_an_ideal_runtime():
     one = problem()
     assert one.runtime == Runtime() and one.objective == "iteration_seconds"
+
+
+def test_a_layout_that_exceeds_a_memory_is_not_timed(monkeypatch: pytest.MonkeyPatch):
+    """The search meets mostly such where memory is short: of 20,000 units each took a second of timing."""
+    raw = whole(devices=4, blocks=6)
+    raw["devices"][1]["memory_gigabytes"] = 0.5
+    one = problem_from_json(raw)
+    assert isinstance(one, Problem)
+    plan = plan_on(
+        one,
+        [(n,) for n in range(4)],
+        [(0, 2), (2, 4), (4, 6), (6, 8)],
+        micro_batches=[16],
+        micro_batch_samples=1,
+        schedule="1f1b",
+        sync="allreduce",
+    )
+    held, limit = simulate(one, plan).memory_bytes[1], one.memory[1]
+    assert held > limit
+    monkeypatch.setattr(emit, "simulate", lambda *given, **how: pytest.fail("timed"))
+    assert simulated_seconds(one, plan) == np.inf
+
+
+def test_fields_of_units_are_gathered_once():
+    """A search asks for them with every layout that it times."""
+    one = problem()
+    for name in ("activation_bytes", "forward_seconds"):
+        assert one.per_unit(name) is one.per_unit(name)
+        assert one.per_unit(name).tolist() == [getattr(unit, name) for unit in one.units]
+        with pytest.raises(ValueError, match="read-only"):
+            one.per_unit(name)[0] = 1
+    assert replace(one, units=one.units[1:]).per_unit("forward_seconds").shape == (len(one.units) - 1,)
+
+
+def test_replicas_with_nothing_to_exchange_are_done_with_their_last_backward():
+    """Without gradients there is nothing to send, whatever the number of pieces; with few bytes next to nothing."""
+    raw = whole(devices=4, blocks=6)
+    without, little = ([dict(unit, parameter_megabytes=size) for unit in raw["units"]] for size in (0, 1e-9))
+    found = []
+    for units in (without, little):
+        one = problem_from_json(raw | {"units": units})
+        assert isinstance(one, Problem)
+        plan = plan_on(
+            one,
+            [(0, 1), (2, 3)],
+            [(0, 4), (4, 8)],
+            micro_batches=[9, 7],
+            micro_batch_samples=1,
+            schedule="1f1b",
+            sync="allreduce",
+        )
+        flat = replace(one, links=replace(one.links, latency_seconds=((0.0,) * 4,) * 4))
+        found.append(simulate(flat, plan).iteration_seconds)
+    assert found[0] == pytest.approx(found[1], rel=1e-6) and found[0] <= found[1]

@@ -239,12 +239,14 @@ def _exchange(
         pieces = _pieces(layout, chunk)
         each = collectives.seconds(layout, layout.sync, row, float(layout.gradient_bytes[chunk]) / pieces)
         each += layout.agreement_seconds if each > 0 else 0.0
+        if each == 0:  # nothing takes time: all is there with the last piece
+            done = np.maximum(last_end[chunk].max(axis=0), done)
+            continue
         for piece in range(pieces):
             early = 1 - (piece + 1) / pieces if layout.overlap else 0.0
             begin = np.maximum((last_end[chunk] - last_seconds[chunk] * early).max(axis=0), done)
             done = begin + each
-            if each > 0:
-                bars.append(Span(f"stage {stage} replicas", "sync", float(begin[0]), float(done[0]), chunk, 0))
+            bars.append(Span(f"stage {stage} replicas", "sync", float(begin[0]), float(done[0]), chunk, 0))
     return done, bars
 
 
