@@ -15,6 +15,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.sync.protocol import Synchroniser
 from facility.training.data.tasks import Batch
 from facility.training.gradients import clip, squared_norm
+from facility.training.loss_scale import LossScale
 from facility.training.monitor.clock import Clock
 from facility.training.optimizers.protocol import optimizer_of
 from facility.training.parallel.arrange import Layout
@@ -61,10 +62,8 @@ class Engine:
         """Does this rank count its predictions? The other stages of its pipeline read the same."""
         self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
         """True if replicas step in lockstep on a shared batch, False if a policy of `facility.sync` joins them."""
-        self.scale = 2.0**15 if settings.compute_dtype == "float16" else 1.0
+        self.scale = LossScale(adapts=settings.compute_dtype == "float16")
         self.skipped = self.bad_in_a_row = 0
-        self.good = 0
-        """Steps of this round that were not skipped."""
         self.accuracy: float | None = None
         """Share of right answers in the latest evaluation; None for a task that has none."""
 
@@ -133,11 +132,11 @@ class Engine:
         """Accumulate this rank's gradients of the mean loss; returns the summed loss where the head is here."""
         for module in self.compute.modules:
             module.train()
-        if sync is not None and self.scale == 1.0 and not self.assembly.tied:
+        if sync is not None and not self.scale.adapts and not self.assembly.tied:
             # What the backward pass leaves is what is exchanged, so that may begin while it goes on.
             sync.before_step(predictions)
         averaged = self.layout.grid.data_ranks if self.together else self.layout.grid.shards
-        return self.compute.train(batches, averaged / max(1.0, predictions) * self.scale)
+        return self.compute.train(batches, averaged / max(1.0, predictions) * self.scale.value)
 
     def _collect_gradients(self) -> list[torch.Tensor]:
         """Hand the rows of each gradient to the optimizer's tensors, unscaled; returns those that are present."""
@@ -148,8 +147,8 @@ class Engine:
         for part, gradient in zip(self.parts, gradients, strict=True):
             part.tensor.grad = gradient
         present = [g for g in gradients if g is not None]
-        if self.scale != 1.0 and present:
-            torch._foreach_mul_(present, 1.0 / self.scale)
+        if self.scale.value != 1.0 and present:
+            torch._foreach_mul_(present, 1.0 / self.scale.value)
         return present
 
     def _measure(self, loss_sum: torch.Tensor) -> tuple[float, float]:
@@ -184,13 +183,11 @@ class Engine:
     def _count(self, finite: bool, norm: float, loss: float) -> None:
         """Skipped steps; in half precision (fp16) a gradient that overflows first lowers the loss scale."""
         if finite:
-            self.bad_in_a_row, self.good = 0, self.good + 1
-            if self.scale != 1.0 and self.good % 500 == 0:
-                self.scale *= 2.0
+            self.bad_in_a_row = 0
+            self.scale.step_was_good()
             return
         self.skipped += 1
-        if self.scale > 1.0 and math.isfinite(loss):
-            self.scale /= 2.0
+        if math.isfinite(loss) and self.scale.overflowed():
             return
         self.bad_in_a_row += 1
         if self.bad_in_a_row >= self.settings.limits.bad_losses:

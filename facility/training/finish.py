@@ -22,6 +22,7 @@ from facility.exchange.perplexity import perplexity
 from facility.training import account
 from facility.training.devices import device_name
 from facility.training.drift import KIND, is_in
+from facility.training.loss_scale import LossScale
 from facility.training.processes.ranks import gather, together
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
@@ -58,7 +59,7 @@ def finish_round(round: Round) -> None:
     walked = take_walk(round)
     save_state(round)
     if round.private is None and not any(loss >= 0 for loss in round.progress.losses):
-        raise ConfigurationError("every step of the round was skipped: no loss was finite")
+        raise ConfigurationError(every_step_skipped(round.engine.scale, len(round.progress.losses)))
     request, inputs, held = round.request, round.inputs, round.engine.assembly
     figures = measure(round)
     if walked is not None:
@@ -80,6 +81,20 @@ def finish_round(round: Round) -> None:
     write_update(update, lambda to: add_files(round, figures, to, {name: shape for name, _, shape in tensors}))
     if round.ranks.first:
         state.drop_checkpoint(request.state)
+
+
+def every_step_skipped(scale: LossScale, steps: int) -> str:
+    """Why a round has no update in which no step had a finite loss and a finite gradient."""
+    if scale.adapts:
+        return (
+            f"every one of the round's {steps} steps was skipped: gradients overflowed float16, and lowered the loss "
+            f"scale to {scale.value:g}, from which the next round goes on; take more steps a round (training.steps), "
+            "or train in bfloat16 or float32 (training.compute_dtype)"
+        )
+    return (
+        f"every one of the round's {steps} steps was skipped: no loss or gradient was finite; lower "
+        "training.learning_rate, or clip (training.clip_norm), or train in float32 (training.compute_dtype)"
+    )
 
 
 def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict[str, tuple[int, ...]]) -> None:
@@ -148,6 +163,8 @@ def save_state(round: Round) -> None:
         sync=sorted(round.sync_vectors.keys() - {KIND}) if kept else [],
         optimizer=training.optimizer,
         betas=[training.beta1, training.beta2],
+        loss_scale=round.engine.scale.value if round.engine.scale.adapts else 0.0,
+        steady=round.engine.scale.steady,
     )
     state.save_state(
         request.state,

@@ -10,6 +10,7 @@ import torch
 
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.engine import Engine
+from facility.training.loss_scale import LossScale
 from facility.training.lost import replica_share
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
@@ -126,8 +127,8 @@ def restore(
         share = replica_share(engine.layout, replica, together=engine.together)
         engine.skipped = here.skipped
         if found.compute_dtype in ("", training.compute_dtype):
-            engine.scale, engine.bad_in_a_row = here.scale, here.bad_in_a_row
-            engine.good = max(0, here.steps - here.skipped)
+            engine.bad_in_a_row = here.bad_in_a_row
+            engine.scale = LossScale(adapts=engine.scale.adapts, value=here.scale, steady=here.steady)
         return RoundProgress(
             position=here.position,
             done=here.steps,
@@ -144,6 +145,9 @@ def restore(
     steps_before = request.round * request.settings.training.steps
     position = previous.position if previous else steps_before * engine.layout.shape.batch_sequences
     progress = RoundProgress(position=position)
+    if previous is not None and previous.loss_scale:
+        scale = LossScale(adapts=engine.scale.adapts, value=previous.loss_scale, steady=previous.steady)
+        engine.scale = scale
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
         with together(ranks):
             directory = request.state / f"round-{previous.round}"

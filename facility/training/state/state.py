@@ -57,6 +57,10 @@ class RoundState:
     """Whose state it is."""
     betas: list[float] | None = None
     """Decays (beta1, beta2) of AdamW's moments; None: an earlier version did not say."""
+    loss_scale: float = 0.0
+    """That fp16 ended the round with; 0: it was of another dtype, or an earlier version did not say."""
+    steady: int = 0
+    """Steps in a row that did not overflow since the loss scale changed."""
     format: int = FORMAT
 
 
@@ -79,6 +83,8 @@ class ReplicaProgress:
     """Sum of the learning rates of the steps, where drift is corrected."""
     sequences: int = -1
     """That the steps were taken on; -1: an earlier version did not say."""
+    steady: int = 0
+    """Steps in a row that did not overflow since the loss scale changed."""
     bad_in_a_row: int = 0
     """Skipped steps up to here that a lower loss scale does not explain."""
 
