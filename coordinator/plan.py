@@ -161,11 +161,11 @@ def solve_for(
         problem = read_problem(path, devices=devices, defaults=defaults)
         return solve(problem, stop, **options), problem
     from coordinator.config.federation import read_federation
-    from coordinator.planning.for_training import stated, trained_at, with_memory
+    from coordinator.planning.for_training import batch_of_ranks, stated, trained_at, with_memory
 
     trained = trained_at(read_federation(federation), facility, read_profile(path))
     problem = read_problem(
-        path, devices=devices, defaults={"batch_samples": trained.training.batch_sequences} | defaults
+        path, devices=devices, defaults={"batch_samples": batch_of_ranks(trained.training)} | defaults
     )
     if not isinstance(problem, Problem):
         raise ConfigurationError(

@@ -20,7 +20,7 @@ from coordinator.memory.weights import dimensions_of, weights_of
 from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.memory.rank import logits_bytes
+from facility.exchange.memory.rank import logits_bytes, reduced_bytes
 from facility.exchange.memory.units import UnitMemory, memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
@@ -74,8 +74,9 @@ def model_of(directory: Path) -> ModelFigures:
 def with_memory(problem: Problem, trained: Trained) -> Problem:
     """The problem with units as large as the training makes them, never smaller than the plan will state, and as fast.
 
-    What is needed once on a device (a dequantised layer, logits of a chunk, a block that is computed again) leaves its
-    memory beforehand.
+    What is needed once on a device (a dequantised layer, logits of a chunk, a block that is computed again, gradients
+    on their way to the host) leaves its memory beforehand. With `layout.shards` a device of the problem stands for as
+    many ranks: its memory is that of one of them, its samples are those that one of them reads.
     """
     training, dimensions = trained.training, dimensions_of(trained.model)
     if len(problem.units) != dimensions.blocks + 2:
@@ -91,9 +92,10 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     at_once = [logits_bytes(chunk, dimensions, training) for chunk in rows]
     a_token, once = max(one for one, _ in at_once), max(one for _, one in at_once)
     again = max(sizes) * trained.tokens * max(unit.again for unit in units)
-    working = 4 * max(unit.largest_in_bits for unit in units) + once + again
-    head = len(units) - 1
-    drift = 4 * training.drift_correction
+    shards, ends = training.layout.shards or 1, (0, len(units) - 1)
+    offloaded = shards > 1 and training.layout.offload and trained.device == "cuda"
+    leaving = reduced_bytes(units[1:-1], shards, training) if offloaded else 0
+    working = 4 * max(unit.largest_in_bits for unit in units) + once + again + leaving
     replicated = training.sync.policy == "allreduce"
     return replace(
         problem,
@@ -105,25 +107,49 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
         units=tuple(
             replace(
                 measured,
-                parameter_bytes=4.0 * unit.trained,
-                state_bytes=unit.weights + (4 + drift) * unit.trained + unit.state + unit.copies,
-                gathered_bytes=_gathered(unit, end=number in (0, head)) if replicated else 0.0,
-                stored_bytes=trained.tokens * (unit.kept + unit.cast + (a_token if number == head else 0.0)),
+                parameter_bytes=4.0 * unit.trained / shards,
+                state_bytes=_resident(unit, training, offloaded=offloaded) + (shards > 1) * _gathered(unit, end=end),
+                gathered_bytes=max(0.0, _gathered(unit, end=end) - unit.copies) if replicated and shards == 1 else 0.0,
+                stored_bytes=trained.tokens
+                * (unit.kept + unit.cast * (shards == 1) + (a_token if number == ends[1] else 0.0)),
             )
             for number, (measured, unit) in enumerate(zip(timed, units, strict=True))
+            for end in (number in ends,)
         ),
     )
 
 
+def _resident(unit: UnitMemory, training: TrainingSettings, *, offloaded: bool) -> float:
+    """Bytes of a unit on a rank: weights, gradients, optimizer state, correction of drift, of which its shards are
+    parts; whole, with the copies that autocast makes, where there are none. What is `offloaded` is elsewhere."""
+    shards = training.layout.shards or 1
+    whole = unit.weights + (4 + 4 * training.drift_correction) * unit.trained + unit.state
+    return (0.0 if offloaded else whole / shards) + (unit.copies if shards == 1 else 0.0)
+
+
 def _gathered(unit: UnitMemory, *, end: bool) -> float:
-    """At most what FSDP2 gathers of a unit, less the copies of which it needs none; `end`: embedding or head, of which
-    the gradients are there whole, twice, while they are reduced."""
-    return max(0.0, unit.gathered + 8 * unit.trained * end - unit.copies)
+    """At most what FSDP2 gathers of a unit; `end`: embedding or head, of which the gradients are there whole, twice,
+    while they are reduced."""
+    return unit.gathered + 8 * unit.trained * end
+
+
+def batch_of_ranks(training: TrainingSettings) -> int:
+    """Sequences of a step that a plan cuts up: those of one rank for each device, where ranks share one.
+
+    Raises `ConfigurationError` where the batch is not as much for each.
+    """
+    shards = training.layout.shards or 1
+    if training.batch_sequences % shards:
+        raise ConfigurationError(
+            f"training.batch_sequences is {training.batch_sequences}, expected a multiple of layout.shards {shards}: "
+            "the ranks that share a device of a plan read equal parts"
+        )
+    return training.batch_sequences // shards
 
 
 def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
     """The plan with each device's memory as the trainer and `crossfed check` work it out; `problem` as measured."""
-    seconds = "seconds are as they were measured"
+    seconds, shards = "seconds are as they were measured", trained.training.layout.shards or 1
     if any(not one.trained for one in weights_of(trained.model, trained.training, chunked=False)):
         seconds = "seconds are modelled from the whole model's: without gradients of frozen weights, with adapters"
         if trained.training.lora.quantize_base != "none":
@@ -142,5 +168,6 @@ def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
         reasons=(
             *plan.reasons,
             f"memory is that of the facility's training settings; {seconds}",
+            *([f"each device is {shards} ranks that share it (layout.shards)"] if shards > 1 else []),
         ),
     )

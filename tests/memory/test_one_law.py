@@ -194,11 +194,15 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federation: Path, kind:
 @pytest.mark.parametrize("kind", list(TRAININGS))
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("drift", [False, True])
-def test_the_search_never_takes_a_plan_for_smaller_than_it_is(federation: Path, kind: str, replicas: int, drift: bool):
+@pytest.mark.parametrize("shards", [0, 2, 8])
+def test_the_search_never_takes_a_plan_for_smaller_than_it_is(
+    federation: Path, kind: str, replicas: int, drift: bool, shards: int
+):
     """What the planner's sums say of a layout, with what leaves the devices beforehand, covers what is stated."""
     raw = profile(blocks=4, devices=4)
     trained = trained_at(read_federation(federation), kind, raw)
-    trained = replace(trained, training=replace(trained.training, drift_correction=drift))
+    layout = replace(trained.training.layout, shards=shards)
+    trained = replace(trained, training=replace(trained.training, drift_correction=drift, layout=layout))
     measured = problem_from_json(raw | {"batch_samples": 8})
     problem = with_memory(measured, trained)  # type: ignore[arg-type]
     set_aside = raw["devices"][0]["memory_bytes"] - problem.memory[0]
@@ -216,6 +220,56 @@ def test_the_search_never_takes_a_plan_for_smaller_than_it_is(federation: Path, 
             summed = simulate(problem, plan).memory_bytes
             for device, need in needed_by_plan(trained.model, trained.training, plan, TOKENS, device="cpu").items():
                 assert need <= summed[device] + set_aside + 1
+
+
+def shared_devices(root: Path, **training: Any) -> Path:
+    """A federation whose facility trains everything, each device of its plan being ranks that share it."""
+    return write_federation(root, ["here"], training={"micro_batch_sequences": 1, "ranks": 8} | training, size=WIDE)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_devices_that_ranks_share_hold_a_shard_each(tmp_path: Path, offload: bool):
+    """Weights, gradients and state of all counted against one rank's memory: what fits eight was refused."""
+    federation = shared_devices(tmp_path / "8", batch_sequences=8, layout={"shards": 8, "offload": offload})
+    read = read_federation(federation)
+    training, model = read.facilities[0].training, model_figures(read.path(read.model))
+    raw = profile(blocks=4, devices=1)
+    if offload:
+        raw["devices"][0]["id"] = "here:cuda0"
+    command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
+    command += ["--federation", federation, "--facility", "here", "--stages", 1, "--replicas", 1]
+    needs = []
+    for factor in (None, 1.5):
+        if factor is not None:
+            raw["devices"][0]["memory_bytes"] = factor * needs[0]
+        (tmp_path / "profile.json").write_text(json.dumps(raw))
+        assert planner.main([str(word) for word in command]) == 0
+        plan = read_plan(tmp_path / "plan.json")
+        needs.append(plan.loads[0].memory_bytes)
+        assert "each device is 8 ranks that share it (layout.shards)" in plan.reasons
+    assert needs[0] == needs[1] < needed_bytes(model, settings("full"), TOKENS, 1, device="cpu") / 2
+    assert training.batch_sequences == 8 * sum(plan.replica_micro_batches) * plan.micro_batch_samples
+
+
+def test_a_plan_for_devices_that_ranks_share_is_one_that_the_trainer_takes(tmp_path: Path):
+    """It cut up the whole batch for each of the ranks: the trainer found twice as many sequences, and refused."""
+    import torch
+
+    from facility.training.parallel.arrange import layout_of_plan
+    from facility.training.processes.ranks import Ranks
+
+    federation = shared_devices(tmp_path / "2", batch_sequences=8, layout={"shards": 2})
+    training = read_federation(federation).facilities[0].training
+    (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4)))
+    command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
+    command += ["--federation", federation, "--facility", "here", "--stages", 2, "--replicas", 1]
+    assert planner.main([str(word) for word in command]) == 0
+    here = Ranks(rank=0, world=4, local_rank=0, local_world=4, device=torch.device("cpu"))
+    layout = layout_of_plan(read_plan(tmp_path / "plan.json"), here, training, blocks=4, block_tokens=TOKENS)
+    assert layout.shape.batch_sequences == 8 and layout.grid.shards == 2
+    uneven = shared_devices(tmp_path / "3", batch_sequences=8, layout={"shards": 3})
+    with pytest.raises(ConfigurationError, match="batch_sequences is 8, expected a multiple of layout.shards 3"):
+        planner.main([str(word) for word in [*command, "--federation", uneven]])
 
 
 def test_too_little_memory_for_the_whole_model_may_do_for_adapters_on_4_bits(tmp_path: Path, federation: Path):

@@ -67,7 +67,7 @@ def rank_memory(
     blocks = [units[unit] for chunk in chunks for unit in chunk if unit not in ends]
     parts = {
         "weights": here * int(sum(unit.weights for unit in held)) // layout.shards,
-        "gradients": 4 * trained // layout.shards if here else reduced_bytes(blocks, layout, training),
+        "gradients": 4 * trained // layout.shards if here else reduced_bytes(blocks, layout.shards, training),
         "optimizer": here * int(sum(unit.state for unit in held)) // layout.shards,
         "activations": round(activations),
         "logits": round(logits + once * has_head),
@@ -81,10 +81,10 @@ def rank_memory(
     return parts | {name: value for name, value in more.items() if value}
 
 
-def reduced_bytes(blocks: Sequence[UnitMemory], layout: RankLayout, training: TrainingSettings) -> int:
+def reduced_bytes(blocks: Sequence[UnitMemory], shards: int, training: TrainingSettings) -> int:
     """Bytes of the largest block's gradients while reduced: as computed, in float32, and the shard of their sum."""
     largest = max((block.trained for block in blocks), default=0)
-    return largest * (width_of(training) + 4) + 4 * largest // layout.shards
+    return largest * (width_of(training) + 4) + 4 * largest // shards
 
 
 def logits_bytes(chunk_rows: int, dimensions: Dimensions, training: TrainingSettings) -> tuple[float, float]:
