@@ -10,7 +10,8 @@ averages: it stays as received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,19 @@ def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
 def statistics_names(model: nn.Module) -> set[str]:
     """Names in the model of the buffers that are averaged."""
     return {name + end for name in batch_norms(model) for end in AVERAGED}
+
+
+@contextmanager
+def keeping_statistics(model: nn.Module) -> Iterator[None]:
+    """Inside, forward passes leave the running statistics as they are: of a batch that stands for an empty share."""
+    trained = [module for module in batch_norms(model).values() if module.training]
+    for module in trained:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in trained:
+            module.train()
 
 
 def check_batch_norms(model: nn.Module, *, adapters: bool, recomputes: bool) -> None:

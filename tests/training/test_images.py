@@ -209,6 +209,24 @@ def test_two_ranks_of_a_resnet_normalise_each_by_its_images_and_average_their_st
     assert (one[name] - other[name]).abs().max() > 1e-4, "the ranks saw the same"
 
 
+def test_an_image_that_no_step_draws_changes_no_running_statistics(tmp_path: Path, models):
+    """A rank whose share is empty in a micro-batch passes one image that counts for nothing: the dataset's first."""
+    batch, steps = 3, 2
+    drawn = SampleOrder(sequences=40, seed=7, facility="north").take(0, batch * steps)
+    assert 0 not in drawn
+    cases = []
+    for name in ("dark", "bright"):
+        data = write_images(tmp_path / f"data-{name}")
+        values = np.load(data / "train.npy")
+        values[0] = 0 if name == "dark" else 255
+        np.save(data / "train.npy", values)
+        uneven = {"steps": steps, "batch_sequences": batch, "micro_batch_sequences": 1}
+        sharding = {"layout": {"sharding": "NO_SHARD"}}
+        cases.append((name, arguments(tmp_path / name, models["resnet"], data, **uneven, **sharding)))
+    rounds_in(cases, ranks=2)
+    assert largest_difference(tmp_path / "dark/out", tmp_path / "bright/out") == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["local", "diloco", "wave", "adpsgd", "central_ps"])
 def test_replicas_of_a_resnet_under_other_policies_train_and_average_their_statistics(

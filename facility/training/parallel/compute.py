@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.errors import InputError
+from facility.training.batch_norm import keeping_statistics
 from facility.training.data.tasks import Batch, Task
 from facility.training.head import ChunkedHead
 from facility.training.monitor.clock import Clock
@@ -110,7 +111,8 @@ class Whole:
         for number, batch in enumerate(batches):
             waits = self.replicated is not None and number < len(batches) - 1
             with self.replicated.no_sync() if self.replicated is not None and waits else nullcontext():
-                with self.clock("forward"):
+                empty = not batch.predictions
+                with self.clock("forward"), keeping_statistics(self.modules[0]) if empty else nullcontext():
                     loss, _, output = self._forward(batch, self.replicated or self.modules[0])
                     balance = router_loss(self.modules[0], output)
                 with self.clock("backward"):
