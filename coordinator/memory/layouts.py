@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from facility.exchange.grid import even_units, micro_batches_of, sharded_grid
 from facility.exchange.memory.chunks import wanted_rows
 from facility.exchange.memory.rank import RankLayout
+from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.schedules.registry import interleaved
 
 
@@ -27,6 +31,7 @@ def layouts_of_settings(
     replicated = grid.replicas > 1 and training.sync.policy == "allreduce"
     copies = replicated and grid.shards == 1 and not layout.offload and not spans
     sharded = (grid.shards > 1 or replicated) and not copies
+    apart = grid.replicas > 1 and not replicated
     return [
         RankLayout(
             spans=tuple(spans[stage :: layout.stages]),
@@ -40,6 +45,8 @@ def layouts_of_settings(
             sharded=sharded,
             offloaded=sharded and layout.offload and device == "cuda",
             reshard=layout.sharding in ("FULL_SHARD", "HYBRID_SHARD") and not spans,
+            exchanged=exchanged_vectors(training.sync, device) if apart else 0.0,
+            exchanges_state=apart and exchanges_state(training.sync),
             chunk_rows=rows_of(training, sequences * tokens, vocabulary, device),
         )
         for stage in range(layout.stages)
@@ -56,6 +63,7 @@ def layouts_of_plan(
     replicated = plan.replicas > 1 and plan.sync.name == "allreduce" and training.sync.policy == "allreduce"
     copies = replicated and shards == 1 and not training.layout.offload and not pipelined
     sharded = (shards > 1 or replicated) and not copies
+    sync, apart = sync_of_plan(plan, training), plan.replicas > 1 and not replicated
     return {
         number: RankLayout(
             spans=tuple(spans[stage :: plan.stages]),
@@ -69,11 +77,20 @@ def layouts_of_plan(
             sharded=sharded,
             offloaded=sharded and training.layout.offload and device == "cuda",
             reshard=training.layout.sharding in ("FULL_SHARD", "HYBRID_SHARD") and not pipelined,
+            exchanged=exchanged_vectors(sync, device) if apart else 0.0,
+            exchanges_state=apart and exchanges_state(sync),
             chunk_rows=rows_of(training, plan.micro_batch_samples * tokens, vocabulary, device),
         )
         for stage, row in enumerate(plan.grid)
         for number in row
     }
+
+
+def sync_of_plan(plan: Plan, training: TrainingSettings) -> SyncSettings:
+    """How the replicas of a plan stay together: as the plan says, where it does not say all-reduce."""
+    if plan.sync.name == "allreduce":
+        return training.sync
+    return dataclasses.replace(training.sync, policy=plan.sync.name, **plan.sync.options)
 
 
 def rows_of(training: TrainingSettings, positions: int, vocabulary: int, device: str) -> int:

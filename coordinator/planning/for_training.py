@@ -20,7 +20,8 @@ from coordinator.memory.weights import dimensions_of, weights_of
 from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.memory.rank import logits_bytes, reduced_bytes
+from facility.exchange.memory.rank import RankLayout, exchanged_bytes, logits_bytes, reduced_bytes
+from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import UnitMemory, memory_of_units
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
@@ -108,7 +109,9 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
             replace(
                 measured,
                 parameter_bytes=4.0 * unit.trained / shards,
-                state_bytes=_resident(unit, training, offloaded=offloaded) + (shards > 1) * _gathered(unit, end=end),
+                state_bytes=_resident(unit, training, offloaded=offloaded)
+                + (shards > 1) * _gathered(unit, end=end)
+                + (0 if replicated or problem.replicas == (1,) else _exchanged(unit, training, trained.device)),
                 gathered_bytes=max(0.0, _gathered(unit, end=end) - unit.copies) if replicated and shards == 1 else 0.0,
                 stored_bytes=trained.tokens
                 * (unit.kept + unit.cast * (shards == 1) + (a_token if number == ends[1] else 0.0)),
@@ -120,11 +123,24 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
 
 
 def _resident(unit: UnitMemory, training: TrainingSettings, *, offloaded: bool) -> float:
-    """Bytes of a unit on a rank: weights, gradients, optimizer state, correction of drift, of which its shards are
-    parts; whole, with the copies that autocast makes, where there are none. What is `offloaded` is elsewhere."""
+    """Bytes of a unit on a rank: weights, gradients, optimizer state, correction of drift, proximal term, of which its
+    shards are parts; whole, with the copies that autocast makes, without shards. What is `offloaded` is elsewhere."""
     shards = training.layout.shards or 1
-    whole = unit.weights + (4 + 4 * training.drift_correction) * unit.trained + unit.state
+    a_trained = 4 + 4 * training.drift_correction + 4 * (training.proximal > 0)
+    whole = unit.weights + a_trained * unit.trained + unit.state
     return (0.0 if offloaded else whole / shards) + (unit.copies if shards == 1 else 0.0)
+
+
+def _exchanged(unit: UnitMemory, training: TrainingSettings, device: str) -> float:
+    """Bytes of a unit in what replicas exchange, where the facility's policy leaves them weights of their own."""
+    layout = RankLayout(
+        sequences=1,
+        tokens=1,
+        shards=training.layout.shards or 1,
+        exchanged=exchanged_vectors(training.sync, device),
+        exchanges_state=exchanges_state(training.sync),
+    )
+    return exchanged_bytes([unit], layout) + 1.0
 
 
 def _gathered(unit: UnitMemory, *, end: bool) -> float:

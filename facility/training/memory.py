@@ -11,6 +11,7 @@ from torch import nn
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import CrossFedError, InputError, TryAgain
 from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.devices import free_bytes
@@ -92,6 +93,7 @@ def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int, settings: Trainin
     """This rank's place in the layout, as the law of memory takes it."""
     grid = layout.grid
     _, row, _ = grid.place(ranks.rank)
+    apart = grid.replicas > 1 and not layout.replicas_in_mesh
     return RankLayout(
         spans=tuple(pair for index, pair in enumerate(layout.units) if index % grid.stages == row),
         stage=row,
@@ -104,6 +106,8 @@ def rank_layout(layout: Layout, ranks: Ranks, chunk_rows: int, settings: Trainin
         sharded=layout.sharded,
         offloaded=layout.sharded and settings.layout.offload and ranks.device.type == "cuda",
         reshard=layout.reshard and not layout.units,
+        exchanged=exchanged_vectors(layout.sync, ranks.device.type) if apart else 0.0,
+        exchanges_state=apart and exchanges_state(layout.sync),
         chunk_rows=chunk_rows,
     )
 

@@ -34,6 +34,7 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "full": {},
     "bfloat16": {"compute_dtype": "bfloat16"},
     "adafactor": {"optimizer": "adafactor", "layout": {"activation_checkpointing": "full"}},
+    "apart": {"sync": {"policy": "local", "optimizer_state": "average"}, "proximal": 0.1},
     "lora": {"lora": {"rank": 4}},
     "half": {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}, "compute_dtype": "bfloat16"},
     "recomputed": {
@@ -202,6 +203,7 @@ def test_the_search_never_takes_a_plan_for_smaller_than_it_is(
     raw = profile(blocks=4, devices=4)
     trained = trained_at(read_federation(federation), kind, raw)
     layout = replace(trained.training.layout, shards=shards)
+    drift = drift and trained.training.sync.policy == "allreduce"  # other policies exclude it
     trained = replace(trained, training=replace(trained.training, drift_correction=drift, layout=layout))
     measured = problem_from_json(raw | {"batch_samples": 8})
     problem = with_memory(measured, trained)  # type: ignore[arg-type]

@@ -9,9 +9,12 @@ from typing import Any, Literal
 import pytest
 
 from facility.exchange.memory.rank import RankLayout, rank_memory
+from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import Dimensions, UnitMemory, products
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.validation import parse
 from facility.training import lora
 from facility.training.memory import predicted_bytes
 from tests.bench.predictions import CASES, run
@@ -185,6 +188,33 @@ def test_fsdp_gathers_embedding_head_and_two_blocks():
     alone = {"chunk_rows": 1}  # logits of one position and one more gradient of the head: 11 * 12 + 4 * 11 * 5
     assert sharded(**alone)["logits"] == 352
     assert sharded(**alone)["gathered weights"] == 4 * 30 + 4 * (6 + 4)
+
+
+@pytest.mark.parametrize(
+    ("sync", "device", "vectors", "state"),
+    [
+        ({"policy": "local"}, "cuda", 1, False),
+        ({"policy": "local", "optimizer_state": "average"}, "cpu", 1, True),
+        ({"policy": "diloco"}, "cuda", 3, False),
+        ({"policy": "partial_reduce"}, "cuda", 5, False),
+        ({"policy": "partial_reduce", "relay": 0}, "cuda", 1, False),
+        ({"policy": "partial_reduce", "step": "own", "optimizer_state": "average"}, "cuda", 1, True),
+        ({"policy": "adpsgd"}, "cuda", 1, False),
+        ({"policy": "adpsgd"}, "cpu", 7, False),
+    ],
+    ids=str,
+)
+def test_replicas_with_weights_of_their_own_hold_what_they_exchange(
+    sync: dict[str, Any], device: str, vectors: int, state: bool
+):
+    """DiLoCo needed twice what was predicted; the policy's vectors, and with them the moments where both travel."""
+    chosen = parse(SyncSettings, sync)
+    assert exchanged_vectors(chosen, device) == vectors and exchanges_state(chosen) == state
+    layout = RankLayout(sequences=1, tokens=3, shards=2, sharded=True, exchanged=vectors, exchanges_state=state)
+    units = (unit(10, 0), unit(4, 7), unit(20, 0))
+    found = rank_memory(units, layout, Dimensions(hidden=5, blocks=1, vocabulary=11), TrainingSettings(proximal=0.1))
+    assert found["exchange between replicas"] == (4 * vectors + 8 * state) * 34 // 2
+    assert found["proximal term"] == 4 * 34 // 2
 
 
 @pytest.mark.parametrize("drift", [False, True])

@@ -34,6 +34,10 @@ class RankLayout:
     """FSDP2 frees a block's weights between forward and backward."""
     offloaded: bool = False
     """FSDP2 keeps what it shards, its gradients and the optimizer's state in the host's memory, not in a GPU's."""
+    exchanged: float = 0.0
+    """Float32 vectors over its trained weights that it holds at most to exchange with other replicas (`replicas`)."""
+    exchanges_state: bool = False
+    """The optimizer's state is exchanged beside the weights."""
     chunk_rows: int = 0
     """Positions of which logits are computed at once; 0: all of a micro-batch."""
 
@@ -46,9 +50,10 @@ def rank_memory(
     Weights, gradients (4 a trained weight) and optimizer state of the rows held; activations of the micro-batches that
     wait for their backward, and of the largest block that is computed again; logits and their gradient in float32, of
     `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); in half
-    precision the copies that autocast makes; under FSDP2 the weights that are gathered; the correction of drift (4 a
-    trained weight); one quantised layer in float32, as it is loaded and as it is multiplied. What is offloaded counts
-    while it is gathered, and the gradients of one block while they are reduced.
+    precision the copies that autocast makes; under FSDP2 the weights that are gathered; the correction of drift and the
+    proximal term (4 a trained weight each); what replicas with weights of their own exchange; one quantised layer in
+    float32, as it is loaded and as it is multiplied. What is offloaded counts while it is gathered, and the gradients
+    of one block while they are reduced.
     """
     chunks = [range(first, end) for first, end in layout.spans] or [range(len(units))]
     held = [units[unit] for chunk in chunks for unit in chunk]
@@ -76,9 +81,17 @@ def rank_memory(
         "weights in half precision": 0 if layout.sharded else sum(unit.copies for unit in held),
         "gathered weights": gathered_bytes(units, chunks, layout, beside=parts["activations"] + parts["logits"]),
         "drift correction": here * 4 * trained // layout.shards if training.drift_correction else 0,
+        "proximal term": here * 4 * trained // layout.shards if training.proximal else 0,
+        "exchange between replicas": exchanged_bytes(held, layout),
         "one layer dequantised": 4 * max((unit.largest_in_bits for unit in held), default=0),
     }
     return parts | {name: value for name, value in more.items() if value}
+
+
+def exchanged_bytes(held: Sequence[UnitMemory], layout: RankLayout) -> int:
+    """Of the vectors that replicas exchange; freed gradients and activations seldom lie where a vector fits."""
+    vectors = layout.exchanged * sum(4 * unit.trained for unit in held)
+    return int(vectors + layout.exchanges_state * sum(unit.state for unit in held)) // layout.shards
 
 
 def reduced_bytes(blocks: Sequence[UnitMemory], shards: int, training: TrainingSettings) -> int:

@@ -38,6 +38,10 @@ class SyncPolicy(Declaration):
     exchange: Exchange = "ring"
     """What an exchange costs in the simulator: a ring over the group, all through one replica (`central`), a share
     through each (`sharded`), one message each way with a server or with a peer (`pair`)."""
+    vectors: float = 1.0
+    """Float32 vectors over the trained weights that a rank holds at most to exchange with other replicas."""
+    on_host: bool = False
+    """All but one of these are in the host's memory, whatever the rank computes on."""
     scheduler: str = "facility.exchange.scheduling.policies:everybody"
     """Which replicas exchange: a function of `SchedulerInputs`, as a dotted path."""
 

@@ -25,6 +25,8 @@ DECLARATION = SyncPolicy(
     citation="Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, "
     "ICML 2018 (arXiv 1710.06952)",
     implementation="AdPsgd",
+    vectors=7.0,
+    on_host=True,
     parameters=("progress",),
     accumulated=True,
     planned=True,

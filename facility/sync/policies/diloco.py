@@ -21,10 +21,14 @@ DECLARATION = SyncPolicy(
     citation="Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, "
     "2023 (arXiv 2311.08105)",
     implementation="DiLoCo",
+    vectors=3.0,
     parameters=("every", "outer_learning_rate", "outer_momentum", "weights"),
     periodic=True,
     synchronous=True,
 )
+
+PIECE = 1 << 20
+"""Values of a vector that are worked on at once."""
 
 
 class DiLoCo(Local):
@@ -43,27 +47,34 @@ class DiLoCo(Local):
 
     def _meet(self, decision: Decision) -> bool:
         amount = self._amount(decision)
-        result: list[torch.Tensor] = []
+        brought: list[torch.Tensor] = []
+        means: list[torch.Tensor] = []
 
         def action(channel: Channel) -> int:
             sent = ring_bytes(self.flat.bytes, len(decision.members))
-            both = torch.cat([self._outer, self._momentum])
             if decision.returning:
+                both = torch.cat([self._outer, self._momentum])
                 root = next(i for i, m in enumerate(decision.members) if m not in decision.returning)
                 channel.broadcast(both, root)
                 sent += both.numel() * 4
-            result.append(both)
-            result.append(self.mean(channel, self.share(channel, amount), self.flat))
+                brought.append(both)
+            means.append(self.mean(channel, self.share(channel, amount), self.flat))
             return sent
 
         if not self.exchange(decision, action, vote=True):
             return False
-        both, mean = result if result else (torch.cat([self._outer, self._momentum]), self.flat.pack())
-        outer, momentum = both.split(self.flat.size)
-        rate, decay = self.settings.outer_learning_rate, self.settings.outer_momentum
-        gradient = outer - mean
-        momentum = momentum * decay + gradient
-        self._outer = outer - rate * (gradient + decay * momentum)
-        self._momentum = momentum
-        self.flat.unpack(self._outer)
+        for both in brought:
+            for own, common in zip((self._outer, self._momentum), both.split(self.flat.size), strict=True):
+                own.copy_(common)
+        self._step(means[0] if means else self.flat.pack())
         return True
+
+    def _step(self, mean: torch.Tensor) -> None:
+        """The outer step from the replicas' mean, piece by piece: vectors of a model's size are memory."""
+        rate, decay = self.settings.outer_learning_rate, self.settings.outer_momentum
+        pieces = (vector.split(PIECE) for vector in (self._outer, self._momentum, mean))
+        for outer, momentum, theirs in zip(*pieces, strict=True):
+            gradient = outer - theirs
+            momentum.mul_(decay).add_(gradient)
+            outer.sub_(rate * (gradient + decay * momentum))
+        self.flat.unpack(self._outer)

@@ -56,6 +56,7 @@ class Local(Replica):
                 break
             kind = "again"
         self._counted, self._last = self.samples, self.done
+        self._buffer = None  # until the next average, which may be long after
 
     def _amount(self, decision: Decision) -> float:
         """This replica's weight before normalising."""

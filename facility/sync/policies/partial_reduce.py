@@ -47,6 +47,7 @@ DECLARATION = SyncPolicy(
     citation="Miao et al., Heterogeneity-Aware Distributed Machine Learning Training via Partial Reduce, SIGMOD 2021; "
     "SDPipe, PVLDB 16(9), 2023",
     implementation="PartialReduce",
+    vectors=5.0,
     parameters=(
         "bound",
         "minimum",

@@ -21,6 +21,7 @@ DECLARATION = SyncPolicy(
     citation="Yuan et al., Decentralized Training of Foundation Models in Heterogeneous Environments, "
     "NeurIPS 2022 (arXiv 2206.01288)",
     implementation="ShardedServer",
+    vectors=3.0,
     parameters=("weights",),
     lockstep=True,
     synchronous=True,

@@ -26,6 +26,8 @@ DECLARATION = SyncPolicy(
     citation="Park et al., HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters, "
     "USENIX ATC 2020",
     implementation="Wave",
+    vectors=4.0,
+    on_host=True,
     parameters=("every", "staleness", "progress"),
     accumulated=True,
     periodic=True,

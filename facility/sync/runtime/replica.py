@@ -156,6 +156,7 @@ class Replica:
                 self.link.tell(decision, ok=True, seconds=0.0, sent=0)
                 self._finished = tuple(sorted(decision.members))
                 return False
+            self._buffer = None  # of the last mean: as large as what follows
             result = torch.empty(self.flat.size, dtype=torch.float32, device=self.context.device)
 
             def exact(channel: Channel, decision: Decision = decision, result: torch.Tensor = result) -> int:
@@ -315,12 +316,11 @@ class Replica:
         return sent
 
     def _exact_mean(self, channel: Channel, decision: Decision, result: torch.Tensor) -> int:
-        """Mean over all up to date, summed in float64 and rounded once: the same bits everywhere."""
+        """Fill `result` with the mean of all up to date, summed in float64, rounded once: everywhere the same bits."""
         counts = sum(1 for w in decision.weights if w > 0)
         factor = 1.0 if self.weight(decision) > 0 else 0.0
-        own = self.flat.pack()
-        for piece, out in zip(own.split(EXACT_ELEMENTS), result.split(EXACT_ELEMENTS), strict=True):
+        for piece in self.flat.pack(result).split(EXACT_ELEMENTS):
             wide = piece.double().mul_(factor)
             channel.all_reduce(wide)
-            out.copy_(wide.div_(counts))
+            piece.copy_(wide.div_(counts))
         return ring_bytes(2 * self.flat.bytes, len(decision.members))
