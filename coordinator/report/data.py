@@ -55,6 +55,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
     account = read_account(archive) if archive.path.is_dir() else None
     compared = account.rows if account is not None else []
     aside = [dataclasses.asdict(row) for entry in rounds_set_aside(archive) for row in entry.facilities]
+    every = [*aside, *jobs, *compared]
     data: dict[str, Any] = {
         "format": FORMAT,
         "federation": federation,
@@ -78,10 +79,10 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
             "segments": [_segment(one) for one in found],
             "totals": totals(found, names),
         },
-        "traffic": _traffic(rows, entries, names),
+        "traffic": _traffic(every, entries, names),
         "predictions": predictions(rows, names),
         "drift": drift(rows, names),
-        "cost": with_waiting(costs([*aside, *rows, *rounds["final_evaluation"], *compared], names, carbon), entries),
+        "cost": with_waiting(costs(every, names, carbon), entries),
         "privacy": summary_of(latest_privacy(rows)),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
@@ -209,7 +210,7 @@ def _estimated(rounds: Mapping[str, Any]) -> list[Segment]:
 
 
 def _traffic(rows: Sequence[Row], entries: Sequence[Entry], names: Sequence[str]) -> dict[str, Row]:
-    """Bytes both ways by facility; Mbit/s where transfers were timed."""
+    """Bytes both ways by facility, of rounds and of what comes after the last; Mbit/s where transfers were timed."""
     moved: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for entry in entries:
         if entry.kind in ("sent", "transferred"):

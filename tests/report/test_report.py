@@ -15,6 +15,7 @@ import pytest
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
+from coordinator.comparison.account import Account, write_account
 from coordinator.comparison.matrix import forgotten
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline, whole_ticks
 from coordinator.report.data import gather
@@ -346,6 +347,23 @@ def test_figures_are_sums_of_what_was_reported(tmp_path: Path):
         assert one["moments_bytes"] == sum(moved) and any(moved)
     assert "of these, moments" in markdown(data) and "of these, moments" in page(data)
     assert {one["status"] for one in data["failures"]} == {"failed"} and len(data["failures"]) == len(rows) - len(ok)
+
+
+@pytest.mark.parametrize("events", [True, False], ids=["over ssh", "on this machine"])
+def test_what_was_sent_after_the_last_round_was_moved_too(tmp_path: Path, events: bool):
+    """The final evaluation, and the comparison of models: nobody times transfers on one machine."""
+    archive = made_archive(tmp_path / "a", facilities=2, rounds=2, events=events)
+    before = data_of(archive)["headline"]["bytes"]
+    row = FacilityRow(round=2, facility="facility-00", status="ok", sent_bytes=10**12, received_bytes=10**9)
+    note = {"after_round": 1, "global_loss": 2.0, "global_loss_over": [], "facilities": [dataclasses.asdict(row)]}
+    (archive.path / "evaluation.json").write_text(json.dumps(note))
+    write_account(archive, Account(after_round=1, rows=[dataclasses.asdict(row)]))
+    if events:  # as transfers tell
+        for kind, count in (("sent", 2 * 10**12), ("transferred", 2 * 10**9)):
+            detail = {"facility": "facility-00", "round": 2, "bytes": count, "seconds": 1.0}
+            Journal(archive.path).append(kind, time=1.8e9, what="model", **detail)
+    moved = data_of(archive)["headline"]["bytes"] - before
+    assert moved == pytest.approx(2 * (10**12 + 10**9), rel=0.01)
 
 
 def test_what_is_nobodys_business_is_not_in_the_settings():
