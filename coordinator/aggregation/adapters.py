@@ -28,7 +28,7 @@ from facility.exchange.checkpoints.adapters import (
     is_factor,
     is_magnitude,
 )
-from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
 from facility.exchange.checkpoints.writer import Layout as FileLayout
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
@@ -86,15 +86,17 @@ def _claims(path: Path) -> dict[str, Any]:
 
 
 def layout_with(base: Checkpoint, adapters: Checkpoint, dtypes: Mapping[str, str]) -> FileLayout:
-    """The base's own files, and one more for adapters that it does not hold yet."""
+    """The base's own files, and the adapters in one more, which has peft's name for it: peft and transformers look for
+    adapters in no other file."""
     own = layout_like(base, {name: entry.dtype for name, entry in base.tensors.items()} | dict(dtypes))
+    files = dict(own)
+    of_adapters = [name for name, tensors in own.items() if all(is_adapter(one.name) for one in tensors)]
     new = [
         Planned(name=n, dtype=dtypes[n], shape=e.shape) for n, e in adapters.tensors.items() if n not in base.tensors
     ]
-    if not new:
-        return own
-    files = [*own.values(), new]
-    return {f"model-{i:05d}-of-{len(files):05d}.safetensors": tensors for i, tensors in enumerate(files, start=1)}
+    if not new and len(of_adapters) == 1:
+        new = list(files.pop(of_adapters[0]))
+    return {**files, ADAPTER: new} if new else files
 
 
 def write_products(

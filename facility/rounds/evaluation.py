@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CrossFedError, TryAgain
+from facility.exchange.checkpoints.adapters import CONFIG, is_adapter
+from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
+from facility.exchange.errors import CrossFedError, InputError, TryAgain
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
 from facility.exchange.messages.settings import FacilitySettings
-from facility.rounds.alone import is_adapter
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +47,8 @@ def named(folder: Path, links: Mapping[str, Path | str | None]) -> dict[str, Pat
 
 
 def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], *, device: str) -> list[str]:
-    """The command line of lm-eval. `links`: `model`, perhaps its `tokenizer`, and the `base` below adapters."""
-    model = links["model"]
-    arguments = f"pretrained={links['base']},peft={model}" if "base" in links else f"pretrained={model}"
+    """The command line of lm-eval. `links`: `model`, and perhaps its `tokenizer`."""
+    arguments = f"pretrained={links['model']}"
     arguments += f",tokenizer={links['tokenizer']}" if "tokenizer" in links else ""
     words = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
     words += ["--tasks", ",".join(settings.tasks), "--batch_size", str(settings.batch), "--output_path", str(out)]
@@ -60,12 +60,13 @@ def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], 
 def evaluate(
     model: Path, settings: EvaluationSettings, *, dataset: Path, base: str = "", device: str = "auto"
 ) -> list[Score]:
-    """Scores of `model`. Raises `TryAgain` with the end of lm-eval's output where it fails or takes too long."""
+    """Scores of `model`. Raises `TryAgain` with the end of lm-eval's output where it fails or takes too long, and
+    `InputError` for adapters without a model below them."""
     has_tokenizer = any((model / name).is_file() for name in TOKENIZERS)
     own = dataset / "tokenizer"
     tokenizer = own if not has_tokenizer and own.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
-        links = {"model": model, "tokenizer": tokenizer, "base": base}
+        links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | OFFLINE
         with open(Path(folder) / "log", "w+b") as log:
@@ -92,6 +93,25 @@ def evaluate(
         return scores_in(json.loads(files[-1].read_text(encoding="utf-8"))["results"])
 
 
+def whole(model: Path, base: str, folder: Path) -> Path:
+    """`model`; for adapters alone the `base` below them with the adapters beside it, as links in `folder`, which
+    transformers loads as it loads the models of other rounds. Raises `InputError` for adapters without a base."""
+    if not (model / CONFIG).is_file() or not all(map(is_adapter, (held := open_checkpoint(model)).tensors)):
+        return model
+    if not base:
+        raise InputError(
+            f"{model} holds adapters alone, and no model below them is known here: let a facility whose "
+            "training.lora.base names one evaluate (`evaluation.facility`)"
+        )
+    files = {path.name: path for path in Path(base).iterdir() if path.is_file()}
+    (adapters,) = {entry.file for entry in held.tensors.values()}
+    files |= {ADAPTER: adapters, CONFIG: model / CONFIG}
+    (folder / "whole").mkdir()
+    for name, path in files.items():
+        (folder / "whole" / name).symlink_to(path.absolute())
+    return folder / "whole"
+
+
 def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
     """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
     try:
@@ -108,9 +128,6 @@ def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: Facil
     """Evaluate several models, given by name, on tasks and write their scores; one that fails has none."""
     found: list[dict[str, Any]] = []
     for folder, model in models.items() if settings.evaluation.tasks else ():
-        if is_adapter(model) and not settings.training.lora.base:
-            log.warning("%s holds adapters alone, and lora.base names no model for lm-eval", folder)
-            continue
         try:
             scores = evaluate(
                 model,

@@ -17,6 +17,7 @@ from coordinator.aggregation import unchanged
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints import native
+from facility.exchange.checkpoints.checkpoint import ADAPTER, SINGLE
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.aggregation import make
@@ -27,7 +28,7 @@ from tests.aggregation.test_stated_norms import states
 SETTINGS = AggregationSettings(rule="mean+nesterov", weights="equal")
 LAYER = "base_model.model.layer.{}.weight"
 BODY = {"layer.weight": torch.ones(1000, 900, dtype=torch.bfloat16), "steps": torch.arange(3)}
-BASE_FILE = "model-00001-of-00002.safetensors"
+BASE_FILE = SINGLE
 linux = pytest.mark.skipif(sys.platform != "linux", reason="counts by /proc/self/io")
 
 
@@ -89,7 +90,7 @@ def test_a_round_of_adapters_reads_and_writes_adapters_alone(tmp_path: Path, rou
     read = read_by(lambda: records.append(a_round(folder, base, state, stating=True)))
     made = read_by(lambda: [states(adapter_update(again / f"u{i}", adapters(i), base, "f"), base) for i in range(3)])
     sources = [state, *folder.glob("u*")]
-    needed = sum(map(size, sources)) + (base / "model-00002-of-00002.safetensors").stat().st_size
+    needed = sum(map(size, sources)) + (base / ADAPTER).stat().st_size
     assert read - made <= needed + SLACK < needed + size(base)
     (one,), values = records, sum(tensor.numel() for tensor in adapters(0).values())
     assert one.bytes_read == 4 * values * (1 + 3 + 2), "model, three updates, master and velocity, in one pass"

@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TryAgain
 from facility.exchange.messages.comparison import FOLDERS, GLOBAL, INITIAL, MODELS, tasks_of, with_figures
 from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, FacilityEvaluation, Score, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
-from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models
+from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models, whole
+from tests.aggregation.test_adapter_export import logits, round_model
+from tests.pico import save_pico
 
 TASK = """
 task: count_up
@@ -96,6 +99,17 @@ def test_it_is_no_rank_of_a_job_and_asks_no_hub(tmp_path: Path, monkeypatch: pyt
     assert score.task.split() == [f"HF_{one}_OFFLINE" for one in ("DATASETS", "EVALUATE", "HUB")] + [
         "TRANSFORMERS_OFFLINE"
     ]
+
+
+def test_adapters_alone_are_evaluated_over_their_base_and_refused_without_one(tmp_path: Path):
+    """transformers loads what lm-eval is given as base and adapters together, whatever the file of the adapters."""
+    base, model, folder = save_pico(tmp_path / "base"), tmp_path / "model", tmp_path / "folder"
+    wanted = round_model(model, base, "llama", whole=False)
+    with pytest.raises(InputError, match=r"holds adapters alone.*evaluation\.facility"):
+        whole(model, "", tmp_path)
+    folder.mkdir()
+    assert logits(AutoModelForCausalLM.from_pretrained(whole(model, str(base), folder))).equal(wanted)
+    assert whole(base, str(base), folder) == base, "the model of the first round has no adapters yet"
 
 
 @pytest.mark.nightly

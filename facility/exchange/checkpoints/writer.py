@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from facility.exchange.checkpoints.checkpoint import INDEX, ITEM_BYTES, SINGLE, Checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, ITEM_BYTES, SINGLE, Checkpoint
 from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -41,12 +41,13 @@ Layout = Mapping[str, Sequence[Planned]]
 
 
 def layout_like(checkpoint: Checkpoint, dtypes: Mapping[str, str]) -> Layout:
-    """The tensors named in `dtypes`, in those dtypes, in the same files as in `checkpoint`."""
+    """The tensors named in `dtypes`, in those dtypes, in the same files as in `checkpoint`; a single one, unless it is
+    an adapter's, is called as Hugging Face calls it."""
     files: dict[str, list[Planned]] = {}
     for name, entry in checkpoint.tensors.items():
         if name in dtypes:
             files.setdefault(entry.file.name, []).append(Planned(name=name, dtype=dtypes[name], shape=entry.shape))
-    if len(files) == 1:
+    if len(files) == 1 and ADAPTER not in files:
         files = {SINGLE: next(iter(files.values()))}
     return files
 
