@@ -23,6 +23,7 @@ from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
 from coordinator.evaluation_cache import fill
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.links import copy_tree
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages.manifest import sha256_of
 
@@ -87,8 +88,8 @@ def bundle(
 
 def copy_code(target: Path) -> None:
     """What a facility needs of CrossFed itself, laid out as in a checkout."""
-    shutil.copytree(CHECKOUT / "facility", target / "facility", ignore=shutil.ignore_patterns("__pycache__", "_data"))
-    shutil.copytree(shipped("templates"), target / "templates")
+    copy_tree(CHECKOUT / "facility", target / "facility", leave=("__pycache__", "_data"))
+    copy_tree(shipped("templates"), target / "templates")
     for name in FILES:
         shutil.copyfile(shipped(name), target / name)
 

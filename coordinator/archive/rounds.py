@@ -40,6 +40,7 @@ from typing import Any
 from facility.exchange.checkpoints.companions import OWN
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import new_directory, write_json, write_text
+from facility.exchange.files.links import copy_tree
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.messages.strict_json import parse_json
@@ -277,7 +278,7 @@ class Archive:
         given = _manifest_of(model)
         if not initial.exists():
             with new_directory(initial) as temporary:
-                shutil.copytree(model, temporary / "model", ignore=shutil.ignore_patterns(*OWN))
+                copy_tree(model, temporary / "model", leave=OWN)
                 _describe(temporary / "model", federation)
                 with_run(temporary / "model", secrets.token_hex(16))
         try:

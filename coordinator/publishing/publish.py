@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,17 @@ from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
+from facility.exchange.checkpoints.adapters import CONFIG
 from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
-from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.files.links import copy_tree
+from facility.exchange.messages.manifest import read_manifest, sha256_of, verify_manifest
+from facility.exchange.messages.strict_json import read_json
 
 CARD = "README.md"
+MOST_BYTES = 8 << 20
+"""Of an adapter_config.json."""
 PRIVATE = ("versions", "devices", "reason", "note", "unasked")
 """Keys of a facility's row that an unnamed facility keeps to itself."""
 TOLD = {"drift": "reason", "scores": "problem"}
@@ -72,8 +76,9 @@ def publish(file: Path, out: Path) -> Path:
     names = public_names(federation, data["facilities"])
     shown = anonymous(data, names)
     with new_directory(out) as folder:
-        shutil.copytree(model, folder / "model", ignore=shutil.ignore_patterns(*OWN, *FOLDERS))
-        model_card(federation, data, digests(model)).save(folder / "model" / CARD)
+        copy_tree(model, folder / "model", leave=(*OWN, *FOLDERS))
+        changed = name_the_base(folder / "model", federation.base_model)
+        model_card(federation, data, digests(model) | changed).save(folder / "model" / CARD)
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
@@ -83,6 +88,16 @@ def publish(file: Path, out: Path) -> Path:
         _cards(crate, federation, names, data)
         write_crate(crate, federation, names, data)
     return out
+
+
+def name_the_base(model: Path, base: str) -> dict[str, str]:
+    """Let the configuration of adapters name the public `base`, and no path of the machine that they began on; returns
+    the new SHA-256 of that file by its name, {} where there are no adapters."""
+    file = model / CONFIG
+    if not file.is_file():
+        return {}
+    write_json(file, read_json(file, most_bytes=MOST_BYTES) | {"base_model_name_or_path": base})
+    return {CONFIG: sha256_of(file)}
 
 
 def digests(model: Path) -> dict[str, str]:

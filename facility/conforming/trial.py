@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.files.links import copy_tree
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
@@ -92,13 +92,13 @@ class Trial:
 
     def make_next_model(self, update: Path) -> None:
         """What a coordinator sends after a round with one facility: its update, as a model."""
-        shutil.copytree(update, self.next_model)
+        copy_tree(update, self.next_model)
         write_manifest(self.next_model, Manifest(kind="model", federation=FEDERATION, round=1))
 
     def tampered_model(self) -> Path:
         """The model of round 0 with one byte of its weights changed."""
         place = self.folder / "tampered"
-        shutil.copytree(self.model, place)
+        copy_tree(self.model, place)
         weights = next(place.glob("*.safetensors"))
         content = bytearray(weights.read_bytes())
         content[-1] ^= 1

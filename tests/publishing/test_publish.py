@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from coordinator.publishing.names import public_names, renamed
 from coordinator.publishing.publish import anonymous, publish
 from coordinator.report.make import data_of
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files.storage import sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.comparison.made import add_comparison
 from tests.pico import save_pico
@@ -81,6 +83,18 @@ def test_what_cannot_be_published_is_refused(federation: Path, tmp_path: Path):
         publish(federation, tmp_path / "other")
 
 
+def test_a_model_that_does_not_fit_is_told_as_that_and_nothing_is_left(federation: Path, tmp_path: Path):
+    out, before = tmp_path / "here" / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(OSError) as refused:
+            publish(federation, out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert sentence(refused.value).startswith(f"{out}/model/model.safetensors may not grow so large: raise the limit")
+    assert not list(out.parent.iterdir())
+
+
 @pytest.mark.parametrize("orcid", ["0000-0002-1825-0098", "1825-0097", "0000-0002-1825-009X"])
 def test_an_orcid_with_a_wrong_check_digit_is_refused(orcid: str):
     with pytest.raises(ConfigurationError, match="orcid"):
@@ -126,6 +140,21 @@ def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Pa
     assert told == {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in beside}
     assert "config.json" in told and "of the base model" not in card
     assert not (out / "second_moments").exists(), "what only the federation's optimizers need"
+
+
+def test_published_adapters_name_the_public_base_and_no_path(federation: Path, tmp_path: Path):
+    """An adapter that peft saved names its base by a path of its own machine."""
+    model = Archive(tmp_path / "archive").round_directory(2) / "model"
+    configuration = {"peft_type": "LORA", "r": 2, "base_model_name_or_path": "/home/alice/secret/llama"}
+    (model / "adapter_config.json").write_text(json.dumps(configuration))
+    write_manifest(model, Manifest(kind="model", federation="made", round=0))
+    described = yaml.safe_load(federation.read_text()) | {"base_model": "HuggingFaceTB/SmolLM2-135M"}
+    federation.write_text(yaml.safe_dump(described))
+    published = publish(federation, tmp_path / "out") / "model"
+    file = published / "adapter_config.json"
+    assert json.loads(file.read_text()) == configuration | {"base_model_name_or_path": described["base_model"]}
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert f"SHA-256 of `adapter_config.json`: `{digest}`" in (published / "README.md").read_text()
 
 
 def test_keys_and_trackers_of_those_who_trained_are_not_published(federation: Path, tmp_path: Path):

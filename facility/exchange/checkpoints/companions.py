@@ -6,6 +6,8 @@ import shutil
 from collections.abc import Container
 from pathlib import Path
 
+from facility.exchange.files.links import copy_tree
+
 EXECUTABLE = (
     ".bin",
     ".pt",
@@ -47,7 +49,7 @@ def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_
             shutil.copyfile(path, target / path.name)
     for name in FOLDERS:
         if name not in leave and (Path(source) / name).is_dir() and not (Path(source) / name).is_symlink():
-            shutil.copytree(Path(source) / name, Path(target) / name, symlinks=True)
+            copy_tree(Path(source) / name, Path(target) / name, symlinks=True)
     copy_named_templates(Path(source), Path(target))
 
 

@@ -1,10 +1,11 @@
-"""Directory trees that share their files: no bytes copied where a hard link will do."""
+"""Directory trees that are given again: by hard links where these will do, without copying bytes, or by copies."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 
@@ -31,6 +32,24 @@ def link_tree(source: Path, target: Path) -> None:
             link_tree(Path(entry.path), target / entry.name)
             continue
         link_file(Path(entry.path), target / entry.name)
+
+
+def copy_tree(source: Path, target: Path, *, leave: Collection[str] = (), symlinks: bool = False) -> None:
+    """Copy a tree with modes and times, but files and folders of the names `leave`. `target` must not exist.
+
+    `symlinks`: copy links themselves, not what they lead to. Raises the first `OSError` of a file as it is: that of
+    `shutil.copytree` has no `errno` by which a full disk is known.
+    """
+    target.mkdir(parents=True)
+    for entry in sorted(os.scandir(source), key=lambda e: e.name):
+        place = target / entry.name
+        if entry.name in leave:
+            continue
+        if entry.is_dir(follow_symlinks=not symlinks):
+            copy_tree(Path(entry.path), place, leave=leave, symlinks=symlinks)
+        else:
+            shutil.copy2(entry.path, place, follow_symlinks=not symlinks)
+    shutil.copystat(source, target)
 
 
 def link_file(source: Path, target: Path) -> None:
