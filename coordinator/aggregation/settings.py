@@ -122,7 +122,8 @@ class AggregationSettings:
     accumulate: Literal["float32", "float64"] = "float32"
     """Dtype of the sum."""
     output_dtype: Literal["keep", "bfloat16", "float16", "float32"] = "keep"
-    """Dtype of the next model's floating-point tensors; `keep`: each as in the base model."""
+    """Dtype of the next model's floating-point tensors, which its config.json then states; `keep`: each as in the base
+    model. Of adapters it is that of their own tensors alone."""
     include: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are federated; none: all."""
     exclude: list[Pattern] = field(default_factory=list)

@@ -32,7 +32,7 @@ from coordinator.aggregation.unchanged import known_files, link_unchanged, read_
 from coordinator.aggregation.work import Work
 from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
-from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
@@ -96,6 +96,8 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     aggregation.clock("hash")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
+    if settings.output_dtype in OUTPUT and not aggregation.with_adapters:
+        state_dtype(outputs.model, settings.output_dtype)
     if (unmasking := aggregation.request.unmasking) is not None:
         write_unmasked_moments(aggregation, outputs.model, unmasking)
     else:

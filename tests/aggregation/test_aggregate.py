@@ -6,14 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
-from facility.exchange.messages.manifest import read_manifest, verify_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation import make
+from tests.pico import save_pico
 
 SHAPES = {"a.weight": (300, 401), "b.weight": (70_000,), "c.bias": (7,), "d.empty": (0, 4)}
 
@@ -80,6 +82,19 @@ def test_state_carries_what_half_precision_loses(tmp_path: Path):
     master = open_checkpoint(state / "master").read("w")
     assert torch.equal(master, torch.full((10,), 1 + 4 / 512))
     assert torch.equal(make.read_all(base)["w"], torch.full((10,), 1 + 1 / 128, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "keep")])
+def test_transformers_loads_the_next_model_in_the_dtype_that_it_is_stored_in(tmp_path: Path, stored: str, wanted: str):
+    base = save_pico(tmp_path / "base", dtype=stored)
+    write_manifest(base, Manifest(kind="model", federation="test", round=0))
+    sent = {name: tensor.float() + 1e-4 for name, tensor in make.read_all(base).items()}
+    updates = [make.update(tmp_path / f"u{i}", sent, base=base, facility=f"f{i}") for i in range(2)]
+    settings = AggregationSettings(rule="mean", weights="equal", output_dtype=wanted)
+    aggregate(base=base, updates=updates, out=tmp_path / "out", settings=settings)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == getattr(torch, stored if wanted == "keep" else wanted)
+    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in make.read_all(tmp_path / "out").items())
 
 
 def test_check_update_refuses_by_name(federation, tmp_path: Path):

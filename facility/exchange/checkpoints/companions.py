@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Container
 from pathlib import Path
@@ -59,3 +60,15 @@ def copy_named_templates(source: Path, target: Path) -> None:
         (target / NAMED_TEMPLATES).mkdir(exist_ok=True)
         for path in named:
             shutil.copyfile(path, target / NAMED_TEMPLATES / path.name)
+
+
+def state_dtype(directory: Path, dtype: str) -> None:
+    """State in `config.json` the dtype (torch's name) that the tensors are stored in: transformers loads them in what
+    stands there. Nothing for a directory without one, of adapters alone."""
+    file = directory / "config.json"
+    if not file.is_file():
+        return
+    config = json.loads(file.read_text(encoding="utf-8"))
+    config["dtype"] = dtype
+    config.pop("torch_dtype", None)
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

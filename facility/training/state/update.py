@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 
 from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.checkpoints.delta import as_message
 from facility.exchange.checkpoints.patterns import Patterns
@@ -289,14 +288,3 @@ def write_evaluation(
             )
             add(temporary)
     barrier(ranks)
-
-
-def state_dtype(directory: Path, dtype: str) -> None:
-    """State the export's dtype in `config.json`; where adapters alone were received there is none."""
-    file = directory / "config.json"
-    if not file.is_file():
-        return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    config["dtype"] = dtype
-    config.pop("torch_dtype", None)
-    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
