@@ -9,7 +9,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.directives import directive, hours_asked, nodes_asked, select_asked
+from coordinator.schedulers.directives import directive, gpus_asked, hours_asked, nodes_asked
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -121,8 +121,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
 
 def _pbs(name: str, deployment: Deployment, job: str) -> Row:
     """PBS has no dry run; the queue can be asked after, and whether it is open."""
-    found = re.search(r"^#PBS\s+-q\s+(\S+)", job, re.MULTILINE)
-    queue = deployment.options.get("destination") or (found.group(1) if found else "")
+    queue = deployment.options.get("destination") or directive(job, r"#PBS.* -q ?(\S+)")
     if not queue:
         return warning(
             name,
@@ -165,17 +164,17 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
 def _other(name: str, deployment: Deployment, job: str) -> Row:
     """Any scheduler: the queue that the template names is one of those it lists as open, and its dry run, where it has
     one, finds a place for the job."""
-    queue, found = _batch(deployment), re.search(r"^#\$\s+-q\s+(\S+)", job, re.MULTILINE)
+    queue, named = _batch(deployment), directive(job, r"#\$.* -q (\S+)")
     answer = run(deployment, queue.survey + "\n")
     if answer.code != 0:
         said = _last(answer, queue.program)
         return fail(name, "job accepted", f"{queue.title} does not tell its queues: {said}", "wait, or ask the site")
     usable = [one.name for one in queue.read_partitions(answer.out) if one.open]
-    if found and found[1] not in usable:
+    if named and named not in usable:
         return fail(
             name,
             "job accepted",
-            f"{queue.title} has no open queue {found[1]!r} with a parallel environment on one host",
+            f"{queue.title} has no open queue {named!r} with a parallel environment on one host",
             f"correct `fill: {{queue: ...}}`; open are {', '.join(usable) or 'none'}",
         )
     if refused := queue.refusal(answer.out, job):
@@ -201,7 +200,7 @@ def _batch(deployment: Deployment) -> BatchScheduler:
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
-    wanted = deployment.options.get("queue") or directive(job, r"(?:--queue[= ]|-q ?)(\S+)")
+    wanted = deployment.options.get("queue") or directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
     answer = run(deployment, "flux queue list && flux queue status && flux resource list\n")
     if answer.code != 0:
         return fail(
@@ -249,21 +248,7 @@ def flux_refusal(text: str, queue: str, nodes: int) -> tuple[str, str]:
 def wanted_nodes(deployment: Deployment, template: str) -> tuple[int, int]:
     """Nodes and GPUs a node that the job asks for, as options or directives say; 1 and 0 where they do not."""
     options = deployment.options
-    if chunks := select_asked(options, ""):
-        gpus = _first(r"ngpus=(\d+)", chunks)
-    else:
-        gpus = str(
-            options.get("gpusPerNode")
-            or _first(r"gpu:(?:\w+:)*(\d+)", str(options.get("gres", "")))
-            or directive(template, r"--gpus-per-node[= ](?:\w+:)*(\d+)")
-            or directive(template, r"gres[= ]gpu:(?:\w+:)*(\d+)")
-            or directive(template, r"ngpus=(\d+)")
-        )
-    return nodes_asked(options, template) or 1, int(gpus.split(":")[-1] or 0)
-
-
-def _first(pattern: str, text: str) -> str:
-    return found[1] if (found := re.search(pattern, text)) else ""
+    return nodes_asked(options, template) or 1, gpus_asked(options, template)
 
 
 def wanted_hours(deployment: Deployment, template: str) -> float:
