@@ -29,7 +29,7 @@ from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
-from coordinator.streamflow_plugin.login_shell import in_login_shell
+from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
@@ -179,9 +179,9 @@ class ParallelSSHConnector(SSHConnector):
                     raise ConnectionBroke(f"the connection to {self.deployment_name} broke during a command") from error
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
-        text = self._get_command(location, command, environment, workdir, stdin)
+        text = in_any_shell(self._get_command(location, command, environment, workdir, stdin))
         if stdin is None:
-            text = in_login_shell(f"sh -c {shlex.quote(text)}")
+            text = in_login_shell(text)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
             said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
             if code is not None:
@@ -223,7 +223,7 @@ class ParallelSSHConnector(SSHConnector):
 
     def job_line(self, command: str) -> str:
         """What is sent for a job's shell command."""
-        return tethered(command)
+        return in_any_shell(tethered(command))
 
     async def _create_shell(self, command: MutableSequence[str], location: ExecutionLocation) -> Shell:
         """A login shell, as in `crossfed check`."""
