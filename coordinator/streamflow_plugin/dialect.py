@@ -8,6 +8,14 @@ import shlex
 ARRIVED = "crossfed-arrived"
 """Printed once a piece has been written."""
 GATE = "crossfed-gate"
+ANNOUNCE, BEGINS = "echo crossfed-begins; ", b"crossfed-begins\n"
+"""Begins a command whose output counts, and that output: what the account's start-up files print comes before it."""
+
+
+def after_noise(text: str) -> str:
+    """The answer in what a command printed whose line begins with `ANNOUNCE`; the whole where only its end is kept."""
+    _, mark, answer = text.partition(BEGINS.decode().strip())
+    return answer.strip() if mark else text
 
 
 class ShellDialect:
@@ -16,7 +24,7 @@ class ShellDialect:
     nothing = ":"
     hold = "echo; exec cat >/dev/null"
     """Prints a line, then keeps the connection until its input ends."""
-    sizes = "xargs -0 stat -L -c %s --"
+    sizes = f"{ANNOUNCE}xargs -0 stat -L -c %s --"
 
     def put_tree(self, target: str) -> str:
         place = shlex.quote(target)
@@ -38,17 +46,18 @@ class ShellDialect:
         return f"{command} && echo {ARRIVED}"
 
     def listing(self, path: str) -> str:
-        return f"find -L {shlex.quote(path)} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
+        found = f"find -L {shlex.quote(path)} -type f -printf '%s %m %P\\0' -o -type d -printf 'd %m %P\\0'"
+        return ANNOUNCE + found
 
     def get_piece(self, path: str, offset: int, length: int) -> str:
         flags = "iflag=skip_bytes,count_bytes,fullblock status=none"
-        return f"dd if={shlex.quote(path)} bs=1M skip={offset} count={length} {flags}"
+        return f"{ANNOUNCE}dd if={shlex.quote(path)} bs=1M skip={offset} count={length} {flags}"
 
     def get_file(self, path: str) -> str:
-        return f"cat -- {shlex.quote(path)}"
+        return f"{ANNOUNCE}cat -- {shlex.quote(path)}"
 
     def get_tree(self, path: str) -> str:
-        return f"tar chf - -C {shlex.quote(path)} --no-recursion --null --verbatim-files-from -T -"
+        return f"{ANNOUNCE}tar chf - -C {shlex.quote(path)} --no-recursion --null --verbatim-files-from -T -"
 
 
 class GateDialect(ShellDialect):

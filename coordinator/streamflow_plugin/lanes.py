@@ -18,6 +18,8 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHContextFactory
 from streamflow.log_handler import logger
 
+from coordinator.streamflow_plugin.dialect import ANNOUNCE, BEGINS
+
 BLOCK_BYTES = 1 << 18
 """Bytes read or written at once."""
 CHANNELS = 2
@@ -112,19 +114,56 @@ async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | m
 async def receive(
     lane: SSHContextFactory, command: str, take: Callable[[bytes], Any], length: int | None, text: bytes = b""
 ) -> None:
-    """Hand a remote command's output to `take`; with `length`, exactly so many bytes must come."""
+    """Hand a remote command's output to `take`; with `length`, exactly so many bytes must come.
+
+    Raises `TransferFailed` where they do not, or where the command has said why.
+    """
+    answer = Answer(command)
     async with lane.get(command=command, environment=None, encoding=None) as process:
         if text:
             process.stdin.write(text)
         process.stdin.write_eof()
         count, start = 0, time.monotonic()
         while block := await asyncio.wait_for(process.stdout.read(BLOCK_BYTES), STALL_SECONDS):
-            count += len(block)
-            take(block)
+            if part := answer.of(block):
+                count += len(part)
+                take(part)
             check_pace(count, time.monotonic() - start, command)
         await _ended(process, command)
+        answer.check_begun()
         if length is not None and count != length:
             raise TransferFailed(f"`{command:.120}` gave {count} bytes, expected {length}")
+
+
+NOISE_BYTES = 1 << 16
+"""What start-up files may print before an answer."""
+
+
+class Answer:
+    """Parts a command's answer from what the account's start-up files printed before it."""
+
+    def __init__(self, command: str) -> None:
+        self._command, self._before = command, b""
+        self.begun = not command.startswith(ANNOUNCE)
+
+    def of(self, block: bytes) -> bytes:
+        """What of the next block belongs to the answer. Raises `TransferFailed` for noise that does not end."""
+        if self.begun:
+            return block
+        self._before += block
+        noise, mark, rest = self._before.partition(BEGINS)
+        if len(noise) > NOISE_BYTES:
+            raise TransferFailed(f"{self._wanted()}, which printed more than {NOISE_BYTES} bytes before it")
+        self.begun = bool(mark)
+        return rest if mark else b""
+
+    def check_begun(self) -> None:
+        """Raise `TransferFailed` where the output ended without the answer."""
+        if not self.begun:
+            raise TransferFailed(f"{self._wanted()}, which printed {self._before[-100:]!r} in its place")
+
+    def _wanted(self) -> str:
+        return f"`{self._command.removeprefix(ANNOUNCE):.60}` was given to the login shell of the facility"
 
 
 def check_pace(count: int, seconds: float, command: str) -> None:

@@ -25,7 +25,7 @@ from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun
 from coordinator.streamflow_plugin.connection import CarefulContext
-from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
+from coordinator.streamflow_plugin.dialect import ANNOUNCE, SHELL, ShellDialect, after_noise
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, worth
 from coordinator.streamflow_plugin.last_words import error_in
@@ -179,13 +179,13 @@ class ParallelSSHConnector(SSHConnector):
                     raise ConnectionBroke(f"the connection to {self.deployment_name} broke during a command") from error
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
-        text = in_any_shell(self._get_command(location, command, environment, workdir, stdin))
-        if stdin is None:
-            text = in_login_shell(text)
+        text = self._get_command(location, command, environment, workdir, stdin)
+        line = in_any_shell(ANNOUNCE + text)
+        line = line if stdin is not None else in_login_shell(line)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
-            said, code = await self.end_of(location, text, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+            said, code = await self.end_of(location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS)
             if code is not None:
-                return (said, code) if capture_output else None
+                return (after_noise(said), code) if capture_output else None
         raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
 
     def _drop(self, location: ExecutionLocation, shell: Shell) -> None:

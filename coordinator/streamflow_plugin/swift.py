@@ -27,7 +27,7 @@ from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.dialect import ARRIVED, SHELL, ShellDialect
-from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, TransferFailed, check_pace, words
+from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, Answer, TransferFailed, check_pace, words
 
 OPTIONS = (
     "-a",
@@ -261,6 +261,7 @@ def _drain(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> No
     """The pipe's bytes into a range of a file, in a thread; not one more than were asked for."""
     end = offset + length
     try:
+        offset += _begin(file, offset, length, pipe, command)
         while offset < end:
             moved = _joined(pipe.reader, file, min(PIPE_BYTES, end - offset), target_offset=offset)
             if not moved:
@@ -272,6 +273,22 @@ def _drain(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> No
             raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
     finally:
         pipe.give(pipe.reader)
+
+
+def _begin(file: int, offset: int, length: int, pipe: _Pipe, command: str) -> int:
+    """Read until the command's answer begins; returns the bytes of it that came with that, which are in the file."""
+    answer, first = Answer(command), b""
+    while not answer.begun:
+        if not (block := os.read(pipe.reader, BLOCK_BYTES)):
+            raise ConnectionResetError(f"`{command:.120}` gave nothing")
+        pipe.moved += len(block)
+        first = answer.of(block)
+    if len(first) > length:
+        raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
+    done = 0
+    while done < len(first):
+        done += os.pwrite(file, first[done:], offset + done)
+    return done
 
 
 def _joined(

@@ -169,7 +169,12 @@ async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry],
     paths = [posixpath.join(target, entry.path) if entry.path else target for entry in large]
     names = b"".join(os.fsencode(path) + b"\0" for path in paths)
     answer = await persist(lambda: output(lane, dialect.sizes, names))
-    for entry, size in zip(large, answer.split(), strict=True):
+    sizes = answer.split()
+    if len(sizes) != len(large) or not all(re.fullmatch(rb"[0-9]{1,15}", size) for size in sizes):
+        raise TransferFailed(
+            f"the facility gives {shown(os.fsdecode(answer[:100]))} for the sizes of {len(large)} files"
+        )
+    for entry, size in zip(large, sizes, strict=True):
         if int(size) != entry.size:
             raise TransferFailed(f"{entry.path or target} arrived with {int(size)} bytes of {entry.size}")
 

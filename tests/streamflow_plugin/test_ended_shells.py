@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,7 +94,8 @@ def test_a_submission_whose_shell_ends_before_it_answers_is_given_once():
 def test_a_question_is_asked_in_a_new_shell_and_without_one_in_a_login_shell_of_its_own():
     assert given(OneShell(None), OneShell("41")) == (("41", 0), [])
     answer, (line,) = given(OneShell(None))
-    assert answer == ("41", 0) and "bash -lc" in line and "sbatch" in line
+    packed = line.partition("echo ")[2].split()[0]
+    assert answer == ("41", 0) and "bash -lc" in line and "sbatch" in base64.b64decode(packed).decode()
 
 
 def test_a_shell_that_answers_too_much_or_too_slowly_gets_no_further_command(monkeypatch: pytest.MonkeyPatch):

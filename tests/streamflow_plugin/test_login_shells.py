@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.streamflow_plugin import tree
+from coordinator.streamflow_plugin.lanes import NOISE_BYTES, Answer, TransferFailed
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.ssh import tethered
 from tests.streamflow_plugin.local_sshd import SSHD
@@ -56,3 +59,49 @@ def test_a_job_of_a_host_whose_shell_is_tcsh(site):
             await one.undeploy(False)
 
     assert asyncio.run(act()) == ("a\nb", 7)
+
+
+NOISY = 'ForceCommand echo "3 NODES down"; echo 93%% of quota >&2; exec sh -c "$SSH_ORIGINAL_COMMAND"'
+
+
+@pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")
+@pytest.mark.parametrize("swift", [True, False])
+@pytest.mark.parametrize("site", [NOISY.replace("%%", "%")], indirect=True, ids=["noisy"])
+def test_start_up_files_that_print_are_no_part_of_an_answer(site, tmp_path: Path, monkeypatch, swift: bool):
+    """~/.bashrc is read for every ssh command; what it prints is neither a file's content nor a job in a queue."""
+    site.sign("-1m:+1h")
+    monkeypatch.setattr(tree, "SWIFT_BYTES", 0 if swift else 1 << 60)
+    model = tmp_path / "model"
+    (model / "below").mkdir(parents=True)
+    for name, size in {"large": 3 << 20, "small": 1000, "below/empty": 0}.items():
+        (model / name).write_bytes(os.urandom(size))
+
+    async def act() -> object:
+        one, location = connector(site)
+        try:
+            await one.copy_local_to_remote(str(model), str(tmp_path / "there"), [location])
+            await one.copy_remote_to_local(str(tmp_path / "there"), str(tmp_path / "back"), location)
+            await one.copy_remote_to_local(str(tmp_path / "there" / "small"), str(tmp_path / "small"), location)
+            return await one.run(location, ["echo 7 R"], stdin=asyncio.subprocess.DEVNULL, capture_output=True)
+        finally:
+            await one.undeploy(False)
+
+    assert asyncio.run(act()) == ("7 R", 0)
+    assert (tmp_path / "small").read_bytes() == (model / "small").read_bytes()
+    for path in (one for one in model.rglob("*") if one.is_file()):
+        name = path.relative_to(model)
+        assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "back" / name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_an_answer_begins_after_the_mark_however_it_comes_in(size: int):
+    said = b"welcome\n$ crossfed-begins\nthe answer\ncrossfed-begins\n"
+    answer = Answer("echo crossfed-begins; cat")
+    got = b"".join(answer.of(said[start : start + size]) for start in range(0, len(said), size))
+    assert got == b"the answer\ncrossfed-begins\n"
+    silent = Answer("echo crossfed-begins; cat")
+    assert silent.of(b"This account is for git only.") == b""
+    with pytest.raises(TransferFailed, match="git only"):
+        silent.check_begun()
+    with pytest.raises(TransferFailed, match=f"more than {NOISE_BYTES} bytes"):
+        [silent.of(bytes(size)) for _ in range(NOISE_BYTES // size + 1)]
