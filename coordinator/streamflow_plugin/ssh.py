@@ -183,7 +183,9 @@ class ParallelSSHConnector(SSHConnector):
         line = in_any_shell(ANNOUNCE + text)
         line = line if stdin is not None else in_login_shell(line)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
-            said, code = await self.end_of(location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS)
+            said, code = await self.end_of(
+                location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS, apart=stdin is None
+            )
             if code is not None:
                 return (after_noise(said), code) if capture_output else None
         raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
@@ -201,12 +203,15 @@ class ParallelSSHConnector(SSHConnector):
         task.add_done_callback(self._closing.discard)
 
     async def end_of(
-        self, location: ExecutionLocation, text: str, most: int, timeout: int | None
+        self, location: ExecutionLocation, text: str, most: int, timeout: int | None, *, apart: bool = False
     ) -> tuple[str, int | None]:
-        """The last `most` bytes of what a command prints, and its code; None where the connection broke."""
-        said = b""
+        """The last `most` bytes of what a command prints, and its code; None where the connection broke.
+
+        `apart`: its standard error counts only where it printed nothing else.
+        """
+        said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
         async with self._get_ssh_client_process(
-            location=location.name, command=text, stderr=asyncio.subprocess.STDOUT, encoding=None
+            location=location.name, command=text, stderr=errors, encoding=None
         ) as process:
             try:
                 async with asyncio.timeout(timeout):  # the wait for a login is not counted
@@ -219,6 +224,7 @@ class ParallelSSHConnector(SSHConnector):
                 ) from None
             except asyncssh.Error:
                 return said.decode(errors="replace").strip(), None
+        said = said or (result.stderr or b"")[-most:]
         return said.decode(errors="replace").strip(), result.returncode
 
     def job_line(self, command: str) -> str:
@@ -230,6 +236,13 @@ class ParallelSSHConnector(SSHConnector):
         shell = await super()._create_shell([in_login_shell("sh")] if list(command) == ["sh"] else command, location)
         shell._reader = BoundedReader(shell._reader)
         shell._writer = BoundedReader.reset_by(shell._writer, shell._reader)
+        try:
+            for _ in range(2):  # once it has answered twice, all is here that start-up files printed, to both streams
+                await shell.execute([":"], capture_output=True, timeout=COMMAND_SECONDS)
+        except BaseException:
+            with suppress(Exception):
+                await shell.close()
+            raise
         return shell
 
     def _get_ssh_client_process(self, location: str, command: str, **rest: Any) -> SSHContextManager:

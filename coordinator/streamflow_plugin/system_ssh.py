@@ -292,10 +292,10 @@ class SystemSSHConnector(ParallelSSHConnector):
         return self._logins[config.hostname]
 
     async def end_of(
-        self, location: ExecutionLocation, text: str, most: int, timeout: int | None
+        self, location: ExecutionLocation, text: str, most: int, timeout: int | None, *, apart: bool = False
     ) -> tuple[str, int | None]:
         """As the original; ssh's own words stand in the answer here."""
-        said, code = await super().end_of(location, text, most, timeout)
+        said, code = await super().end_of(location, text, most, timeout, apart=apart)
         if code is None and NO_SESSION.decode() in said:
             self._factory(self.nodes[location.name], 1, 1).fewer()
         return said, code

@@ -66,7 +66,7 @@ def given(*shells: OneShell, repeat: bool = True) -> tuple[Any, list[str]]:
         async def create(*_: Any) -> OneShell:
             return left.pop(0)
 
-        async def end_of(_: Any, text: str, *rest: Any) -> tuple[str, int]:
+        async def end_of(_: Any, text: str, *rest: Any, **_more: Any) -> tuple[str, int]:
             asked.append(text)
             return "41", 0
 

@@ -82,11 +82,12 @@ def test_start_up_files_that_print_are_no_part_of_an_answer(site, tmp_path: Path
             await one.copy_local_to_remote(str(model), str(tmp_path / "there"), [location])
             await one.copy_remote_to_local(str(tmp_path / "there"), str(tmp_path / "back"), location)
             await one.copy_remote_to_local(str(tmp_path / "there" / "small"), str(tmp_path / "small"), location)
-            return await one.run(location, ["echo 7 R"], stdin=asyncio.subprocess.DEVNULL, capture_output=True)
+            alone = await one.run(location, ["echo 7 R"], stdin=asyncio.subprocess.DEVNULL, capture_output=True)
+            return [alone, *[await one.run(location, [f"echo {n} R"], capture_output=True) for n in (8, 9)]]
         finally:
             await one.undeploy(False)
 
-    assert asyncio.run(act()) == ("7 R", 0)
+    assert asyncio.run(act()) == [("7 R", 0), ("8 R", 0), ("9 R", 0)]
     assert (tmp_path / "small").read_bytes() == (model / "small").read_bytes()
     for path in (one for one in model.rglob("*") if one.is_file()):
         name = path.relative_to(model)

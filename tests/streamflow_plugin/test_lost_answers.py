@@ -56,7 +56,7 @@ def connector(answers: list[int | None]) -> Any:
         shells.append(LosingShell())
         return shells[-1]
 
-    async def end_of(*_: Any) -> tuple[str, int | None]:
+    async def end_of(*_: Any, **_more: Any) -> tuple[str, int | None]:
         return "said", answers.pop(0)
 
     return SimpleNamespace(
