@@ -180,12 +180,10 @@ class ParallelSSHConnector(SSHConnector):
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
         text = self._get_command(location, command, environment, workdir, stdin)
-        line = in_any_shell(ANNOUNCE + text)
+        line = in_any_shell(f"exec 2>&1; {ANNOUNCE}{text}")
         line = line if stdin is not None else in_login_shell(line)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
-            said, code = await self.end_of(
-                location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS, apart=stdin is None
-            )
+            said, code = await self.end_of(location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS, apart=True)
             if code is not None:
                 return (after_noise(said), code) if capture_output else None
         raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
