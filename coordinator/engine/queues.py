@@ -13,7 +13,8 @@ import shlex
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
+from coordinator.engine.kept_logins import KeptLogins
 from coordinator.events.event import quoted
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
@@ -59,6 +61,8 @@ class Queue:
     """How long a job may wait for a reason that no time clears before its round is given up; 0: for ever."""
     ahead: bool = False
     """Jobs may be there ahead of their models, under a name of their own."""
+    logins: KeptLogins | None = field(default=None, compare=False, repr=False)
+    """Connections that stay open between questions; None: a login for each."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -100,7 +104,9 @@ class Queue:
         """What a shell line prints at the facility. Raises `TryAgain` when that is not an answer."""
         line = self.scheduler.line(command)
         try:
-            if self.ssh:
+            if self.ssh and self.logins is not None:
+                text, code = self.logins.ask(self.facility, partial(_connector, self), line, ANSWER_SECONDS)
+            elif self.ssh:
                 text, code = asyncio.run(asyncio.wait_for(_login(self, line), ANSWER_SECONDS))
             else:
                 text, code = _here(line)
@@ -120,20 +126,8 @@ def _here(line: str) -> tuple[str, int]:
 
 
 async def _login(queue: Queue, command: str) -> tuple[str, int]:
-    """Run one command at a facility's login node."""
-    from streamflow.core.deployment import ExecutionLocation
-
-    from coordinator.streamflow_plugin.gate import GatedSSHConnector
-    from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
-    from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
-
-    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
-    if queue.api:
-        return await _request(queue, command)
-    kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
-    connector = kind(queue.facility, str(queue.directory), **settings)
-    host = next(iter(connector.nodes))
-    location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
+    """Run one command at a facility by a login of its own."""
+    connector, location = _connector(queue)
     try:
         answer = await connector.run(location=location, command=[command], capture_output=True)
     finally:
@@ -141,22 +135,23 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
     return answer or ("", 1)
 
 
-async def _request(queue: Queue, command: str) -> tuple[str, int]:
-    """Have FirecREST answer one request."""
+def _connector(queue: Queue) -> tuple[Any, Any]:
+    """The engine's own connector to the facility, which gives up soon, and the location of its login node."""
     from streamflow.core.deployment import ExecutionLocation
 
     from coordinator.streamflow_plugin.firecrest import FirecrestConnector
+    from coordinator.streamflow_plugin.gate import GatedSSHConnector
+    from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+    from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 
     settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "waits_for_login": False}
-    connector = FirecrestConnector(queue.facility, str(queue.directory), **settings)
+    kind: Any = FirecrestConnector
+    if not queue.api:
+        settings["connectTimeout"] = 20
+        kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
+    connector = kind(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
-    try:
-        answer = await connector.run(
-            ExecutionLocation(name=host, deployment=queue.facility, hostname=host), [command], capture_output=True
-        )
-    finally:
-        await connector.undeploy(False)
-    return answer or ("", 1)
+    return connector, ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
 
 
 def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
