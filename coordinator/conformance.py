@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -21,22 +22,30 @@ ROUNDS = (("first", "model"), ("second", "next"))
 
 def conformance(arguments: Sequence[str]) -> int:
     """Run `python -m facility.conformance` with these arguments, then verify its updates; returns the exit code."""
+    given, _ = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="crossfed-conformance-") as folder:
-        kept = Path(folder) / "trial"
+        kept = given.keep or Path(folder) / "trial"
         command = [sys.executable, "-m", "facility.conformance", *arguments]
-        if "--keep" not in arguments:
+        if given.keep is None:
             command += ["--keep", str(kept)]
-        else:
-            kept = Path(arguments[list(arguments).index("--keep") + 1])
         code = subprocess.run(command, check=False).returncode
-        if code or "--help" in arguments or "-h" in arguments:
+        if code or given.help:
             return code
         refusals = refused_updates(kept)
     for refusal in refusals:
         print(refusal, file=sys.stderr)
-    if not refusals and "--json" not in arguments:
+    if not refusals and not given.json:
         print("and the coordinator accepts its updates")
     return int(bool(refusals))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Of the arguments of `facility.conformance` those that matter here, read as it reads them."""
+    parser = argparse.ArgumentParser(prog="crossfed conformance", add_help=False, usage="%(prog)s [options] MODULE")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--keep", type=Path)
+    return parser
 
 
 def refused_updates(kept: Path) -> list[str]:

@@ -16,6 +16,7 @@ from facility.exchange.files.links import copy_tree
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
+from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import material
 
 FEDERATION, FACILITY = "selfcheck", "here"
@@ -39,9 +40,16 @@ class Ended:
 
 
 class Trial:
-    """Rounds of one module, each in a directory of its own below `folder`."""
+    """Rounds of one module, each in a directory of its own below `folder`.
+
+    Raises `InputError` where `module` is not the name of a module, or `ranks` or `limit_seconds`, the longest time of a
+    round, is not above 0.
+    """
 
     def __init__(self, folder: Path, module: str, *, ranks: int, limit_seconds: float) -> None:
+        if not limit_seconds > 0:
+            raise InputError(f"--limit is {limit_seconds:g} s, expected more than 0: the longest time of a round")
+        TrainerSettings(module=module)
         self.folder, self.module, self.ranks, self.limit = folder, module, ranks, limit_seconds
         material(folder, ranks)
         settings = folder / "settings.json"

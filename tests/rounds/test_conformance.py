@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import Facility, read_federation
+from coordinator.conformance import conformance as tried_at_the_coordinator
 from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
 from coordinator.preflight.facility import probe
 from facility.conformance import main as conformance
 from facility.contract import read_call
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.progress import FILE as PROGRESS
@@ -79,6 +80,37 @@ def test_a_trainer_that_delivers_nothing_ends_the_trial_at_once(tmp_path, capsys
         "round 0 ends with exit code 0": True,
         "the update has a manifest of its round over its files": False,
     }
+
+
+@pytest.mark.parametrize("keep", ["--keep={}", "--keep {}", "--ke {}"])
+def test_the_coordinator_reads_the_trials_arguments_as_the_trial_does(keep, tmp_path, monkeypatch, capfd):
+    """The trial's updates are where --keep names, in whichever spelling; --json alone is on stdout."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("STAND_IN", "nothing")
+    place = tmp_path / "trial"
+    assert tried_at_the_coordinator([STAND_IN, "--json", *keep.format(place).split()]) == 1
+    assert len(json.loads(capfd.readouterr().out)) == 2
+    assert (place / "first").is_dir()
+
+
+def test_a_folder_to_keep_that_is_not_named_is_asked_for(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        tried_at_the_coordinator([STAND_IN, "--keep"])
+    assert "--keep: expected one argument" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([STAND_IN, "--limit", "0"], "--limit is 0 s"),
+        ([STAND_IN, "--limit", "nan"], "--limit is nan s"),
+        ([STAND_IN, "--ranks", "0"], "ranks is 0"),
+        (["examples/plain_torch_trainer.py"], "name of a Python module"),
+    ],
+)
+def test_what_no_trial_can_be_made_of_is_refused_before_it_begins(arguments, said):
+    with pytest.raises(InputError, match=said):
+        conformance(arguments)
 
 
 def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
