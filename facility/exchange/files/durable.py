@@ -6,6 +6,7 @@ import fcntl
 import glob
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -41,8 +42,15 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 
 @contextmanager
 def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
-    """A file to write to, which takes the place of `path` when the block ends, whole and durable, or not at all."""
+    """A file to write to, which takes the place of `path` when the block ends, whole and durable, or not at all.
+
+    /dev/stdout, /dev/null and their like are written to as they stand: no file takes their place.
+    """
     path = Path(path)
+    if (stream := stream_of(path)) is not None:
+        with naming(path), os.fdopen(stream, "wb") as file:
+            yield file
+        return
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with naming(path), os.fdopen(descriptor, "wb") as file:
@@ -55,6 +63,18 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def stream_of(path: Path) -> int | None:
+    """A descriptor of the device, or of this process's open file, that `path` names in /dev; None for any other."""
+    place = os.path.join(os.path.realpath(path.parent), path.name)
+    if place.startswith("/dev/") and os.path.islink(place):
+        place = os.path.join(os.path.dirname(place), os.readlink(place))
+    if ours := re.fullmatch(rf"/proc/(?:self|{os.getpid()})/fd/(\d+)", place):
+        return os.dup(int(ours[1]))
+    if place.startswith("/dev/") and os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
+        return os.open(place, os.O_WRONLY)
+    return None
 
 
 def write_text(path: Path, text: str) -> None:
