@@ -17,6 +17,7 @@ from pathlib import Path
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
+from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import run, ssh_command
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
@@ -31,6 +32,10 @@ log = logging.getLogger(__name__)
 BEHIND_GATE = (
     "it has a gate, which takes no tokenizer: its own people prepare the data with this one, and `crossfed check` "
     "compares the digests"
+)
+WITHOUT_SHELL = (
+    "it has FirecREST, which gives no shell: copy the tokenizer there in another way, for the preparation of the data, "
+    "and `crossfed check` compares the digests"
 )
 FOLDER = "shared/model"
 """Below a facility's home."""
@@ -51,7 +56,13 @@ class Shared:
 
 
 def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> list[Shared]:
-    """Send to all facilities, or `only` some. Raises `InputError` without a tokenizer, `TryAgain` when one fails."""
+    """Send to all facilities, or `only` some.
+
+    Raises `InputError` without a tokenizer or for an unknown name, `TryAgain` when one fails.
+    """
+    names = [facility.name for facility in federation.facilities]
+    if unknown := [name for name in only if name not in names]:
+        raise InputError(f"--facility is {unknown[0]!r}; the facilities are {', '.join(names)}")
     model = federation.path(federation.model)
     if tokenizer_digest(model) is None:
         raise InputError(f"{model} has no tokenizer; `crossfed model` keeps the one that comes with a model")
@@ -69,6 +80,9 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
         deployment = facility.deployment
         if deployment.gate:
             log.warning("%s: %s", facility.name, BEHIND_GATE)
+            continue
+        if deployment.type == FIRECREST:
+            log.warning("%s: %s", facility.name, WITHOUT_SHELL)
             continue
         if not deployment.host:
             result.append(Shared(facility=facility.name, path=str(model), digest=digest, sent=False))

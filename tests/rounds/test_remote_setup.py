@@ -121,3 +121,21 @@ def test_a_tokenizer_in_a_hubs_cache_is_shared(far: Path, tmp_path: Path):
         assert found.sent == sent
     there = far / "it's a home" / "shared" / "model"
     assert (there / "tokenizer.json").is_file() and not (there / "tokenizer.json").is_symlink()
+
+
+def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: Path, tmp_path: Path, caplog):
+    (tmp_path / "text").write_text("a small text\n")
+    make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
+    file = tmp_path / "workflow" / "federation.yml"
+    with pytest.raises(InputError, match="--facility is 'fra'; the facilities are here, far"):
+        share(read_federation(file), weights=False, only=["here", "fra"])
+    head, _, _ = FEDERATION.partition("  - name: far")
+    access = (
+        "{url: https://example.org, system: s, token_url: https://example.org/t, client_id: i, client_secret_file: f}"
+    )
+    file.write_text(
+        f"{head}  - name: far\n    dataset: ~/data\n    deployment:\n      type: firecrest\n      workdir: /scratch\n"
+        f"      template: slurm\n      fill: {{account: a, partition: p, home: /home/x}}\n      firecrest: {access}\n"
+    )
+    assert [one.facility for one in share(read_federation(file), weights=False)] == ["here"]
+    assert "far: it has FirecREST" in caplog.text
