@@ -18,7 +18,7 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
         case []:
             return tree()
         case ["round", number]:
-            if not number.isdigit():
+            if not number.isdecimal():
                 raise InputError(f"round {number!r} is not a number, expected for instance `crossfed explain round 3`")
             return explain_round(read_federation(file or find_federation()), int(number))
         case ["facility", name]:
@@ -36,8 +36,8 @@ def _key_or_facility(word: str, file: Path | None) -> str:
         unknown = error
     try:
         found = file or find_federation()
-    except InputError:
-        raise unknown from None
+    except InputError as error:
+        raise InputError(f"{unknown}; as a facility's name it needs a federation: {error}") from None
     try:
         federation = read_federation(found)
     except InputError as error:

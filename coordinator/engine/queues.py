@@ -29,7 +29,7 @@ from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import ANSWER_BYTES, Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.job_names import job_name, waiting_name
 
 log = logging.getLogger("coordinator.engine")
@@ -156,7 +156,15 @@ def _connector(queue: Queue) -> tuple[Any, Any]:
 
 def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
     """The queues named in a rendered streamflow.yml, and the hosts without one; a deployment without a job name is left
-    out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`."""
+    out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`.
+
+    Raises `InputError` where nothing was rendered yet.
+    """
+    if not streamflow.exists():
+        raise InputError(
+            f"there is no {streamflow}, which names the jobs: `crossfed run` writes it and begins, `crossfed render` "
+            "only writes it"
+        )
     data = yaml.safe_load(streamflow.read_text(encoding="utf-8"))
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))

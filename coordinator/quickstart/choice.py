@@ -155,7 +155,7 @@ def _word(dialog: Dialog, question: str, proposal: Proposal, *, must: bool) -> s
 
 def _count(dialog: Dialog, question: str, proposed: int, why: str) -> int:
     text = dialog.ask(question, Proposal(value=str(proposed), why=why))
-    if not text.isdigit() or int(text) > 64:
+    if not text.isdecimal() or int(text) > 64:
         raise InputError(f"{question} is {text!r}, expected a number from 0 to 64")
     return int(text)
 

@@ -17,7 +17,7 @@ from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import InputError, TryAgain
 from tests.engine.messages import engine_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -217,6 +217,11 @@ def test_processes_of_others_have_names_in_any_encoding():
         process.stdout.readline()
         assert process.pid in children(os.getpid())
         process.kill()
+
+
+def test_queues_before_anything_was_rendered_name_the_command_that_renders(tmp_path: Path):
+    with pytest.raises(InputError, match="crossfed render"):
+        read_queues(tmp_path / "streamflow.yml")
 
 
 def test_queues_are_read_from_the_rendered_file(tmp_path: Path):

@@ -47,6 +47,18 @@ def test_a_round_is_explained_facility_by_facility(federation: Federation):
         said(federation, "round", "3")
 
 
+def test_a_word_that_may_be_a_facility_says_where_facilities_are_looked_for(tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="unknown key 'north'.* no federation.yml .* in .*--federation"):
+        explain_words(["north"])
+
+
+@pytest.mark.parametrize("number", ["x", "²", "-1", "1.5", ""])
+def test_a_round_that_is_no_number_is_asked_for(federation: Federation, number: str):
+    with pytest.raises(InputError, match="is not a number"):
+        said(federation, "round", number)
+
+
 def test_a_round_under_way_says_what_each_facility_is_waited_for(federation: Federation):
     journal, now = Journal(federation.archive_path), BEGIN + 1e6
     journal.append("queued", time=now, facility="facility-00", round=3, job="7")
