@@ -103,8 +103,8 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
         console.print(line, markup=False, highlight=False)
     if code == 0:
         call = how_to_load(Path(data["model"]), base=str(archive.model_for(0)))
-        console.print(f"the model is [bold]{data['model']}[/bold] ({call})")
-        console.print(f"the report is {archive.path / 'report.html'}")
+        console.print(f"the model is [bold]{escape(data['model'])}[/bold] ({escape(call)})")
+        console.print(f"the report is {escape(str(archive.path / 'report.html'))}")
         return 0
     reason = data["stopped"] or ended
     console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)

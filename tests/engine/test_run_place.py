@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.described import described
@@ -14,11 +16,12 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import RENDERED_LOCK, only_one, only_run
 from coordinator.engine.place import run_place
 from coordinator.engine.render import write
-from coordinator.engine.run import render_alone, run_federation
+from coordinator.engine.run import _show_end, render_alone, run_federation
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
+from tests.publishing.made import made_federation
 
 
 def test_the_directory_is_private_made_anew_and_removed(tmp_path: Path):
@@ -131,3 +134,12 @@ def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_
     text, _ = process.communicate(timeout=120)
     assert process.returncode not in (0, 75) and "belongs to federation 'another'" in text, text
     assert "starting again" not in text and "Traceback" not in text and time.monotonic() - began < 60
+
+
+def test_the_end_of_a_run_names_the_model_and_the_report_as_they_are_called(tmp_path: Path):
+    """A folder in brackets was taken for a style, and left out."""
+    federation = read_federation(made_federation(tmp_path / "[bold] texts"))
+    archive, console = Archive(federation.archive_path), Console(file=io.StringIO(), width=1000)
+    assert _show_end(federation, archive, console, 0, "") == 0
+    told = console.file.getvalue()
+    assert str(archive.path / "report.html") in told and str(archive.round_directory(2) / "model") in told
