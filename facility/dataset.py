@@ -2,7 +2,7 @@
 
     DIR/train.npy, DIR/validation.npy   int32, one row of `block_tokens` token ids per block (NumPy, memory-mapped)
     DIR/train.rows.npy, ...             classification only: int32, one row (label, length, second_start) per block
-    DIR/train.marks.npy, ...            chat, preference, documents kept apart: uint8, for each id LOSS + START
+    DIR/train.marks.npy, ...            chat, preference, documents kept apart: uint8, for each id LOSS + START + REST
     DIR/train.npy, ...                  images: uint8, one row of channels x height x width values per image, and
     DIR/train.rows.npy, ...             int32, its class
     DIR/tokenizer/                      a copy of the tokenizer that made the ids
@@ -34,8 +34,9 @@ IMAGE_PROCESSOR = "image_processor"
 IMAGES: Literal["image-classification"] = "image-classification"
 SPLITS = ("train", "validation")
 Documents = Literal["joined", "separate", "padded"]
-LOSS, START = 1, 2
-"""Marks of a token: it is to be predicted; a document (or the filling of a block) begins here."""
+LOSS, START, REST = 1, 2, 4
+"""Marks of a token: it is to be predicted; a document (or the filling of a block) begins here; what begins here, with a
+block, is the rest of the document before."""
 
 
 class DatasetError(InputError):
@@ -79,6 +80,9 @@ class SplitEntry:
     """With marks: tokens that bear loss."""
     padding_tokens: int = 0
     """Documents apart: tokens that fill blocks after their last document."""
+    rests_marked: bool = False
+    """Plain text, documents apart: marks tell the rest of a document from one that begins with a block; not so in
+    datasets made before there was `REST`."""
     duplicate_documents: int = 0
     """Documents left out since they repeat an earlier one (`--near-duplicates`), not counted in `documents`."""
     document_tokens: list[int] = field(default_factory=list)

@@ -72,7 +72,8 @@ def add_paths(arguments: argparse.ArgumentParser) -> None:
         type=float,
         default=0.05,
         metavar="X",
-        help="without --validation: hold out this share of the documents, evenly spread (default 0.05)",
+        help="without --validation: hold out this share of the documents: evenly spread, or, of documents that are "
+        "kept apart and of labelled ones, about this share, chosen by each one's content (default 0.05)",
     )
     add("--tokenizer", type=Path, metavar="DIR", help="directory of the tokenizer (text)")
     add(

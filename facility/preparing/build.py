@@ -56,6 +56,8 @@ DEFAULT_TEMPLATE: dict[Task, str] = {
 }
 LANGUAGES = re.compile(r"[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*(, ?[A-Za-z]{2,8}(-[A-Za-z0-9]{1,8})*){0,15}")
 log = logging.getLogger(__name__)
+HOW = 2
+"""Raised when the same request makes another dataset than before: what was begun otherwise is not gone on with."""
 LIBRARIES = ("tokenizers", "transformers", "datasets", "numpy")
 
 
@@ -84,7 +86,8 @@ class Request:
     validation: list[str] = dataclasses.field(default_factory=list)
     """Inputs of the validation split; empty: a share of the training inputs."""
     validation_share: float = 0.05
-    """Share of the documents that is held out, evenly spread, where `validation` is empty."""
+    """Share of the documents that is held out where `validation` is empty: evenly spread, or, of documents that are
+    kept apart, chosen by each one's content, so that the share is nearly this."""
     train_samples: int = 0
     """Most documents to take; 0: all."""
     validation_samples: int = 0
@@ -187,6 +190,11 @@ class Request:
         """How documents share a block."""
         return self.documents or ("separate" if self.task in ("chat", "preference") else "joined")
 
+    @property
+    def apart(self) -> bool:
+        """Does no document share its context with another?"""
+        return self.sharing != "joined" or self.task == "classification"
+
 
 def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     """Make the dataset, or recognise it.
@@ -217,11 +225,10 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         return found
     tokenizer = tokenizer or load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer, chat)
-    known, versions = (
-        all(entry.sha256 for entry in entries),
-        {name: importlib.metadata.version(name) for name in LIBRARIES},
-    )
-    with part_of(request.out, wanted | {"made by": [file_digests(request.tokenizer), versions]}, known=known) as part:
+    known = all(entry.sha256 for entry in entries)
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    made_by = [file_digests(request.tokenizer), versions, HOW]
+    with part_of(request.out, wanted | {"made by": made_by}, known=known) as part:
         finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
@@ -240,7 +247,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
 
 def _there(request: Request, wanted: dict[str, Any]) -> Prepared | None:
     """The dataset at `out`, where the same request made it. Raises `DatasetError` where another one did."""
-    found = recognised(request, wanted, lambda dataset: _other_tokenizer(request, dataset))
+    found = recognised(request, wanted, lambda dataset: _other_tokenizer(request, dataset) + _older(request, dataset))
     if found is None:
         return None
     if not request.allow_overlap:
@@ -263,6 +270,14 @@ def _other_tokenizer(request: Request, found: PreparedDataset) -> list[str]:
     if found.manifest.tokenizer_sha256 != tokenizer_sha256(request.tokenizer):
         return []  # named already
     return ["tokenizer, its special tokens or how it cuts text"] * unlike(request.tokenizer, found.tokenizer_directory)
+
+
+def _older(request: Request, found: PreparedDataset) -> list[str]:
+    """What a dataset of an earlier version lacks, where it may be replaced; [] where nothing, or where it serves."""
+    stream = request.task == "causal-lm" and request.sharing == "separate"
+    return ["marks of documents' rests"] * (
+        request.replace and stream and not found.manifest.splits["train"].rests_marked
+    )
 
 
 def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]]:

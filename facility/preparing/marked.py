@@ -2,7 +2,8 @@
 
 `joined` cuts one stream of documents into blocks, `separate` puts whole documents together into a block (best fit among
 the blocks that are open; documents are cut to a block), `padded` gives each document a block of its own. A stream of
-plain text under `separate` stays a stream: what a block cuts off begins the next block as a document of its own.
+plain text under `separate` stays a stream: what a block cuts off begins the next block as a document of its own, which
+`REST` tells from a whole one, and what fills no block at the end is filled up.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from facility.dataset import LOSS, START
+from facility.dataset import LOSS, REST, START
 from facility.preparing.encoding import EncodedBatch
 from facility.preparing.packing import RowWriter
 from facility.preparing.sources import Document
@@ -26,14 +27,23 @@ OPEN_BLOCKS = 64
 class MarkedStream:
     """One stream of documents cut into blocks; what fills no block yet waits for the next call."""
 
-    padding_tokens = truncated = dropped = 0
+    truncated = dropped = 0
 
     def __init__(
-        self, directory: Path, split: str, block_tokens: int, *, apart: bool, state: dict[str, Any] | None = None
+        self,
+        directory: Path,
+        split: str,
+        block_tokens: int,
+        *,
+        filler: int | None = None,
+        state: dict[str, Any] | None = None,
     ) -> None:
-        """`apart`: each block begins a document, if only the rest of one. `state`: of an earlier run."""
+        """`filler`: documents are kept apart: each block begins one, if only the rest of one, and this id fills the
+        last block; None: they are joined, and what fills no block is left out. `state`: of an earlier run."""
         state = state or {"rows": 0, "ids": [], "marks": [], "tokens": 0, "loss_tokens": 0}
-        self._apart = apart
+        self._filler = filler
+        self.rests_marked = filler is not None
+        self.padding_tokens = 0
         self._ids = RowWriter(directory / f"{split}.npy", block_tokens, rows=state["rows"])
         self._marks = RowWriter(directory / f"{split}.marks.npy", block_tokens, "|u1", rows=state["rows"])
         self._waiting = (numpy.array(state["ids"], dtype=numpy.int32), numpy.array(state["marks"], dtype=numpy.uint8))
@@ -59,20 +69,29 @@ class MarkedStream:
 
     def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
         """Append the next documents' tokens; those without any loss too, as what others follow."""
-        marks = marks_of(encoded)
+        self._append(encoded.tokens, marks_of(encoded))
+        self.tokens += len(encoded.tokens)
+
+    def _append(self, ids: numpy.ndarray, marks: numpy.ndarray) -> None:
         width = self._ids.width
-        ids = numpy.concatenate([self._waiting[0], encoded.tokens])
+        ids = numpy.concatenate([self._waiting[0], ids])
         marks = numpy.concatenate([self._waiting[1], marks])
         whole = len(ids) // width * width
-        if self._apart:
-            marks[:whole:width] |= START
+        if self._filler is not None:
+            begins = marks[:whole:width]
+            begins |= numpy.where(begins & START, 0, START | REST).astype(numpy.uint8)
         self._ids.append(ids[:whole])
         self._marks.append(marks[:whole])
         self.loss_tokens += predicted(marks[:whole])
         self._waiting = (ids[whole:], marks[whole:])
-        self.tokens += len(encoded.tokens)
 
     def close(self) -> None:
+        """Write what waits, too, where documents are kept apart: whether a document is there depends on no other."""
+        if self._filler is not None and self.tail_tokens:
+            self.padding_tokens = self._ids.width - self.tail_tokens
+            marks = numpy.zeros(self.padding_tokens, dtype=numpy.uint8)
+            marks[0] = START
+            self._append(numpy.full(self.padding_tokens, self._filler, dtype=numpy.int32), marks)
         self._ids.close()
         self._marks.close()
 

@@ -36,7 +36,7 @@ class ContentDigests:
         self._train: BinaryIO = tempfile.TemporaryFile(dir=scratch)
 
     def add(self, split: str, documents: Iterable[Document]) -> None:
-        digests = array("Q", (_digest(document) for document in documents))
+        digests = array("Q", (digest_of(document) for document in documents))
         if split == "validation":
             self._validation.extend(digests)
         else:
@@ -55,7 +55,8 @@ class ContentDigests:
         return int(counts[found].sum())
 
 
-def _digest(document: Document) -> int:
+def digest_of(document: Document) -> int:
+    """64 bits of the digest of a document's content."""
     content = f"{document.text.strip()}\0{document.pair.strip()}".encode()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 

@@ -14,7 +14,7 @@ from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk
 from facility.preparing.encoding import Batch
 from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NearDuplicates
-from facility.preparing.overlap import ContentDigests
+from facility.preparing.overlap import ContentDigests, digest_of
 from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import PACKED, Document, Fields, Source, class_names_of, read
 
@@ -34,6 +34,8 @@ class Caps(Protocol):
     def validation(self) -> list[str]: ...
     @property
     def validation_share(self) -> float: ...
+    @property
+    def apart(self) -> bool: ...
     @property
     def train_samples(self) -> int: ...
     @property
@@ -137,7 +139,7 @@ class Reading:
                 if not self._is_chosen(origin, source, read_of):
                     continue
                 split = origin
-                if shared and self._held_out(seen):
+                if shared and self._held_out(seen, document):
                     split = "validation"
                 if not document.text.strip():
                     self.empty[split] += 1
@@ -192,9 +194,15 @@ class Reading:
             return origin in full
         return "train" in full and ("validation" in full or not self.request.validation_samples)
 
-    def _held_out(self, index: int) -> bool:
-        """Whether document `index` is among the evenly spread share for validation."""
+    def _held_out(self, index: int, document: Document) -> bool:
+        """Whether the document, with `index` before it, is among the share for validation.
+
+        Of documents that are kept apart each one's content decides, whatever others there are: with differential
+        privacy a document less must not move others from split to split. Else the share is exact and evenly spread.
+        """
         share = self.request.validation_share
+        if self.request.apart:
+            return digest_of(document) < share * 2**64
         return math.floor((index + 1) * share) > math.floor(index * share)
 
 

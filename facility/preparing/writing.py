@@ -65,8 +65,15 @@ def writer_of(request: Wanted, tokenizer: Any, directory: Path, split: str, stat
         filler, alone = pad_token_id(tokenizer, request.tokenizer), request.sharing == "padded"
         return WholeDocuments(directory, split, request.block_tokens, filler=filler, alone=alone, state=state)
     if request.task == "chat" or request.sharing == "separate":
-        return MarkedStream(directory, split, request.block_tokens, apart=request.sharing == "separate", state=state)
+        end = filler_of(tokenizer) if request.sharing == "separate" else None
+        return MarkedStream(directory, split, request.block_tokens, filler=end, state=state)
     return Packer(directory / f"{split}.npy", request.block_tokens, state)
+
+
+def filler_of(tokenizer: Any) -> int:
+    """The id after the last document of a stream; no token sees it, and it bears no loss, so that any will do."""
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return int(next(value for value in ids if value is not None))
 
 
 def write_splits(request: Wanted, reading: Reading, tokenizer: Any, encoding: Encoding, part: Part) -> dict[str, Any]:
@@ -137,6 +144,7 @@ def entry_of(writer: Any, split: str, reading: Reading, directory: Path, lengths
         dropped_documents=getattr(writer, "dropped", 0),
         loss_tokens=getattr(writer, "loss_tokens", 0),
         padding_tokens=getattr(writer, "padding_tokens", 0),
+        rests_marked=getattr(writer, "rests_marked", False),
         duplicate_documents=reading.duplicates[split],
         elsewhere_documents=reading.elsewhere[split],
         document_tokens=quantiles(lengths),

@@ -207,10 +207,14 @@ def test_lengths_in_which_nothing_is_predicted_are_refused(request_: Request, tm
 def test_a_text_is_cut_at_the_end_that_the_tokenizer_names(request_: Request, tmp_path: Path, side: str):
     bert = save_bert_tokenizer(tmp_path / "bert")
     rewrite(bert / "tokenizer_config.json", lambda raw: raw.update(truncation_side=side))
-    records = [{"text": one, "label": n % 2} for n, one in enumerate(sentences(20, 9))]
-    labelled = write_json_lines(tmp_path / "labelled.jsonl", records)
+    records = [{"text": one, "label": n % 2} for n, one in enumerate(sentences(24, 9))]
     asked = dataclasses.replace(
-        request_, inputs=[str(labelled)], tokenizer=bert, task="classification", fields=Fields(label="label")
+        request_,
+        inputs=[str(write_json_lines(tmp_path / "labelled.jsonl", records[:20]))],
+        validation=[str(write_json_lines(tmp_path / "held out.jsonl", records[20:]))],
+        tokenizer=bert,
+        task="classification",
+        fields=Fields(label="label"),
     )
     rows = prepare(dataclasses.replace(asked, block_tokens=6)).dataset.split("train")
     theirs = load_tokenizer(bert)(records[0]["text"], truncation=True, max_length=6)["input_ids"]

@@ -292,14 +292,14 @@ def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
         block_tokens=10,
         task="classification",
         fields=Fields(text="a", pair="b", label="y"),
-        validation_share=0.1,
+        validation=[str(write_json_lines(tmp_path / "validation.jsonl", records[:2]))],
         allow_overlap=True,
     )
     dataset = prepare(request).dataset
     dataset.verify()
     manifest = dataset.manifest
     assert manifest.classes == ["no", "yes"] and manifest.pad_token_id == 0
-    assert manifest.splits["train"].truncated_documents == 8
+    assert manifest.splits["train"].truncated_documents == 10
     ids, rows = dataset.split("train"), dataset.rows("train")
     from transformers import AutoTokenizer
 
@@ -315,7 +315,7 @@ def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
         from facility.dataset import PreparedDataset
 
         PreparedDataset(directory=tmp_path, manifest=dataclasses.replace(manifest, task="causal-lm")).rows("train")
-    assert manifest.splits["train"].blocks == 18
+    assert manifest.splits["train"].blocks == 20
 
 
 def test_half_a_surrogate_pair_is_named_with_its_line_and_a_whole_one_is_text(make, tmp_path: Path):

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from facility.dataset import LOSS, START, PreparedDataset
+from facility.dataset import PreparedDataset
 from facility.training.data.tasks import IGNORED, Task
-from facility.training.privacy.units import Units
+from facility.training.privacy.units import Units, bears_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,12 @@ class RowReader:
         """Each piece alone at the beginning of a row: what follows it is seen by none of its tokens."""
         width = int((pieces[:, 2] - pieces[:, 1]).max())
         ids, targets = torch.zeros(len(pieces), width, dtype=torch.int64), torch.full((len(pieces), width), IGNORED)
-        blocks, marks = self.dataset.split(self.split), self.dataset.marks(self.split)
+        tokens, marks = self.dataset.split(self.split).reshape(-1), self.dataset.marks(self.split).reshape(-1)
+        block_tokens = self.dataset.manifest.block_tokens
         for row, (block, first, end) in enumerate(pieces.tolist()):
-            own = torch.from_numpy(np.asarray(blocks[block, first:end], dtype=np.int64))
-            borne = torch.from_numpy((np.asarray(marks[block, first:end]) & (LOSS | START)) == LOSS)
+            piece = slice(block * block_tokens + first, block * block_tokens + end)
+            own = torch.from_numpy(np.asarray(tokens[piece], dtype=np.int64))
+            borne = torch.from_numpy(bears_loss(np.asarray(marks[piece])))
             ids[row, : end - first] = own
             targets[row, : end - first - 1] = torch.where(borne[1:], own[1:], IGNORED)
         return {"input_ids": ids}, targets

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from facility.dataset import LOSS, START, PreparedDataset
+from facility.dataset import LOSS, REST, START, PreparedDataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import Unit
 
@@ -23,7 +23,7 @@ class Units:
     """Unit i consists of pieces[offsets[i]:offsets[i + 1]]."""
 
     pieces: np.ndarray
-    """(block, first token, end) of each piece: int64."""
+    """(block, first token, end) of each piece: int64; an end beyond a block's length lies in the next block."""
     offsets: np.ndarray
     left_out: int = 0
     """Pieces beyond the most that a unit may have: never trained on."""
@@ -42,8 +42,11 @@ def units_of(dataset: PreparedDataset, split: str, unit: Unit, *, most: int) -> 
     check_unit(dataset, unit)
     if dataset.manifest.documents == "joined" or dataset.manifest.task == "classification":
         return whole_blocks(len(dataset.split(split)), dataset.manifest.block_tokens)
-    pieces, stream = marked_pieces(dataset, split), dataset.manifest.task == "causal-lm"
-    found = grouped(pieces, continues=stream, most=most)
+    if dataset.manifest.task == "causal-lm":
+        found = grouped(*stream_pieces(dataset, split), most=most)
+    else:
+        pieces = marked_pieces(dataset, split)
+        found = grouped(pieces, np.arange(len(pieces)), most=most)
     if not len(found):
         raise InputError(
             f"{dataset.directory}: no document of the {split} split has a token that bears loss; prepare other text"
@@ -81,6 +84,11 @@ def check_unit(dataset: PreparedDataset, unit: Unit) -> None:
             f"{where} keeps documents apart, so that unit document costs the same noise and protects more: set "
             "privacy.differential.unit to document"
         )
+    if unit == "document" and manifest.task == "causal-lm" and not manifest.splits["train"].rests_marked:
+        raise InputError(
+            f"{where} was prepared by a version that did not mark whether a block begins with a document or with the "
+            "rest of one, so that a document's pieces are not known: prepare it again with --replace"
+        )
     if shared := manifest.splits["validation"].overlapping_documents:
         raise InputError(
             f"{where} has {shared} documents in training and in validation: their loss would count twice; prepare it "
@@ -111,15 +119,46 @@ def marked_pieces(dataset: PreparedDataset, split: str) -> np.ndarray:
     return np.concatenate(found) if found else np.zeros((0, 4), dtype=np.int64)
 
 
-def grouped(pieces: np.ndarray, *, continues: bool, most: int) -> Units:
-    """Pieces as units, without those that bear no loss.
+def stream_pieces(dataset: PreparedDataset, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """The same of documents that were cut from one stream, and the number of each piece's document.
 
-    `continues`: the blocks are cut from one stream, so that the piece at a block's beginning may go on with the one
-    before it. Nothing says whether it does; both count as one document, which protects two where it does not.
+    A document is put together across blocks, then cut at multiples of a block's length from its own beginning: what its
+    pieces are depends on no other document. So `end` may lie in the next block.
     """
-    begins = (pieces[:, 1] > 0) | (pieces[:, 0] == 0) if continues else np.ones(len(pieces), dtype=bool)
-    number = np.cumsum(begins)[pieces[:, 3] > 0]
-    kept = pieces[pieces[:, 3] > 0, :3]
+    marks, width = dataset.marks(split), dataset.manifest.block_tokens
+    rows = range(0, len(marks), ROWS)
+    found = [row * width + np.flatnonzero(begins_document(np.asarray(marks[row : row + ROWS]))) for row in rows]
+    documents = np.concatenate([*found, np.zeros(0, dtype=np.int64)])
+    lengths = np.diff(np.append(documents, marks.size))
+    counts = -(-lengths // width)
+    number = np.repeat(np.arange(len(documents)), counts)
+    within = np.arange(len(number)) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = documents[number] + within * width
+    ends = np.minimum(starts + width, np.append(documents, marks.size)[number + 1])
+    borne = np.zeros(len(starts), dtype=bool)
+    for row in rows:
+        bears = bears_loss(np.asarray(marks[row : row + ROWS]))
+        low, high = row * width, row * width + bears.size
+        inside = slice(np.searchsorted(ends, low, "right"), np.searchsorted(starts, high))
+        before = np.concatenate([[0], np.cumsum(bears)])
+        first, last = (np.clip(one[inside], low, high) - low for one in (starts + 1, ends))
+        borne[inside] |= before[last] > before[np.minimum(first, last)]
+    return np.stack([starts // width, starts % width, starts % width + ends - starts, borne], 1), number
+
+
+def begins_document(marks: np.ndarray) -> np.ndarray:
+    """Where a document begins, or filling, and not the rest of a document: bool, flat."""
+    return ((marks & (START | REST)) == START).ravel()
+
+
+def bears_loss(marks: np.ndarray) -> np.ndarray:
+    """Where a token of a stream is to be predicted, should there be one before it: bool, flat."""
+    return ((marks & LOSS) != 0).ravel() & ~begins_document(marks)
+
+
+def grouped(pieces: np.ndarray, document: np.ndarray, *, most: int) -> Units:
+    """Pieces as units, one a `document`, without those that bear no loss."""
+    number, kept = document[pieces[:, 3] > 0], pieces[pieces[:, 3] > 0, :3]
     first_of = np.searchsorted(number, number)
     within = np.arange(len(kept)) - first_of
     allowed = within < most

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
+from facility.dataset import LOSS, REST, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
 from facility.exchange.errors import InputError
-from facility.training.privacy.units import Units, evaluated_units, grouped, marked_pieces, units_of
+from facility.preparing.build import Request, prepare
+from facility.training.privacy.units import Units, evaluated_units, marked_pieces, stream_pieces, units_of
+from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
 from tests.training.federation import write_dataset
 
-L, S = LOSS, START
+L, S, R = LOSS, START, START | REST
 
 
-def marked(tmp_path: Path, marks: list[list[int]], **changes: object) -> PreparedDataset:
+def marked(tmp_path: Path, marks: list[list[int]], *, rests_marked: bool = True, **changes: object) -> PreparedDataset:
     """A dataset with these marks in both splits."""
     array = np.array(marks, dtype=np.uint8)
     (tmp_path / "d").mkdir()
     entry = SplitEntry(
-        blocks=len(array), documents=1, empty_documents=0, tokens=array.size, tail_tokens=0, sha256="0" * 64
+        blocks=len(array),
+        documents=1,
+        empty_documents=0,
+        tokens=array.size,
+        tail_tokens=0,
+        rests_marked=rests_marked,
+        sha256="0" * 64,
     )
     for split in ("train", "validation"):
         np.save(tmp_path / "d" / f"{split}.npy", np.arange(array.size, dtype=np.int32).reshape(array.shape))
@@ -47,19 +59,79 @@ def pieces(units: Units) -> list[list[list[int]]]:
 
 
 def test_documents_of_a_stream_are_put_together_across_blocks(tmp_path: Path):
-    """The second document goes over three blocks; the last begins where a block does, which nobody can tell."""
-    dataset = marked(tmp_path, [[S | L, L, L, S | L], [S | L, L, L, L], [S | L, L, S | L, L], [S | L, L, S | L, L]])
+    """The second document goes over three blocks and is cut from its own beginning; the fourth begins with a block."""
+    marks = [[S | L, L, L, S | L], [R | L, L, L, L], [R | L, L, S | L, L], [S | L, L, S | L, L]]
+    dataset = marked(tmp_path, marks)
     units = units_of(dataset, "train", "document", most=9)
     assert pieces(units) == [
         [[0, 0, 3]],
-        [[1, 0, 4], [2, 0, 2]],  # its first token alone, at the end of block 0, predicts nothing
-        [[2, 2, 4], [3, 0, 2]],
+        [[0, 3, 7], [1, 3, 6]],
+        [[2, 2, 4]],
+        [[3, 0, 2]],
         [[3, 2, 4]],
     ]
     assert units.left_out == 0
     units = units_of(dataset, "train", "document", most=1)
-    assert [one[0] for one in pieces(units)] == [[0, 0, 3], [1, 0, 4], [2, 2, 4], [3, 2, 4]]
-    assert units.left_out == 2
+    assert [one[0] for one in pieces(units)] == [[0, 0, 3], [0, 3, 7], [2, 2, 4], [3, 0, 2], [3, 2, 4]]
+    assert units.left_out == 1
+
+
+def prepared_units(place: Path, texts: list[str], tokenizer: Path, **changes: Any) -> list[Counter[Any]]:
+    """What each unit of training and of validation is made of: tokens of its pieces."""
+    place.mkdir()
+    request = Request(
+        inputs=[str(write_json_lines(place / "texts.jsonl", [{"text": one} for one in texts]))],
+        tokenizer=tokenizer,
+        out=place / "out",
+        block_tokens=32,
+        documents="separate",
+    )
+    dataset = prepare(dataclasses.replace(request, **changes)).dataset
+    found = []
+    for split in ("train", "validation"):
+        units, tokens = units_of(dataset, split, "document", most=4), dataset.split(split).reshape(-1)
+        cut = [[tokens[32 * b + f : 32 * b + e].tolist() for b, f, e in units.of(i)] for i in range(len(units))]
+        found.append(Counter(map(str, cut)))
+    return found
+
+
+def test_a_document_less_leaves_every_other_unit_as_it_was(tmp_path: Path):
+    """The definition of neighbours, on what preparation makes of texts: no other document is cut otherwise, held out
+    or left out at the end, so that noise for one unit is enough."""
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    texts = sentences(120)
+    whole = prepared_units(tmp_path / "whole", texts, tokenizer, validation_share=0.2)
+    assert min(sum(split.values()) for split in whole) > 10
+    for gone in (0, 57, 119):
+        fewer = prepared_units(tmp_path / str(gone), texts[:gone] + texts[gone + 1 :], tokenizer, validation_share=0.2)
+        assert sum(sum((a - b).values()) for a, b in zip(whole, fewer, strict=True)) == 1
+        assert not any(b - a for a, b in zip(whole, fewer, strict=True))
+
+
+def test_an_older_dataset_serves_as_before_and_is_made_again_where_that_is_asked_for(tmp_path: Path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    prepared_units(tmp_path / "a", sentences(60), tokenizer, validation_share=0.2)
+    file = tmp_path / "a" / "out" / "dataset.json"
+    made = json.loads(file.read_text())
+    for split in made["splits"].values():
+        del split["rests_marked"]
+    file.write_text(json.dumps(made))
+    request = Request(
+        inputs=[str(tmp_path / "a" / "texts.jsonl")],
+        tokenizer=tokenizer,
+        out=tmp_path / "a" / "out",
+        block_tokens=32,
+        documents="separate",
+        validation_share=0.2,
+    )
+    assert prepare(request).reused
+    assert not prepare(dataclasses.replace(request, replace=True)).reused
+    assert prepare(dataclasses.replace(request, replace=True)).reused
+
+
+def test_a_stream_that_does_not_tell_rests_from_beginnings_is_refused(tmp_path: Path):
+    with pytest.raises(InputError, match="did not mark whether a block begins with a document"):
+        units_of(marked(tmp_path, [[S | L, L, L]], rests_marked=False), "train", "document", most=1)
 
 
 def test_a_split_without_anything_to_predict_is_refused(tmp_path: Path):
@@ -73,32 +145,36 @@ def test_whole_documents_stay_apart_and_filling_is_no_unit(tmp_path: Path):
     assert pieces(units_of(dataset, "train", "document", most=4)) == [[[0, 0, 2]], [[0, 2, 4]], [[1, 0, 2]]]
 
 
-def test_units_hold_every_token_that_bears_loss_exactly_once():
-    """Against the definition, on drawn pieces."""
+def test_units_hold_every_token_of_every_document_exactly_once(tmp_path: Path):
+    """Against the definition, on drawn streams; some tokens bear no loss."""
     draw = np.random.default_rng(0)
-    for _ in range(50):
-        marks = (draw.random((6, 8)) < 0.3) * S | L
-        marks[:, 0] |= S
-        found = []
-        for row, line in enumerate(marks):
-            starts = [*np.flatnonzero(line & S), 8]
-            found += [[row, a, b, int(b - a > 1)] for a, b in zip(starts, starts[1:], strict=False)]
-        units = grouped(np.array(found), continues=True, most=99)
-        held = sorted(map(tuple, units.pieces.tolist()))
-        assert held == sorted(tuple(one[:3]) for one in found if one[3])
-        assert units.offsets[-1] == len(held) and np.all(np.diff(units.offsets) > 0)
-        for i in range(len(units)):
-            first, *later = units.of(i).tolist()
-            assert all(first_token == 0 for _, first_token, _ in later)
+    for number in range(30):
+        begins = draw.random(48) < 0.1
+        begins[0] = True
+        loss = draw.random(48) < 0.8
+        marks = (begins * S | loss * L).reshape(6, 8)
+        marks[:, 0] |= np.where(marks[:, 0] & S, 0, R)
+        (tmp_path / str(number)).mkdir()
+        units = units_of(marked(tmp_path / str(number), marks.tolist()), "train", "document", most=99)
+        starts = [*np.flatnonzero(begins).tolist(), 48]
+        expected = []
+        for a, b in itertools.pairwise(starts):
+            cut = [(one, min(one + 8, b)) for one in range(a, b, 8)]
+            if told := [(one, end) for one, end in cut if loss[one + 1 : end].any()]:
+                expected.append(told)
+        assert [[(8 * row + a, 8 * row + b) for row, a, b in units.of(i)] for i in range(len(units))] == expected
 
 
 def test_marks_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     draw = np.random.default_rng(1)
-    marks = ((draw.random((11, 6)) < 0.4) * S | L).tolist()
+    marks = ((draw.random((11, 6)) < 0.1) * S | (draw.random((11, 6)) < 0.3) * L).tolist()
     dataset = marked(tmp_path, marks)
-    whole = marked_pieces(dataset, "train")
-    monkeypatch.setattr("facility.training.privacy.units.ROWS", 3)
+    whole, (stream, documents) = marked_pieces(dataset, "train"), stream_pieces(dataset, "train")
+    assert 0 < stream[:, 3].sum() < len(stream)
+    monkeypatch.setattr("facility.training.privacy.units.ROWS", 1)
     assert np.array_equal(marked_pieces(dataset, "train"), whole)
+    again, numbers = stream_pieces(dataset, "train")
+    assert np.array_equal(again, stream) and np.array_equal(numbers, documents)
 
 
 @pytest.mark.parametrize(
