@@ -15,6 +15,7 @@ from coordinator.schedulers.partition import Partition, number, words
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import TryAgain
+from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.strict_json import clean
 
 SECTION, ANSWERED = "crossfed-section", "crossfed-answered"
@@ -112,7 +113,7 @@ def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
 
 def script(data: str) -> str:
     """What is asked of a site: general questions, then one of each scheduler that CrossFed knows."""
-    place = f'"$HOME"{shlex.quote(data[1:])}' if data.startswith("~/") else shlex.quote(data)
+    place = path_word(data)
     text = SCRIPT
     for mark, value in {
         "SECTION": SECTION,

@@ -330,7 +330,7 @@ class Round:
             sequences=progress.sequences,
             rates=self.drift.rates if self.drift is not None else 0.0,
         )
-        average_statistics(self.engine.assembly.statistics, self.ranks, self._averaging(False))
+        average_statistics(self.engine.assembly.statistics, self.ranks, self._averaging(finished=False))
         gathered = gather(self.ranks, [self.replica, dataclasses.asdict(mine)])
         first_of = {replica: state.ReplicaProgress(**found) for replica, found in gathered[::-1]}
         vectors = self.sync.state_dict()

@@ -61,9 +61,9 @@ def simulate_layout(
     if events and continued and (found := steady.shorter(layout)) is not None:
         moments = _continued(*found)
     elif events:
-        moments, spans = _by_events(layout, count, stall, timeline)
+        moments, spans = _by_events(layout, count, stall, timeline=timeline)
     else:
-        moments, spans = _by_longest_path(layout, count, stall, timeline, continued=continued)
+        moments, spans = _by_longest_path(layout, count, stall, timeline=timeline, continued=continued)
     every = layout.sync_every if layout.sync != "none" and POLICIES.get(layout.sync).periodic else 1
     synced = 0.0 if layout.sync == "none" else float((moments.synced - moments.pipeline).mean()) / every
     update = float((moments.finished - moments.synced).mean())
@@ -83,7 +83,9 @@ def simulate_layout(
         update_seconds=update,
         bubble_share=1 - sum(busy.values()) / (len(busy) * pipeline) if pipeline > 0 else 0.0,
         busy_seconds=busy,
-        in_flight_micro_batches={d: round(n) for d, n in _peaks(layout, np.ones(layout.chunks), continued).items()},
+        in_flight_micro_batches={
+            d: round(n) for d, n in _peaks(layout, np.ones(layout.chunks), continued=continued).items()
+        },
         memory_bytes=memory_of(layout, continued=continued),
         pipeline_bytes=pipeline_bytes,
         sync_bytes=0.0 if layout.sync == "none" else _sync_bytes(layout) / every,
@@ -97,7 +99,7 @@ def memory_of(layout: Layout, *, continued: bool = False) -> dict[int, float]:
     """Device -> peak bytes; empty when the layout does not know its sizes."""
     if layout.in_flight_bytes is None or layout.static_bytes is None:
         return {}
-    peaks = _peaks(layout, layout.in_flight_bytes, continued)
+    peaks = _peaks(layout, layout.in_flight_bytes, continued=continued)
     fixed = {
         device: float(layout.static_bytes[stage :: layout.stages].sum())
         for stage, row in enumerate(layout.grid)
@@ -106,7 +108,7 @@ def memory_of(layout: Layout, *, continued: bool = False) -> dict[int, float]:
     return {device: peaks[device] + fixed[device] for device in peaks}
 
 
-def _peaks(layout: Layout, bytes_of_chunk: Array, continued: bool) -> dict[int, float]:
+def _peaks(layout: Layout, bytes_of_chunk: Array, *, continued: bool) -> dict[int, float]:
     by_chunk = tuple(float(b) for b in bytes_of_chunk)
 
     def peaks(micro_batches: int) -> list[float]:
@@ -176,7 +178,7 @@ def stall_table(graph: Template, layout: Layout, replicas: list[int], count: int
 
 
 def _by_longest_path(
-    layout: Layout, count: int, stall: Stall | None, timeline: bool, *, continued: bool = False
+    layout: Layout, count: int, stall: Stall | None, *, timeline: bool, continued: bool = False
 ) -> tuple[_Moments, tuple[Span, ...]]:
     """Moments of `count` iterations where links are not shared: each computation begins as the latest that it waits
     for ends. `continued`: only so many micro-batches are timed as show what each further one adds."""
@@ -250,7 +252,8 @@ def _exchange(
     return done, bars
 
 
-def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) -> tuple[_Moments, tuple[Span, ...]]:
+def _by_events(layout: Layout, count: int, stall: Stall | None, *, timeline: bool) -> tuple[_Moments, tuple[Span, ...]]:
+    """Moments of `count` iterations where flows share uplinks, event by event."""
     pipeline, synced = np.zeros(count), np.zeros(count)
     spans: list[Span] = []
     for iteration in range(count):
@@ -270,7 +273,7 @@ def _by_events(layout: Layout, count: int, stall: Stall | None, timeline: bool) 
 
 def _continued(found: Lengths, low: Layout, high: Layout) -> _Moments:
     """By events, of the micro-batches that the two layouts stand for."""
-    (before, _), (after, _) = (_by_events(layout, 1, None, False) for layout in (low, high))
+    (before, _), (after, _) = (_by_events(layout, 1, None, timeline=False) for layout in (low, high))
     return _Moments(
         pipeline=found.continued(before.pipeline, after.pipeline),
         synced=found.continued(before.synced, after.synced),

@@ -23,17 +23,30 @@ def _rank(rank: int, stages: int, micro_batches: int) -> tuple[Op, ...]:
     warmup = min(micro_batches, stages - rank)
     ops: list[Op] = []
     for m in range(warmup):  # a forward's message is awaited before the next one is sent
+        awaits = m > 1
         ops.append(
-            Op(Kind.FORWARD, rank, m, m - 2, True, m - 1) if m > 1 else Op(Kind.FORWARD, rank, m, -1, False, m - 1)
+            Op(
+                Kind.FORWARD,
+                rank,
+                m,
+                waits_send_of=m - 2 if awaits else -1,
+                waits_before_receiving=awaits,
+                receives_after=m - 1,
+            )
         )
     for m in range(micro_batches):
         steady = m + warmup <= micro_batches  # the preceding message and this receive were posted together
         here = len(ops)
         ops.append(
-            Op(Kind.BACKWARD, rank, m, here - 1, False, here - 1)
-            if steady
-            else Op(Kind.BACKWARD, rank, m, here - 2, True, here - 1)
+            Op(
+                Kind.BACKWARD,
+                rank,
+                m,
+                waits_send_of=here - 1 if steady else here - 2,
+                waits_before_receiving=not steady,
+                receives_after=here - 1,
+            )
         )
         if m + warmup < micro_batches:
-            ops.append(Op(Kind.FORWARD, rank, m + warmup, here, False, here))
+            ops.append(Op(Kind.FORWARD, rank, m + warmup, waits_send_of=here, receives_after=here))
     return tuple(ops)

@@ -116,7 +116,7 @@ class GroupState:
         if len(self._parts(self.active)) > 1 or not self._members:
             return False
         self._served = 0
-        self.may_hold(False)
+        self.may_hold(wanted=False)
         for standing in self._members.values():
             self._components += 1
             standing.component = self._components

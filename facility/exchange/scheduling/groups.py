@@ -139,7 +139,7 @@ class GroupScheduler(GroupState):
         if all(self._members[m].returning for m in pending) and not everybody:
             return None  # a member that is up to date must take part
         chosen = self._choose(pending, self.rules.maximum or len(pending))
-        if not everybody and len(chosen) == 1 and self._apart(chosen[0], active) and self.may_hold(True):
+        if not everybody and len(chosen) == 1 and self._apart(chosen[0], active) and self.may_hold(wanted=True):
             return None
         if self._bound_allows(chosen, active):
             reason = "all are here" if everybody else "full" if full else "the window passed"
@@ -147,7 +147,7 @@ class GroupScheduler(GroupState):
         chosen = self._choose(pending, max(self.rules.maximum or len(pending), len(self._parts(active))))
         if self._connects(chosen, active):
             return self._close(chosen, now, "the bound asks for a connection")
-        if self.may_hold(True):
+        if self.may_hold(wanted=True):
             return None
         return self._close(chosen, now, "another stage is being connected")
 
