@@ -27,7 +27,7 @@ from coordinator.planning.joint.cost import Cost, Layouts
 from coordinator.planning.joint.finish import interleave
 from coordinator.planning.joint.incumbent import Best
 from coordinator.planning.joint.policy import policy_of
-from coordinator.planning.joint.portfolio import race
+from coordinator.planning.joint.portfolio import run_portfolio
 from coordinator.planning.joint.shapes import shapes_of
 from coordinator.planning.stop import Stop
 from coordinator.problem.objective import stated
@@ -44,7 +44,7 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
     for plan in extra:
         best.offer(plan, "given plan")
     shapes = shapes_of(problem, stop)
-    rounds = race(problem, best, shapes, rng, stop)
+    rounds = run_portfolio(problem, best, shapes, rng, stop)
     for plan, name in one_pipeline(problem, seconds=min(1.0, max(0.1, stop.left))):
         if best.plan is None or _may_win(problem, plan, best):
             best.offer(plan, name)

@@ -1,10 +1,14 @@
 """Portfolio of shapes (successive halving): all run briefly, the better ones longer, the best until time is up.
 
-A shape's `standing` is the closed forms' cost of its best layout, times the simulator's ratio to them when it last
-scored this shape: closed forms are optimistic for 1F1B, by up to a fifth.
+K. Jamieson, A. Talwalkar, "Non-stochastic best arm identification and hyperparameter optimization", 2016, arXiv
+1502.07943, with times in place of equal budgets. A shape's `estimate` is the closed forms' cost of its best layout,
+times the simulator's ratio to them when it last scored this shape: closed forms are optimistic for 1F1B, by up to a
+fifth.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,18 +21,35 @@ from coordinator.planning.joint.starts import best_cuts, even_share
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
 
-HEATS = ((10, 100, 32, 0.2, 1.25), (5, 300, 48, 0.4, 1.1), (3, 600, 64, 0.6, 1.04))
-"""(shapes, steps, chains, share of the time at which it ends, worst standing relative to the best): one round each,
-best first."""
+
+class Rung(NamedTuple):
+    """One rung of successive halving: each of the shapes that are left is annealed once, best first."""
+
+    shapes: int
+    """Most shapes that are annealed."""
+    steps: int
+    """Of each chain."""
+    chains: int
+    until: float
+    """Share of the time after which only the best shape is annealed."""
+    worst: float
+    """Largest estimate of a shape that is kept, relative to the best."""
+
+
+RUNGS = (
+    Rung(shapes=10, steps=100, chains=32, until=0.2, worst=1.25),
+    Rung(shapes=5, steps=300, chains=48, until=0.4, worst=1.1),
+    Rung(shapes=3, steps=600, chains=64, until=0.6, worst=1.04),
+)
 ALL_SCORED = 16
 """Layouts that are simulated of a shape of which all were looked at: closed forms are a fifth off at most."""
 CLOSE = 1.02
-"""A second shape shares the remaining time while its standing is within this of the best."""
+"""A second shape shares the remaining time while its estimate is within this of the best."""
 
 
-def race(problem: Problem, best: Best, shapes: list[Shape], rng: np.random.Generator, stop: Stop) -> int:
+def run_portfolio(problem: Problem, best: Best, shapes: list[Shape], rng: np.random.Generator, stop: Stop) -> int:
     """Score every promising start, then anneal; returns the rounds made."""
-    for shape in leading(shapes, max(4, HEATS[0][0])):
+    for shape in leading(shapes, max(4, RUNGS[0].shapes)):
         if stop(0) and best.plan is not None:
             return 0
         whole = shape.whole and not problem.links.shared
@@ -37,14 +58,14 @@ def race(problem: Problem, best: Best, shapes: list[Shape], rng: np.random.Gener
     if not field:
         return 0
     begun = stop.used
-    for width, steps, chains, share, worst in HEATS:
-        field = leading(field, width, worst=worst)
+    for rung in RUNGS:
+        field = leading(field, rung.shapes, worst=rung.worst)
         for shape in field:
             if stop(rounds) and best.plan is not None:
                 return rounds
-            if stop.used > begun + share * (stop.seconds - begun) and shape is not field[0]:
+            if stop.used > begun + rung.until * (stop.seconds - begun) and shape is not field[0]:
                 break
-            _round(problem, best, shape, rng, stop, steps=steps, chains=chains, hot=0.03)
+            _round(problem, best, shape, rng, stop, steps=rung.steps, chains=rung.chains, hot=0.03)
             rounds += 1
     while not stop(rounds):
         field = leading(field, 2, worst=CLOSE)
@@ -58,14 +79,14 @@ def race(problem: Problem, best: Best, shapes: list[Shape], rng: np.random.Gener
 
 
 def leading(shapes: list[Shape], count: int, *, worst: float = np.inf) -> list[Shape]:
-    """So many shapes of the best standing, within `worst` of the first: the best that fits in memory, if any does.
+    """So many shapes of the best estimate, within `worst` of the first: the best that fits in memory, if any does.
 
     What has no layout within memory stays beside it, since the search may find one, but never in its place: the cost of
     an excess is a guess.
     """
-    order = sorted(shapes, key=lambda s: s.standing)
+    order = sorted(shapes, key=lambda s: s.estimate)
     first = next((shape for shape in order if shape.fits), order[0])
-    close = [shape for shape in order if shape is not first and shape.standing <= worst * first.standing]
+    close = [shape for shape in order if shape is not first and shape.estimate <= worst * first.estimate]
     return [first, *close][:count]
 
 
@@ -97,7 +118,7 @@ def _round(
     begin.append(Layouts(np.array(lines), np.array(cuts), np.array(shares)))
     found, _ = anneal(cost, Layouts.join(begin), rng, stop, steps=steps, hot=hot)
     parts = [shape.pool, found]
-    if steps >= HEATS[-1][1]:
+    if steps >= RUNGS[-1].steps:
         joined = Layouts.join(parts)
         best_first, _ = sorted_pool(cost, joined, cost.value(joined))
         parts.append(descend(cost, joined.take(best_first[:1]), stop))
@@ -115,7 +136,7 @@ def _round(
 def _score(problem: Problem, best: Best, shape: Shape, count: int, how: str) -> None:
     """Simulate the best layouts of a shape under every allowed schedule and mode of agreement."""
     cost = shape.cost
-    if shape.standing > 1.5 * best.value:
+    if shape.estimate > 1.5 * best.value:
         return
     for number in range(min(count, len(shape.worth))):
         grid = shape.pool.line[number, : cost.stages * cost.replicas].reshape(cost.stages, cost.replicas)

@@ -1,4 +1,4 @@
-"""The shapes in the race (stages x replicas, micro-batch size, schedule), each with its structured layouts."""
+"""The shapes of the portfolio (stages x replicas, micro-batch size, schedule), each with its structured layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POOL, OUTSIDE = 32, 8
 
 @dataclass
 class Shape:
-    """One shape in the race."""
+    """One shape of the portfolio."""
 
     cost: Cost
     pool: Layouts
@@ -37,8 +37,8 @@ class Shape:
     """Simulated over closed forms, of the layout that was simulated last."""
 
     @property
-    def standing(self) -> float:
-        """What its best layout is expected to be worth by simulation."""
+    def estimate(self) -> float:
+        """Cost of its best layout that a simulation is expected to find."""
         return float(self.worth[0]) * self.bias
 
 

@@ -60,14 +60,14 @@ class PairScheduler(_CatchesUp):
         if not self.active:
             return self._final(now)
         for member in self._pending:
-            standing = self._members[member]
-            if standing.finished:
+            state = self._members[member]
+            if state.finished:
                 continue
-            (pair,) = (p for p in self.pairing(standing.rounds) if member in p)
-            if any(self._members[m].rounds < standing.rounds for m in pair):
+            (pair,) = (p for p in self.pairing(state.rounds) if member in p)
+            if any(self._members[m].rounds < state.rounds for m in pair):
                 continue  # the partner is still to come to this iteration
             # A partner that is past this iteration (it was paired before somebody left) is not waited for.
-            together = [m for m in pair if m in self._pending and self._members[m].rounds == standing.rounds]
+            together = [m for m in pair if m in self._pending and self._members[m].rounds == state.rounds]
             for m in together:
                 self._members[m].returning &= len(together) == 1
             return self._group(together, now, "the pair is here", connected=False)
@@ -86,9 +86,9 @@ class WaveScheduler(_CatchesUp):
             return self._final(now)
         slowest = min(self._members[m].rounds for m in self.active)
         for member in self._pending:
-            standing = self._members[member]
-            if not standing.finished and standing.rounds - slowest <= self.staleness:
-                standing.returning = False
+            state = self._members[member]
+            if not state.finished and state.rounds - slowest <= self.staleness:
+                state.returning = False
                 return self._group([member], now, f"at most {self.staleness} waves ahead", connected=False)
         return None
 

@@ -117,9 +117,9 @@ class GroupState:
             return False
         self._served = 0
         self.may_hold(wanted=False)
-        for standing in self._members.values():
+        for state in self._members.values():
             self._components += 1
-            standing.component = self._components
+            state.component = self._components
         return True
 
     # -- groups -----------------------------------------------------------------------------------------------------
@@ -140,9 +140,9 @@ class GroupState:
         together = self._together(members)
         weights, step_scale = self._weights(members, final=final)
         for member in members:
-            standing = self._members[member]
-            standing.last = standing.kept = self._number
-            standing.together = together
+            state = self._members[member]
+            state.last = state.kept = self._number
+            state.together = together
         group = Group(
             number=self._number,
             members=members,
@@ -196,14 +196,14 @@ class GroupState:
             if set(group.members) & set(chosen):
                 break
             keeper = group.keeper
-            standing = self._members.get(keeper)
-            if standing is None or standing.kept != group.number or not self.ended(group.number):
+            state = self._members.get(keeper)
+            if state is None or state.kept != group.number or not self.ended(group.number):
                 continue
             if len(chosen) == 1:
-                if not self.ended(standing.taker):
+                if not self.ended(state.taker):
                     continue
-                standing.taker = self._number + 1
-                standing.last = None  # its parameters move, so it is no longer where the others of its group are
+                state.taker = self._number + 1
+                state.last = None  # its parameters move, so it is no longer where the others of its group are
             return keeper, group.number
         return None, 0
 

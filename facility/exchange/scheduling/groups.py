@@ -59,12 +59,12 @@ class GroupScheduler(GroupState):
 
     def ready(self, member: Member, now: float, *, again: bool = False) -> list[Group]:
         """`member` has made one more update and wants to average; `again`: its group failed, no new update."""
-        standing = self._members[member]
-        assert member not in self._pending and not standing.finished, f"{member!r} announced itself twice"
+        state = self._members[member]
+        assert member not in self._pending and not state.finished, f"{member!r} announced itself twice"
         if not again:
-            standing.rounds += 1
+            state.rounds += 1
             self._updates += 1
-            standing.arrivals.came(now)
+            state.arrivals.came(now)
         self._pending[member] = now
         return self._form(now)
 
@@ -84,9 +84,9 @@ class GroupScheduler(GroupState):
         """`member`, alone in its group, averaged parameters with `keeper`: connects them as a group of both would."""
         if member in self._members and keeper in self._members:
             joined, other = self._members[member].component, self._members[keeper].component
-            for standing in self._members.values():
-                if standing.component == other:
-                    standing.component = joined
+            for state in self._members.values():
+                if state.component == other:
+                    state.component = joined
             self._note_connection()
         return self._form(now)
 
@@ -105,11 +105,11 @@ class GroupScheduler(GroupState):
 
         Its members announce themselves again: `ready(again=True)`, or `finish` after a final group.
         """
-        for standing in self._members.values():
-            standing.last = standing.kept = None
+        for state in self._members.values():
+            state.last = state.kept = None
             if len(self.active) > 1:
                 self._components += 1
-                standing.component = self._components
+                state.component = self._components
         return self._form(now)
 
     # -- the rule ---------------------------------------------------------------------------------------------------
@@ -204,23 +204,23 @@ class GroupScheduler(GroupState):
         return (firsts + rest)[:limit]
 
     def _close(self, chosen: list[Member], now: float, reason: str) -> Group:
-        standings = [self._members[m] for m in chosen]
-        joined = standings[0].component
-        merged = {s.component for s in standings}
-        for standing in self._members.values():
-            if standing.component in merged:
-                standing.component = joined
+        states = [self._members[m] for m in chosen]
+        joined = states[0].component
+        merged = {s.component for s in states}
+        for state in self._members.values():
+            if state.component in merged:
+                state.component = joined
         self._served += len(chosen)
         connected = self._note_connection()
         partner, after = self._relaying(chosen)
         group = self._group(chosen, now, reason, connected=connected, partner=partner, after=after)
         self._recent.append(group)
-        for standing in standings:
-            grown = standing.window * (2.0 if len(chosen) < self.rules.target else 0.9)
-            standing.window = min(max(grown, self.rules.window_minimum_seconds), self.rules.window_maximum_seconds)
+        for state in states:
+            grown = state.window * (2.0 if len(chosen) < self.rules.target else 0.9)
+            state.window = min(max(grown, self.rules.window_minimum_seconds), self.rules.window_maximum_seconds)
             if len(chosen) > 1:
-                standing.returning = False
-            standing.arrivals.left(now)
+                state.returning = False
+            state.arrivals.left(now)
         return group
 
     def _final(self, now: float) -> Group | None:

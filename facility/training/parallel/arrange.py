@@ -65,18 +65,18 @@ def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     if ranks.world % shards:
         raise ConfigurationError(f"{ranks.world} ranks are not a multiple of layout.shards {shards}")
     # torch sorts the ranks of a group, so ranks are renumbered in the plan's order: by replica, then by stage.
-    seats = [device for replica in zip(*plan.grid, strict=True) for device in replica]
-    if max(seats) >= ranks.world // shards:
+    used = [device for replica in zip(*plan.grid, strict=True) for device in replica]
+    if max(used) >= ranks.world // shards:
         raise ConfigurationError(
-            f"the plan uses {len(seats)} devices of {shards} rank(s) each, up to number "
-            f"{max(seats)}, but {ranks.world} ranks came; plan again"
+            f"the plan uses {len(used)} devices of {shards} rank(s) each, up to number "
+            f"{max(used)}, but {ranks.world} ranks came; plan again"
         )
     group, within = divmod(ranks.rank, shards)
-    if group not in seats:
+    if group not in used:
         return None
-    host = 0 if 0 in seats else min(seats)
+    host = 0 if 0 in used else min(used)
     return dataclasses.replace(
-        ranks, rank=seats.index(group) * shards + within, world=len(seats) * shards, hosts=ranks.rank == host * shards
+        ranks, rank=used.index(group) * shards + within, world=len(used) * shards, hosts=ranks.rank == host * shards
     )
 
 

@@ -152,14 +152,14 @@ def forward_without_values(model: Any, tokens: int, image: tuple[int, int, int] 
         ) from None
 
 
-def check_activation(ran: ForwardPass, looked: str) -> None:
-    """Raise `InputError`, which begins with `looked`, unless the first block maps an activation to one of its shape."""
+def check_activation(ran: ForwardPass, expected: str) -> None:
+    """Raise `InputError` (it begins with `expected`) unless the first block keeps the shape of its activation."""
     if not isinstance(ran.hidden, torch.Tensor):
-        raise InputError(f"{looked} being called with the activation first, found {type(ran.hidden).__name__}")
+        raise InputError(f"{expected} being called with the activation first, found {type(ran.hidden).__name__}")
     first = ran.output[0] if isinstance(ran.output, tuple) else ran.output
     if ran.hidden.dim() != 3:
-        raise InputError(f"{looked} being called with an activation of three dimensions, found {ran.hidden.dim()}")
+        raise InputError(f"{expected} being called with an activation of three dimensions, found {ran.hidden.dim()}")
     if not isinstance(first, torch.Tensor) or first.shape != ran.hidden.shape:
         raise InputError(
-            f"{looked} returning an activation of shape {tuple(ran.hidden.shape)}, found {type(ran.output).__name__}"
+            f"{expected} returning an activation of shape {tuple(ran.hidden.shape)}, found {type(ran.output).__name__}"
         )
