@@ -109,8 +109,9 @@ class AggregationSettings:
     clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
     clip_ratio: Annotated[float, Ge(AUTOMATIC)] = AUTOMATIC
-    """The same, as a multiple of the median norm of the round; 0: off; -1: automatic, which is 1 for three updates and
-    more (as a facility that moves further than half of the others counts no more than them), else off."""
+    """Steps longer than this multiple of the round's median norm are scaled down to it; 0: off; -1: automatic, which is
+    1 for three updates and more (a facility that moves further than half of the others then counts no more than they
+    do), else off."""
     maximum_share: Share = 0.5
     """Largest share of the mean that one of three or more facilities may have; the excess goes to the others in
     proportion. 0.5: none outweighs all others together; 1: off."""
@@ -127,7 +128,7 @@ class AggregationSettings:
     include: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are federated; none: all."""
     exclude: list[Pattern] = field(default_factory=list)
-    """Glob patterns of the tensors that are not: they stay as in the base model, and personal at each facility."""
+    """Glob patterns of tensors that are not averaged: they stay as in the base model, and personal at each facility."""
     batch_norm: Literal["averaged", "personal"] = "averaged"
     """Running statistics of batch normalisation: their mean whatever the server optimizer, or each facility's own,
     which never leave it (Andreux et al. 2020, arXiv 2008.07424)."""

@@ -94,9 +94,9 @@ class EvenSettings:
     end: one that left its queue early takes more steps, one that was held there fewer (`coordinator.steps.elastic`).
     With both an update weighs by its tokens over the work of all rounds (`coordinator.rounds.participation`)."""
     least_steps: Annotated[float, Gt(0), Le(1)] = 0.25
-    """With `auto` and `elastic`: the fewest, as a share of a facility's `training.steps`."""
+    """With `steps: auto` and `elastic`: fewest steps of a round, as a share of a facility's `training.steps`."""
     most_steps: Annotated[float, Ge(1)] = 4.0
-    """With `auto` and `elastic`: the most, as a multiple of them."""
+    """With `steps: auto` and `elastic`: most steps of a round, as a multiple of a facility's `training.steps`."""
 
     def bounds(self, steps: int) -> tuple[int, int]:
         """Fewest and most for a facility whose settings ask for `steps`."""

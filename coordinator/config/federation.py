@@ -104,9 +104,9 @@ class FederationFile(RoundSettings):
     training: TrainingSettings = field(default_factory=TrainingSettings)
     """What every facility does in a round; an entry of `facilities:` may change any key of it."""
     title: Line = ""
-    """Of the publication; default: the name."""
+    """Title of the publication; default: the name."""
     license: Line = ""
-    """Of the published model, as an SPDX identifier such as `apache-2.0`."""
+    """License of the published model, as an SPDX identifier such as `apache-2.0`."""
     creators: list[Creator] = field(default_factory=list)
     """Who is to be cited."""
     funding: list[Line] = field(default_factory=list)
@@ -118,7 +118,7 @@ class FederationFile(RoundSettings):
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     """Which program trains at the facilities: CrossFed's own, or a module of yours that keeps its contract."""
     seed: NonNegative[int] = 0
-    """Each facility derives its own from it, its name and the round."""
+    """Seed of the federation; each facility derives its own from it, its name and the round."""
     archive: Line = ""
     """Directory that outlives the run, relative to the file; default `../.crossfed/<name>/archive`."""
     progress_seconds: NonNegative[int] = 5

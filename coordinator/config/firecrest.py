@@ -25,7 +25,7 @@ class FirecrestAccess:
     """FirecREST, version 2, and the OpenID Connect client by which we are let in."""
 
     url: Line = ""
-    """Its address with the version's path, such as `https://api.cscs.ch/hpc/firecrest/v2`. Empty: not used."""
+    """Address of FirecREST with the version's path, such as `https://api.cscs.ch/hpc/firecrest/v2`. Empty: not used."""
     system: Line = ""
     """The cluster's name there; `crossfed check` lists them when it is wrong."""
     token_url: Line = ""

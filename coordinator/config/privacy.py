@@ -26,7 +26,7 @@ class PrivacySettings:
     """The coordinator learns the weighted sum of the updates and no single one. Needs three facilities or more,
     `training.signing_key`, `aggregation.allowed_signers` and `privacy.peer_signers`."""
     bits: Literal[16, 32] = 16
-    """Of each value that is sent: 16 are the bytes of bfloat16, 32 lose next to nothing."""
+    """Bits of each value that is sent: 16 are the bytes of bfloat16, 32 lose next to nothing."""
     threshold: Literal["auto"] | Annotated[int, Ge(2)] = "auto"
     """Facilities that must answer for the masks of a round to come off; any others may be lost at any time. More than
     half of all; auto: the least."""

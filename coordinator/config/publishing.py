@@ -17,7 +17,7 @@ class Creator:
     """One person."""
 
     name: Line
-    """As it is to be cited."""
+    """Name as it is to be cited."""
     orcid: Line = ""
     """Sixteen digits in four groups, such as 0000-0002-1825-0097."""
     affiliation: Line = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,15 @@ from tests.conftest import ROOT
 def test_every_key_is_documented():
     assert [key.path for key in keys() if not key.text] == []
     assert len({key.path for key in keys()}) == len(list(keys())) > 150
+
+
+def test_the_text_of_a_key_is_understood_without_the_key_before_it():
+    """`crossfed explain KEY` and an editor show one text alone."""
+    refers = re.compile(
+        r"(The same|Those|These|Its|It|They|That|As it|Of|Each \w+ derives)\b|[^.;]*\b(multiple of them|are not:)"
+    )
+    assert [key.path for key in keys() if refers.match(" ".join(key.text.split()))] == []
+    assert refers.match("The same, as a multiple") and refers.match("With `auto`: the most, as a multiple of them.")
 
 
 def test_a_key_is_explained_by_what_is_declared():

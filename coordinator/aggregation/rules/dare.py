@@ -28,7 +28,7 @@ DECLARATION = AggregationRule(
         Parameter(
             name="density", default=0.2, above=0, at_most=1, text="Share of each update that ties and dare keep."
         ),
-        Parameter(name="seed", default=0, text="Of dare's random choice, mixed with round, facility and tensor."),
+        Parameter(name="seed", default=0, text="Seed of dare's random choice, mixed with round, facility and tensor."),
     ),
     lengthens=True,
 )

@@ -30,7 +30,7 @@ DECLARATION = ServerOptimizer(
             default=0.5,
             at_least=0,
             below=1,
-            text="Of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
+            text="Weight of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
         ),
         Parameter(name="tau", default=0.001, above=0, text="Adaptivity floor of fedadam, fedyogi and fedadagrad."),
     ),

@@ -36,7 +36,7 @@ DECLARATION = ServerOptimizer(
             default=0.8,
             at_least=0,
             below=1,
-            text="Of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
+            text="Weight of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
         ),
         Parameter(
             name="momentum_warmup",

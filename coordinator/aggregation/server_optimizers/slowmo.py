@@ -30,7 +30,7 @@ DECLARATION = ServerOptimizer(
             default=0.9,
             at_least=0,
             below=1,
-            text="Of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
+            text="Weight of the steps of earlier rounds; beta1 of fedadam, fedyogi and fedadagrad.",
         ),
         Parameter(
             name="slowmo_learning_rate",

@@ -96,7 +96,7 @@ class TrainingSettings:
     """Share of the values that `sparse` sends each round, in 1 + 4 x this many bits a value; the rest is kept, trained
     on and sent later. The default harms nothing measurable in 10 rounds, 0.35 nothing in 30."""
     unsent_share: ShareOrNone = 0.0
-    """Of what `sparseloco` has not sent, the share that training begins with beside the received model; 0: as
+    """Share of what `sparseloco` has not sent that training begins with beside the received model; 0: none, as
     published. With two facilities and up to 2.6 million parameters 0.25 gave 2 to 7 % lower perplexity after a hundred
     rounds; with 11 million, and with four facilities, it gave a higher one (tests/bench/README.md)."""
     keep_optimizer: bool = True
@@ -300,7 +300,7 @@ class FacilitySettings:
     include: list[Pattern] = field(default_factory=list)
     """Glob patterns of the tensors that are federated (`aggregation.include`); none: all."""
     exclude: list[Pattern] = field(default_factory=list)
-    """Glob patterns of the tensors that are not: they stay personal to this facility and never travel."""
+    """Glob patterns of tensors that are not averaged: they stay personal to this facility and never travel."""
     evaluation: FacilityEvaluation = field(default_factory=FacilityEvaluation)
     """Tasks to evaluate the received model on, and data that nobody trains on."""
     dataset_card: bool = False
