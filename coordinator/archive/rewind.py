@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, ROUND, Archive, RoundFile
@@ -18,6 +19,8 @@ ASIDE = "rewound-"
 """Begins the names of folders with rounds that were set aside."""
 AGAIN = "begun again by crossfed rewind"
 """Begins what a round's file says of it."""
+MOVING = "moving"
+"""Key of the note of a rewind whose rounds are not all set aside yet."""
 STATELESS = "from its half-precision model and a fresh server optimizer"
 """Of a round whose float32 master and server optimizer's tensors were gone."""
 
@@ -29,7 +32,9 @@ def rewind(archive: Archive, to: int) -> Path:
     The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that
     round `to` starts from was pruned or is damaged itself.
     """
-    done = archive.rounds()
+    completed, done = finish(archive), archive.rounds()
+    if completed and to == len(done):  # the same command again
+        return archive.path / str(archive.read_note(REWOUND)["aside"])
     if not 0 <= to < len(done):
         raise InputError(f"cannot go back to round {to}: {archive.path} holds rounds {_span(done)}")
     model = archive.model_for(to)
@@ -42,21 +47,40 @@ def rewind(archive: Archive, to: int) -> Path:
     aside = archive.path / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S')}"
     while aside.exists():  # the second within a second
         aside = aside.with_name(f"{aside.name}-again")
-    aside.mkdir()
-    undone = _readable(archive, done[to:])
-    _keep_changes(archive, to, undone)
-    _set_updates_aside(archive, undone, aside)
     before = archive.read_note(REWOUND)  # there until a round is complete: of a rewind just before this one
     gone = len(done) - to + (int(before.get("gone", 0)) if before.get("round") == len(done) else 0)
-    archive.write_note(REWOUND, {"round": to, "stateless": stateless(archive, to), "gone": gone})
-    for number in reversed(done[to:]):  # the last first: killed in between, the archive has no gap
+    note = {"round": to, "stateless": stateless(archive, to), "gone": gone, "aside": aside.name}
+    archive.write_note(REWOUND, note | {MOVING: True})
+    _set_aside(archive, note)
+    return aside
+
+
+def finish(archive: Archive) -> str:
+    """Complete a rewind that was killed: what it left of the rounds has no state to go on from. '': none was."""
+    note = archive.read_note(REWOUND)
+    if not note.pop(MOVING, False):
+        return ""
+    _set_aside(archive, note)
+    return f"crossfed rewind --to {note['round']} was interrupted, and is completed now"
+
+
+def _set_aside(archive: Archive, note: dict[str, Any]) -> None:
+    """Move the rounds that the note of a rewind says, or those that are left of them."""
+    to, aside = int(note["round"]), archive.path / str(note["aside"])
+    aside.mkdir(exist_ok=True)
+    left = archive.rounds()[to:]
+    moved = sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name)))
+    undone = [*_readable(archive, left), *_readable(Archive(aside), moved)]
+    _keep_changes(archive, to, undone)
+    _set_updates_aside(archive, undone, aside)
+    for number in reversed(left):  # the last first: killed in between, the archive has no gap
         archive.round_directory(number).rename(aside / archive.round_directory(number).name)
     for name in ("stopped", "attempts", "evaluation", "comparison", "reopened"):
         archive.drop_note(name)
     archive.write_history()
     Journal(archive.path).append("rewound", time=time.time(), round=to)
     fsync_directory(archive.path)
-    return aside
+    archive.write_note(REWOUND, note)
 
 
 def _readable(archive: Archive, numbers: list[int]) -> list[RoundFile]:

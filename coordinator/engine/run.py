@@ -22,6 +22,7 @@ from rich.table import Table
 from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
+from coordinator.archive.rewind import finish
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
 from coordinator.certificates import certificates_watched
@@ -67,6 +68,8 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with only_run(federation) as locks:
+        if said := finish(archive):
+            console.print(said, markup=False, highlight=False)
         # Not before: a run that is under way reads the rendered files in every round.
         _show_changes(federation, archive, console, accepted=accepted)
         cancel_left(federation, console)

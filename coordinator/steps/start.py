@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.rewind import tell_rewinds
+from coordinator.archive.rewind import finish, tell_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.config.closing import carries
@@ -54,6 +54,8 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
         )
     archive.begin(model, settings.federation)
     archive.clean()
+    if said := finish(archive):
+        log.warning(said)
     archive.drop_note("stopped")
     changes = take_over(archive, settings.described)
     for change in changes:
@@ -78,6 +80,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     verify_whole(archive, following)
     tell_rewinds(archive, current, current, *filter(None, [archive.message_for(following)]))
     if goes_on(archive, settings, history):
+        check_state_is_there(archive, following)
         before = archive.read_note(UNDER_WAY)
         interrupted = before.get("round") == following
         ends_anew(archive, settings)
@@ -146,10 +149,22 @@ def verify_whole(archive: Archive, following: int) -> None:
     except ManifestError as error:
         if not following:
             raise
-        raise ManifestError(
-            f"{error}; restore that file from a copy, or go back: `crossfed rewind --to {following - 1}` repeats "
-            f"round {following - 1}, whose updates are asked for again"
-        ) from None
+        raise ManifestError(f"{error}; {way_back(following)}") from None
+
+
+def check_state_is_there(archive: Archive, following: int) -> None:
+    """Raise `ManifestError` when round `following` could not be closed for want of its state, before it is begun."""
+    state = archive.state_for(following)
+    if state is not None and not state.is_dir():
+        raise ManifestError(f"{state} is missing; {way_back(following)}")
+
+
+def way_back(following: int) -> str:
+    """What to do where something that round `following` begins from is damaged."""
+    return (
+        f"restore that file from a copy, or go back: `crossfed rewind --to {following - 1}` repeats round "
+        f"{following - 1}, whose updates are asked for again"
+    )
 
 
 def main() -> int:

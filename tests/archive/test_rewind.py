@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from time import strftime
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,67 @@ def test_facilities_that_were_refused_in_a_round_set_aside_count_in_its_quorum_a
     rewind(archive, 3)
     start(archive, pico_llama, dataclasses.replace(SETTINGS, rounds=5))
     assert discounted(tmp_path / "work", 3) == set()
+
+
+def killed_in_rewind(archive: Archive, to: int, after: int) -> bool:
+    """Whether a kill came in the rewind, which it does before the step `after` that leaves a trace on the disk."""
+    left = [after]
+
+    def counted(original: Any) -> Any:
+        def step(*words: Any, **options: Any) -> Any:
+            if not left[0]:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            return original(*words, **options)
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(Path, "rename"), (Path, "mkdir"), (Archive, "write_note"), (Archive, "drop_note")]:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        for owner, name in [(Archive, "write_history"), (Journal, "append")]:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            rewind(archive, to)
+        except KeyboardInterrupt:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("then", ["start", "rewind"])
+def test_killed_anywhere_a_rewind_is_complete_or_has_not_begun(
+    archive: Archive, tmp_path: Path, pico_llama: Path, then: str
+):
+    """No round is begun from what a rewind left half moved: its state was pruned, its jobs would be for nothing."""
+    (archive.path / COMPARED / "update-of-a").mkdir(parents=True)
+    archive.prune(0)
+    close(archive, 3, changes=["seed: 1 -> 2"])
+    archive.prune(0)
+    seen = set()
+    for after in range(99):
+        copy = Archive(tmp_path / f"copy-{after}")
+        shutil.copytree(archive.path, copy.path)
+        killed = killed_in_rewind(copy, 1, after)
+        if then == "start":
+            start(copy, pico_llama, SETTINGS)
+        elif killed:
+            if copy.read_note("rewound").get("moving") or copy.rounds() != [0]:
+                rewind(copy, 1)
+        seen.add(len(copy.rounds()))
+        (aside,) = [one for one in copy.path.glob("rewound-*") if list(one.glob("round-*"))] or [None]
+        assert copy.rounds() == ([0, 1, 2, 3] if aside is None else [0])
+        if aside is not None:
+            assert sorted(path.name for path in aside.glob("round-*")) == [f"round-{n:04d}" for n in (1, 2, 3)]
+            assert told(copy) == ["seed: 1 -> 2"] and copy.state_for(1) is None
+        if not killed:
+            break
+    assert not killed and after > 10 and seen == ({1, 4} if then == "start" else {1})
+
+
+def test_a_state_that_is_missing_is_told_before_a_round_begins(archive: Archive, pico_llama: Path):
+    shutil.rmtree(archive.round_directory(2) / "state")
+    with pytest.raises(ManifestError, match=r"round-0002/state is missing; .*crossfed rewind --to 2"):
+        start(archive, pico_llama, dataclasses.replace(SETTINGS, rounds=9))
 
 
 HOUR = 3600.0
