@@ -35,6 +35,7 @@ from coordinator.engine.left_jobs import cancel_left
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
+from coordinator.engine.open_files import allow_open_files
 from coordinator.engine.place import RunPlace, login_place, run_place
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
@@ -228,6 +229,7 @@ class Run:
 def _follow(run: Run, live: bool) -> tuple[int, str]:
     """Exit code and reason of the supervised run."""
     federation, archive = run.federation, run.archive
+    allow_open_files()
     notifier = Notifier(federation.name, federation.notify, federation.file.parent)
     recorder = _recorder(federation, run.progress, archive, notifier)
     supervisor = _supervisor(run, recorder)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.engine.kept_logins import kept_logins
+from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import Answers, Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
@@ -235,6 +236,7 @@ class Supervisor:
                 if line:
                     watched.heard = time.monotonic()
                     self.on_line(line.rstrip("\n"))
+                    watched.failed = watched.failed or out_of_files(line)
                 self._probe(watched)
                 self._step_in(process, watched)
             code = process.wait()

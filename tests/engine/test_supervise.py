@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import Queue, read_queues
 from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
 from coordinator.events.event import KINDS, VARIABLE, Event
@@ -99,6 +101,26 @@ def test_a_hanging_run_is_killed_even_when_it_ignores_sigterm(tmp_path: Path):
     assert time.monotonic() - start < 15
     assert code == 1 and "hung" in reason, "a code of the shell's, not of the signal that we sent"
     assert any("no progress" in sentence for sentence in one.said)
+
+
+def test_a_run_that_may_open_no_further_file_is_no_silence(tmp_path: Path):
+    """StreamFlow hangs after it; what a facility says of its own files is no reason."""
+    log = "2026-11-28 06:18:09.494 ERROR    [Errno 24] Too many open files: '/dev/null'"
+    one = supervisor(tmp_path, f"import time; print({log!r}); time.sleep(100)")
+    start = time.monotonic()
+    code, reason = one.run()
+    assert time.monotonic() - start < 30 and len(one.attempts) == 2
+    assert code == 1 and "may open no further file" in reason and "twice in a row" in reason and "ulimit" in reason
+    said = "2026-11-28 06:18:09.494 ERROR    a is left out of the round: [Errno 24] Too many open files"
+    assert out_of_files(log) and not out_of_files(said) and not out_of_files("[Errno 24] Too many open files")
+
+
+def test_as_many_files_as_the_system_lets_this_account_open_are_asked_for():
+    words = "import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (64, 512)); "
+    words += "from coordinator.engine.open_files import allow_open_files; allow_open_files(); allow_open_files(); "
+    words += "import subprocess; subprocess.run(['sh', '-c', 'ulimit -Sn; ulimit -Hn'])"
+    told = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert told.stdout.split() == ["512", "512"]
 
 
 @pytest.mark.slow
