@@ -182,7 +182,7 @@ class ModelFigures:
             return full
         values = self.parameters if changed is None else changed
         density = min(1.0, density * self.parameters / values) if values else density  # a share of all values
-        return round(declared_codec(encoding).message_bytes(values, density))
+        return round(declared_codec(encoding).message_bytes(values, density, self._tensors_of(values)))
 
     def travelling_at_most(self, full: int, encoding: str, density: float, changed: int | None = None) -> int:
         """Most bytes that a message can have, for disks: a lossless one is as large as what changed asks for."""
@@ -191,7 +191,11 @@ class ModelFigures:
         values = self.parameters if changed is None else changed
         if changed is not None and self.parameters:
             full = math.ceil(full * min(1.0, changed / self.parameters))
-        return math.ceil(declared_codec(encoding).most_bytes(values, density, full))
+        return math.ceil(declared_codec(encoding).most_bytes(values, density, full, self._tensors_of(values)))
+
+    def _tensors_of(self, values: int) -> int:
+        """About how many tensors hold so many of the values; 0 where the shapes are not known."""
+        return math.ceil(len(self.shapes) * min(1.0, values / max(1, self.parameters)))
 
 
 def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:

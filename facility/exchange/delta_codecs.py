@@ -22,7 +22,7 @@ Values = NDArray[Any]
 Stored = dict[str, NDArray[Any]]
 LOSSLESS_MOST = 1.05
 """Bytes of a lossless message at most, over those of the model: nothing makes random bits fewer. Of tensors of some
-thousand values and more; of smaller ones the headers weigh more."""
+thousand values and more; `bytes_per_tensor` is for what the headers of smaller ones weigh."""
 FULL = "full"
 """No codec: a whole checkpoint travels."""
 
@@ -35,6 +35,9 @@ class DeltaCodec(Declaration):
     """Of a message, for each value of the model, with the value's part of scales and the like."""
     bytes_per_sent_value: float = 0.0
     """And for each value that is sent, where a codec sends only a share of them (`sparse_density`)."""
+    bytes_per_tensor: float = 200.0
+    """And for each tensor: the header's entries of two fields, and what blocks that are not full take. Of small models
+    most of a message."""
     selects: bool = False
     """Sends the values of largest magnitude only."""
     fading: float = 0.0
@@ -45,13 +48,16 @@ class DeltaCodec(Declaration):
     lossless: bool = False
     """A decoded model has the bits of the one that was encoded; for models alone, of the dtypes of the one before."""
 
-    def message_bytes(self, values: int, density: float) -> float:
-        """Expected bytes of a message for `values` values, a share `density` of them sent."""
-        return values * (self.bytes_per_value + density * self.bytes_per_sent_value)
+    def message_bytes(self, values: int, density: float, tensors: int = 0) -> float:
+        """Expected bytes of a message for `values` values of so many tensors, a share `density` of them sent."""
+        each = self.bytes_per_value + density * self.bytes_per_sent_value
+        return values * each + tensors * self.bytes_per_tensor
 
-    def most_bytes(self, values: int, density: float, full: int) -> float:
+    def most_bytes(self, values: int, density: float, full: int, tensors: int = 0) -> float:
         """Most bytes of a message for a checkpoint of `full` bytes (lossless codecs: if all values change)."""
-        return full * LOSSLESS_MOST if self.lossless else self.message_bytes(values, density)
+        if self.lossless:
+            return full * LOSSLESS_MOST + tensors * self.bytes_per_tensor
+        return self.message_bytes(values, density, tensors)
 
 
 @dataclass(frozen=True, kw_only=True)

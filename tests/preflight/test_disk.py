@@ -181,6 +181,11 @@ E, B = 256, 2 * 384
 HEADLESS = Patterns(exclude=("model.embed_tokens.*",))
 
 
+def headers(values: int) -> int:
+    """Bytes beside these of `HELD`'s values in a message of `delta-int8`: 210 a tensor, by their share of values."""
+    return 210 * math.ceil(3 * values / P)
+
+
 def test_what_stays_at_its_facility_is_there_in_float32_for_three_rounds_and_in_no_update():
     """By the files of a third round: tests/rounds/test_personal.py."""
     plain, own = TrainingSettings(), facility_disk(HELD, TrainingSettings(), federated=HEADLESS)
@@ -190,7 +195,7 @@ def test_what_stays_at_its_facility_is_there_in_float32_for_three_rounds_and_in_
     assert own.parts == facility_disk(HELD, plain).parts | more
     # Either the update with them and without, or that without and its message with what that leaves.
     encoded = TrainingSettings(encoding="delta-int8", export_dtype="float32")
-    parts, message = facility_disk(HELD, encoded, federated=HEADLESS).parts, B + 4 * B // 256
+    parts, message = facility_disk(HELD, encoded, federated=HEADLESS).parts, B + 4 * B // 256 + headers(B)
     assert parts["update"] == 4 * B and parts["its encoded form"] == message and parts["residuals"] == 2 * 4 * B
     assert parts["with its own tensors"] + message + 4 * B == max(4 * (B + E), message + 4 * B)
     coordinator = coordinator_disk(HELD, {"a": plain}, rule="mean", rounds=5, keep_rounds=2, federated=HEADLESS)
@@ -207,10 +212,13 @@ def test_frozen_tensors_have_no_state_and_are_in_no_message_but_in_whole_updates
     parts = facility_disk(HELD, frozen).parts
     assert parts["optimizer state"] == 8 * E and parts["state of a round that ends or pauses"] == 20 * E
     parts = facility_disk(HELD, encoded, "delta-int8").parts
-    assert parts["its encoded form"] == parts["a model's encoded form"] == E + 4 and parts["residuals"] == 8 * E
+    assert (
+        parts["its encoded form"] == parts["a model's encoded form"] == E + 4 + headers(E)
+        and parts["residuals"] == 8 * E
+    )
     sending = SendingSettings(encoding="delta-int8")
     row = check_link(Facility(name="a", dataset="/d", training=encoded), Deployment(), HELD, sending)
-    assert f"{E + 4} B there and {E + 4} B back a round" in row.found, row
+    assert f"{E + 4 + headers(E)} B there and {E + 4 + headers(E)} B back a round" in row.found, row
     # Another facility trains what this one does not, so that models that are sent differ in all of it.
     other = dataclasses.replace(encoded, freeze=["model.embed*"])
     assert HELD.changed(encoded, other) == E + B
@@ -220,7 +228,7 @@ def test_frozen_tensors_have_no_state_and_are_in_no_message_but_in_whole_updates
         ]
         for updates in ({"a": encoded}, {"a": encoded, "b": other})
     ]
-    assert messages == [3 * (E + 4), 3 * (E + B + 4 * (E + B) // 256)]
+    assert messages == [3 * (E + 4 + headers(E)), 3 * (E + B + 4 * (E + B) // 256 + headers(E + B))]
 
 
 def test_adapters_travel_whole_in_any_encoding_and_a_model_that_is_sent_differs_in_them_alone():
@@ -233,7 +241,7 @@ def test_adapters_travel_whole_in_any_encoding_and_a_model_that_is_sent_differs_
     )
     sending, options = SendingSettings(encoding="delta-int8"), {"rule": "mean", "rounds": 5, "keep_rounds": 2}
     row = check_link(Facility(name="a", dataset="/d", training=lora), Deployment(), HELD, sending)
-    message = round(adapters * (1 + 4 / 256))
+    message = round(adapters * (1 + 4 / 256)) + headers(adapters)
     assert f"{message} B there and {2 * adapters} B back a round" in row.found, row
     parts = coordinator_disk(HELD, {"a": encoded}, links=True, sending=sending, **options).parts
     assert parts[IN_FLIGHT] == 4 * adapters

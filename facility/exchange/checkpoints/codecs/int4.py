@@ -19,6 +19,7 @@ DECLARATION = DeltaCodec(
     summary="blocks of 64 values, each a whole number from -8 to 7 times the block's scale",
     implementation="CODEC",
     bytes_per_value=0.53125,
+    bytes_per_tensor=210.0,
 )
 
 BLOCK = 64

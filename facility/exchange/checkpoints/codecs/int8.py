@@ -18,6 +18,7 @@ DECLARATION = DeltaCodec(
     citation="Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022 (arXiv 2110.02861)",
     implementation="CODEC",
     bytes_per_value=1.015625,
+    bytes_per_tensor=210.0,
 )
 
 BLOCK = 256

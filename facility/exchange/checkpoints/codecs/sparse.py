@@ -23,6 +23,7 @@ DECLARATION = DeltaCodec(
     implementation="CODEC",
     parameters=("sparse_density",),
     bytes_per_value=0.125,
+    bytes_per_tensor=340.0,
     bytes_per_sent_value=0.5,
     selects=True,
 )

@@ -30,6 +30,7 @@ DECLARATION = DeltaCodec(
     citation="SparseLoCo, 2025, arXiv 2508.15706",
     implementation="CODEC",
     bytes_per_value=0.0263671875,
+    bytes_per_tensor=250.0,
     fading=0.95,
     least_rounds=100,
 )
