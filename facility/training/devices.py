@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import platform
 import socket
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 import torch
 
@@ -66,29 +66,50 @@ def free_bytes(device: torch.device, local_world: int) -> float:
 
 
 def free_host_bytes(root: Path = Path("/")) -> float:
-    """Memory that the kernel can give, within the job's cgroup limit; page cache of the job counts as free."""
+    """Memory that the kernel can give, within the limits of the job's cgroups; page cache of the job counts as free.
+
+    Slurm and the like limit a cgroup above the process's own (job_N of job_N/step_0/user/task_0): all are asked.
+    """
     available = _available_bytes(root)
-    for folder, limit, used in (
-        ("sys/fs/cgroup", "memory.max", "memory.current"),
-        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+    for folder, limit, used in _cgroups(root):
         try:
-            found = (root / folder / limit).read_text(encoding="utf-8").strip()
+            found = (folder / limit).read_text(encoding="utf-8").strip()
             if found != "max":
-                occupied = float((root / folder / used).read_text(encoding="utf-8")) - _page_cache(root / folder)
+                occupied = float((folder / used).read_text(encoding="utf-8")) - _page_cache(folder)
                 available = min(available, max(0.0, float(found) - occupied))
         except (OSError, ValueError):
             continue
     return available
 
 
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """Directories of the cgroups that this process is in, from its own to the topmost, and their files of the limit
+    and of what is used: of version 2 (`0::/path` in /proc/self/cgroup) and of version 1's memory controller."""
+    mounts = {"": ("sys/fs/cgroup", "memory.max", "memory.current")}
+    mounts["memory"] = ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
+    try:
+        lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    paths = dict.fromkeys(mounts, PurePosixPath())
+    for line in lines:
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
+        for controller in controllers.split(","):
+            if controller in paths and ".." not in path.split("/"):
+                paths[controller] = PurePosixPath(path.lstrip("/"))
+    for controller, (mount, limit, used) in mounts.items():
+        for group in (paths[controller], *paths[controller].parents):
+            yield root / mount / group, limit, used
+
+
 def _page_cache(folder: Path) -> float:
-    """Bytes of files that the cgroup holds in memory and the kernel may drop."""
+    """Bytes of files that the cgroup and those below it hold in memory and the kernel may drop."""
     try:
         figures = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
     except (OSError, ValueError):
         return 0.0
-    return sum(float(figures.get(name, 0)) for name in ("inactive_file", "active_file"))
+    # Version 1 counts those below under names of their own; version 2 always does.
+    return sum(float(figures.get(f"total_{name}", figures.get(name, 0))) for name in ("inactive_file", "active_file"))
 
 
 def _available_bytes(root: Path) -> float:

@@ -38,6 +38,48 @@ def test_free_memory_is_the_kernel_s_within_the_job_s_limit(tmp_path: Path, host
     assert devices.free_host_bytes(write_host(tmp_path / "root", **host)) == expected
 
 
+def write_group(folder: Path, names: tuple[str, str], limit: str, used: int, stat: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in zip((*names, "memory.stat"), (limit, str(used), stat), strict=True):
+        (folder / name).write_text(f"{value}\n")
+
+
+def test_a_jobs_limit_stands_above_the_cgroup_of_its_task(tmp_path: Path):
+    """Slurm limits job_N, whose task finds no limit at its own cgroup, nor at the mount's top: the node's memory was
+    taken for the job's."""
+    root = write_host(tmp_path / "2", available=8 << 30)
+    (root / "proc/self").mkdir()
+    job = "system.slice/slurmstepd.scope/job_7"
+    (root / "proc/self/cgroup").write_text(f"0::/{job}/step_0/user/task_0\n")
+    assert devices.free_host_bytes(root) == 8 << 30
+    top = root / "sys/fs/cgroup"
+    files = ("memory.max", "memory.current")
+    write_group(top / job / "step_0/user/task_0", files, "max", 0, "")
+    write_group(top / job, files, str(4 << 30), 2 << 30, f"inactive_file {1 << 30}")
+    assert devices.free_host_bytes(root) == 3 << 30
+
+
+def test_version_1_keeps_its_limits_and_counts_elsewhere(tmp_path: Path):
+    """`inactive_file` is there of the cgroup's own processes alone, which a job's has none of."""
+    root = write_host(tmp_path / "1", available=8 << 30)
+    (root / "proc/self").mkdir()
+    lines = ["5:cpuset:/slurm/uid_1/job_7", "4:memory:/slurm/uid_1/job_7/step_0/task_0", "0::/"]
+    (root / "proc/self/cgroup").write_text("\n".join(lines))
+    top = root / "sys/fs/cgroup/memory"
+    files = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    write_group(top, files, str(2**63 - 4096), 0, "")
+    stat = f"inactive_file 0\nactive_file 0\ntotal_inactive_file {1 << 30}\ntotal_active_file {1 << 29}"
+    write_group(top / "slurm/uid_1/job_7", files, str(4 << 30), 2 << 30, stat)
+    assert devices.free_host_bytes(root) == (3 << 30) + (1 << 29)
+
+
+def test_a_cgroup_outside_of_what_is_mounted_has_no_say(tmp_path: Path):
+    root = write_host(tmp_path / "c", available=8 << 30, limit=str(4 << 30), used=1 << 30)
+    (root / "proc/self").mkdir()
+    (root / "proc/self/cgroup").write_text("0::/../../job_7\n")
+    assert devices.free_host_bytes(root) == 3 << 30
+
+
 def test_trainer_and_planner_agree(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(devices, "free_host_bytes", lambda: 12e9)
     cpu = torch.device("cpu")
