@@ -32,6 +32,7 @@ from coordinator.config.compatibility import (
 )
 from coordinator.config.deployments import Deployment, Kind
 from coordinator.config.evaluation import EvaluationPlan
+from coordinator.config.facility_names import check_names
 from coordinator.config.groups import KEY as GROUPS
 from coordinator.config.groups import without_groups
 from coordinator.config.masked_moments import obstacle
@@ -52,7 +53,6 @@ from coordinator.config.settings import RoundSettings
 from coordinator.config.sparse_updates import are_sparse, check_rounds, for_sparse_updates, sending_of
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.comparison import GLOBAL
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
@@ -143,20 +143,7 @@ class FederationFile(RoundSettings):
                 "(the number of facilities)"
             )
         check_evaluation(self.evaluation, [one.name for one in self.facilities])
-        seen: set[str] = set()
-        for number, facility in enumerate(self.facilities):
-            if facility.name.lower() == GLOBAL:
-                raise ConfigurationError(
-                    f"facility {facility.name!r} has the name under which curves and tables show the global model; "
-                    "choose another",
-                    key=f"facilities[{number}].name",
-                )
-            if facility.name.lower() in seen:
-                raise ConfigurationError(
-                    f"facility {facility.name!r} is listed twice; names must differ (case does not count)",
-                    key=f"facilities[{number}].name",
-                )
-            seen.add(facility.name.lower())
+        check_names([one.name for one in self.facilities])
 
 
 @validated(frozen=True, kw_only=True)

@@ -88,7 +88,7 @@ class PatientLogin:
         """When each file that a renewal changes was written; 0: it does not exist."""
         paths = [Path(name).expanduser() for file in self.files for name in (file, f"{file}-cert.pub")]
         if folder := os.environ.get(LOGINS):
-            paths.append(Path(folder, self.facility.removesuffix("-ssh")))
+            paths += [Path(folder, self.facility), Path(folder, self.facility.removesuffix("-ssh"))]
         return [_changed(path) for path in paths]
 
     def _tell(self, host: str, error: Exception) -> None:

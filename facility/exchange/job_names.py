@@ -6,10 +6,17 @@ from facility.exchange.messages.ahead import SUFFIX
 
 
 def job_name(federation: str, facility: str) -> str:
-    """Name of the job of a round."""
-    return f"crossfed-{federation}-{facility}"
+    """Name of the job of a round: `crossfed-FEDERATION-FACILITY`, with every hyphen of the federation's name doubled.
+
+    So no two pairs have one name: `heron-nest` at `alpha` is `crossfed-heron--nest-alpha`, `heron` at `nest-alpha` is
+    `crossfed-heron-nest-alpha`, and a facility's name begins with no hyphen.
+    """
+    return f"crossfed-{federation.replace('-', '--')}-{facility}"
 
 
 def waiting_name(of_round: str) -> str:
-    """Name of the job that waits for a round; `of_round`: the name of the round's own job."""
+    """Name of the job that waits for a round; `of_round`: the name of the round's own job.
+
+    A facility `alpha-ahead` of the same federation would have it too: `coordinator.config.ahead` rejects that.
+    """
     return f"{of_round}{SUFFIX}"

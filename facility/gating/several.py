@@ -17,7 +17,6 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.paths import resolve
-from facility.exchange.job_names import job_name, waiting_name
 from facility.gating.policy import STATE, Policy, named_places, read_policy
 
 NAME = "policy.yml"
@@ -34,11 +33,6 @@ class Gate:
     @property
     def state(self) -> Path:
         return self.file.resolve().parent / STATE
-
-    def job_names(self) -> set[str]:
-        """By which its coordinator asks for jobs of this account, and cancels them."""
-        names = {job_name(federation, self.policy.facility) for federation in self.policy.federations}
-        return names | {waiting_name(name) for name in names}
 
     def places(self) -> Iterator[tuple[str, Path]]:
         """What its coordinator, or its jobs, rely on, by a word each."""
@@ -82,8 +76,6 @@ def common(one: Gate, other: Gate) -> str:
     for name in ("federations", "keys"):
         if both := sorted(set(getattr(one.policy, name)) & set(getattr(other.policy, name))):
             return f"{name} {', '.join(both)} would come in by two gates"
-    if both := sorted(one.job_names() & other.job_names()):
-        return f"jobs called {', '.join(both)} would be of two gates (crossfed-FEDERATION-FACILITY): rename a facility"
     for mine, others in ((one, other), (other, one)):
         for what, path in others.places():
             if path.resolve().is_relative_to(mine.policy.place):

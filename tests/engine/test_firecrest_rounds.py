@@ -15,6 +15,7 @@ from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.job_names import job_name
 from tests.engine.engines import BIN, crossfed
 from tests.federations import write_federation
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
@@ -66,7 +67,7 @@ def test_two_rounds_with_a_facility_behind_firecrest(tmp_path: Path):
         assert [row["status"] for entry in data["rounds"] for row in entry["facilities"]] == ["ok"] * 2, said
         assert server.submissions == 2, "a job a round, none twice"
         ours = [job for job in server.jobs.values() if job.process is not None]
-        assert {job.name for job in ours} == {f"crossfed-{read_federation(path).name}-b"}
+        assert {job.name for job in ours} == {job_name(read_federation(path).name, "b")}
         assert all(job.output.endswith("/crossfed-job.log") for job in ours)
         assert "b queued as job" in said and "b has left the queue" in said
     logs = (tmp_path / "engine").rglob("*.log")

@@ -48,21 +48,6 @@ def verdict(
 COMMON = {
     "a federation": ({}, {"federations": ["ibis", "heron"]}, "federations heron would come in by two gates"),
     "a key": ({}, {"keys": [f"SHA256:{'a' * 43}"]}, "keys SHA256:a.* would come in by two gates"),
-    "a job's name": (
-        {"federations": ["heron-nest"], "facility": "alpha"},
-        {"federations": ["heron"], "facility": "nest-alpha"},
-        "jobs called crossfed-heron-nest-alpha, crossfed-heron-nest-alpha-ahead would be of two gates",
-    ),
-    "the name of a job that waits": (
-        {"facility": "alpha-ahead"},
-        {"federations": ["heron-alpha"], "facility": "ahead"},
-        "jobs called crossfed-heron-alpha-ahead, .* would be of two gates",
-    ),
-    "a job and one that waits": (
-        {"federations": ["b"], "facility": "c"},
-        {"federations": ["b-c"], "facility": "ahead"},
-        "jobs called crossfed-b-c-ahead would be of two gates",
-    ),
     "a workdir": ({}, {"workdir": "PLACE/heron-work/below"}, "the workdir of the other"),
     "a workdir around another": ({"workdir": "PLACE/ibis-work/below"}, {}, "the workdir of the other"),
     "signers": ({"coordinators": "PLACE/ibis-work/signers"}, {}, "signers .coordinators of one gate. lies in"),
