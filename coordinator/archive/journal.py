@@ -98,7 +98,7 @@ class Journal:
         except OSError:
             return []
         found = _on_one_clock([entry for line in lines if (entry := _entry(line)) is not None])
-        return sorted(found, key=lambda entry: entry.time)
+        return sorted(_in_order(found), key=lambda entry: entry.time)
 
 
 def _on_one_clock(found: Sequence[Entry]) -> list[Entry]:
@@ -116,6 +116,21 @@ def _on_one_clock(found: Sequence[Entry]) -> list[Entry]:
         if entry.kind == "waited" and place:
             shifts[place] = shifts[place - 1]
     return [replace(entry, time=entry.time + by) if by else entry for entry, by in zip(found, shifts, strict=True)]
+
+
+def _in_order(found: Sequence[Entry]) -> list[Entry]:
+    """The entries of one facility in the order of their lines where a small step of the clock set them back: what
+    comes later is not earlier. What is behind by more than such a step is a line that is late."""
+    latest: dict[str, float] = {}
+    ordered = []
+    for entry in found:
+        before = latest.get(entry.facility, -math.inf)
+        if entry.kind != "waited":
+            if before - LATE_SECONDS <= entry.time < before:
+                entry = replace(entry, time=before)
+            latest[entry.facility] = max(before, entry.time)
+        ordered.append(entry)
+    return ordered
 
 
 def standing(entries: Iterable[Entry]) -> list[Entry]:

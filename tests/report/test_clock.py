@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.archive.journal import Journal
+from coordinator.planning.pace import queue_waits
 from coordinator.report.timeline import segments, totals
 
 
@@ -28,6 +29,25 @@ def test_a_clock_that_is_set_back_between_rounds_or_within_one_costs_no_time_of_
             assert [(sums[one]["train"], sums[one]["wait"]) for one in sums] == [(200.0, 98.0), (280.0, 18.0)]
         else:  # how long the jobs took that ran while it was set is not known
             assert [sums[one]["wait"] for one in sums] == [98.0, 18.0]
+
+
+@pytest.mark.parametrize("back", [0.5, 5.0, 9.9])
+@pytest.mark.parametrize("place", range(1, 5))
+def test_a_small_step_of_the_clock_changes_no_order(tmp_path: Path, back: float, place: int):
+    """As of a time server: too small to be told from a late line, but a job is in its queue before it begins."""
+    journal = Journal(tmp_path)
+    kinds = ("queued", "started", "stage", "trained", "verified")
+    for number in range(2):
+        for at, kind in enumerate(kinds):
+            behind = back if (number, at) >= (0, place) else 0.0
+            detail = {"stage": "training"} if kind == "stage" else {}
+            journal.append(kind, time=1e9 + 20 * number + 4 * at - behind, facility="a", round=number, **detail)
+            journal.append("averaging", time=1e9 + 20 * number + 4 * at - behind, round=number)
+    own = [one for one in journal.read() if one.facility]
+    assert [one.kind for one in own] == [*kinds, *kinds]
+    wait = queue_waits(journal.read())["a"]
+    assert 0 <= wait <= 4 + 1e-3, "the median of two jobs, of which the clock hides one's at most"
+    assert sum(one.seconds for one in segments(own, {}) if one.kind == "queue") <= 8 + 1e-3
 
 
 def test_a_line_that_is_late_stays_where_its_time_is(tmp_path: Path):
