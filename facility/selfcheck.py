@@ -19,6 +19,7 @@ from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
+from facility.exchange.files.storage import naming
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
@@ -51,7 +52,8 @@ def material(folder: Path, ranks: int) -> None:
         max_position_embeddings=32,
     )
     disable_progress_bar()
-    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    with naming(folder):
+        LlamaForCausalLM(config).save_pretrained(folder / "model")
     write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
     data, splits = folder / "data", {}
     data.mkdir()

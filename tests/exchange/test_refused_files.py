@@ -10,8 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from coordinator.archive.journal import Journal
+from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import append_lines, new_directory, write_bytes
@@ -59,6 +63,25 @@ def test_a_directory_within_a_directory_is_named(small_files: None, tmp_path: Pa
             os.pwrite(file.fileno(), b"x", LIMIT)
     assert sentence(caught.value).startswith(f"{tmp_path}/round-0001/model may not grow so large")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("what", ["tensors", "tokenizer"])
+def test_what_a_library_could_not_write_is_named_too(small_files: None, tmp_path: Path, what: str):
+    """safetensors and tokenizers raise errors of their own, whose text alone has the number."""
+    with pytest.raises(OSError) as caught, new_directory(tmp_path / "model") as folder:
+        if what == "tensors":
+            save_tensors(folder, [("weight", torch.zeros(LIMIT))])
+        else:
+            vocabulary = {f"word-{number}": number for number in range(LIMIT)}
+            Tokenizer(WordLevel(vocabulary, unk_token="word-0")).save(str(folder / "tokenizer.json"))
+    assert sentence(caught.value).startswith(f"{tmp_path}/model may not grow so large")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_errors_of_a_library_stay(tmp_path: Path):
+    for text in ("no such tensor", "I/O error: (os error 28) of another", "broken (os error 32)"):
+        with pytest.raises(RuntimeError, match="of another|broken|tensor"), new_directory(tmp_path / "model"):
+            raise RuntimeError(text)
 
 
 def test_an_error_that_names_a_file_or_is_none_of_the_file_system_s_stays(tmp_path: Path):

@@ -62,15 +62,25 @@ def lasting(path: str) -> str:
     return "/".join(TEMPORARY.sub(r"\1", part) if TEMPORARY.fullmatch(part) else part for part in path.split("/"))
 
 
+OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)\s*$")
+"""How what is written in Rust (safetensors, tokenizers) ends its own errors of a file system."""
+
+
 @contextmanager
 def naming(place: Path) -> Iterator[None]:
-    """What a file system refuses within names `place`, where the error names no file, as those of open files do."""
+    """What a file system refuses within names `place`, where the error names no file, as those of open files do, and
+    is an `OSError`, also where a library raises one of its own."""
     try:
         yield
     except OSError as error:
         if is_storage(error) and not (error.filename or error.filename2):
             error.filename = str(place)
         raise
+    except Exception as error:
+        number = int(found[1]) if (found := OF_A_LIBRARY.search(str(error))) else 0
+        if number not in WORDS:
+            raise
+        raise OSError(number, os.strerror(number), str(place)) from error
 
 
 def unwritable(folders: Sequence[Path]) -> str:
