@@ -11,7 +11,7 @@ import logging
 import re
 import shlex
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -61,6 +61,8 @@ class Queue:
     """How long a job may wait for a reason that no time clears before its round is given up; 0: for ever."""
     ahead: bool = False
     """Jobs may be there ahead of their models, under a name of their own."""
+    federation: str = ""
+    """Its name, as rendered."""
     logins: KeptLogins | None = field(default=None, compare=False, repr=False)
     """Connections that stay open between questions; None: a login for each."""
 
@@ -166,9 +168,15 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
             "only writes it"
         )
     data = yaml.safe_load(streamflow.read_text(encoding="utf-8"))
+    return rendered_queues(data, streamflow.parent, patience, ahead=_ahead(streamflow, data))
+
+
+def rendered_queues(
+    data: dict[str, Any], folder: Path, patience: dict[str, float] | None = None, *, ahead: Collection[str] = ()
+) -> list[Queue]:
+    """The same of the content of a streamflow.yml in `folder`. `ahead`: facilities whose jobs may be there ahead."""
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))
-    ahead = _ahead(streamflow, data)
     found = []
     for binding in _bindings(data):
         target = deployments.get(binding["deployment"], {})
@@ -193,7 +201,8 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
                     api=inner.get("type") == API,
                     job_name=name,
                     ssh=inner.get("config") or {},
-                    directory=streamflow.parent.resolve(),
+                    directory=folder.resolve(),
+                    federation=federation,
                     patience_seconds=(patience or {}).get(facility, 0.0),
                     ahead=facility in ahead,
                 )

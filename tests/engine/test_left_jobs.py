@@ -1,4 +1,4 @@
-"""A facility that leaves after a run that was killed leaves no job behind in its queue."""
+"""A facility that leaves, or moves, after a run that was killed leaves no job behind in its queue."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from rich.console import Console
 
 from coordinator.config.federation import read_federation
 from coordinator.engine.left_jobs import cancel_left
+from coordinator.engine.queues import Queue
 from coordinator.engine.render import write
 from tests.federations import write_federation
 
@@ -61,3 +62,48 @@ def test_its_job_is_cancelled_and_told_and_no_other(tmp_path: Path, monkeypatch:
     calls.write_text("")
     cancel_left(read_federation(file), console)
     assert not calls.read_text(), "what another federation rendered here is none of this one's"
+
+
+@pytest.mark.parametrize(
+    ("at_new", "cancelled", "words"),
+    [
+        ("", ["old"], "cancelled job f7 (RUN) at site, which is reached elsewhere now"),
+        ("f7 RUN urgency=16", [], ""),
+        (None, [], "jobs of it may be left in its queue"),
+    ],
+    ids=["another cluster", "another login node", "no answer"],
+)
+def test_a_facility_that_moved_leaves_no_job_at_its_old_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_new: str | None, cancelled: list[str], words: str
+):
+    """Unless its new login node lists the same job: that is waited for, and its update is used."""
+    file = write_federation(tmp_path, ["site", "other"], rounds=1)
+    described = yaml.safe_load(file.read_text())
+    deployment = {
+        "type": "flux",
+        "host": "old",
+        "workdir": "/w",
+        "template": "flux",
+        "fill": {"bank": "a", "queue": "q"},
+    }
+    described["facilities"][0]["deployment"] = deployment
+    file.write_text(yaml.safe_dump(described))
+    write(read_federation(file))
+    asked: list[tuple[str, str]] = []
+
+    async def login(queue: Queue, command: str) -> tuple[str, int]:
+        host = queue.ssh["nodes"][0]
+        asked.append((host, command))
+        said = {"old": "f7 RUN urgency=16", "new": at_new}[host]
+        return (said, 0) if said is not None else ("flux_open: no broker", 1)
+
+    monkeypatch.setattr("coordinator.engine.queues._login", login)
+    console = Console(file=io.StringIO(), width=200)
+    cancel_left(read_federation(file), console)
+    assert asked == [], "nothing has moved"
+    deployment["host"] = "new"
+    file.write_text(yaml.safe_dump(described))
+    cancel_left(read_federation(file), console)
+    assert [host for host, command in asked if "flux cancel" in command] == cancelled
+    told = console.file.getvalue()
+    assert words in told and bool(words) == bool(told), told
