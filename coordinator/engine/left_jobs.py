@@ -28,7 +28,8 @@ def cancel_left(federation: Federation, console: Console) -> None:
             said = f"cancelled job {job.id} ({job.state}) at {name}, which {_why(federation, name)}"
             console.print(shown(said), markup=False, highlight=False)
     for sentence in found.silent:
-        said = f"{sentence}; it has left the federation or is reached elsewhere now, and jobs of it may be left in its queue"
+        left = "it has left the federation or is reached elsewhere now, and jobs of it may be left in its queue"
+        said = f"{sentence}; {left}"
         console.print(shown(said), markup=False, highlight=False)
 
 

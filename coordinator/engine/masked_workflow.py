@@ -10,6 +10,7 @@ from typing import Any
 from coordinator.config.deployments import FACILITY, Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.masked_moments import masked_moments
+from coordinator.engine.own_files import LOGIN_SUFFIX
 from coordinator.engine.round_workflow import EVALUATE
 from facility.exchange.messages.job_template import fill_template
 from facility.exchange.messages.masking import MaskingSettings
@@ -22,8 +23,6 @@ MASKED = (
     "tools/unmask.cwl",
     "tools/aggregate_masked.cwl",
 )
-LOGIN_SUFFIX = "-login.sh"
-"""After a facility's name: the template of its login node's commands."""
 LOGIN_SERVICE = "login"
 LOGIN = """\
 #!/bin/bash

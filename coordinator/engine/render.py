@@ -27,23 +27,23 @@ from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
 from coordinator.engine.masked_workflow import (
-    LOGIN_SUFFIX,
     MASKED,
     login_target,
     login_template,
     masked_round,
     masking_settings,
 )
+from coordinator.engine.own_files import HEAD, LOGIN_SUFFIX, of_facility, own_files
 from coordinator.engine.round_workflow import round_workflow
 from coordinator.rounds.verification import averages_encoded
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.job_names import job_name
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.exchange.messages.template_inheritance import find_template
 
-HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
 HAND_WRITTEN = (
     "main.cwl",
     "tools/start.cwl",
@@ -87,9 +87,14 @@ def write(federation: Federation) -> list[Path]:
     """Write the rendered files beside federation.yml and the CWL into its folder; returns those that changed.
 
     Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone
-    are removed.
+    are removed. Raises `InputError`, and writes nothing, where a file of a person's own would be replaced.
     """
     root = federation.file.parent.parent
+    if own := replaced(federation):
+        raise InputError(
+            f"{own[0]} was not rendered by CrossFed, and a rendering would replace it: move it away (a template of "
+            "your own to another name), or keep federation.yml in a folder of its own"
+        )
     changed = []
     for name in (*HAND_WRITTEN, *(MASKED if federation.masks else ())):
         target = root / _folder_of_cwl(federation) / name
@@ -106,10 +111,21 @@ def write(federation: Federation) -> list[Path]:
     return changed + _remove_gone(federation)
 
 
+def replaced(federation: Federation) -> list[Path]:
+    """Files of a person's own that a rendering would replace."""
+    root, folder = federation.file.parent.parent, federation.file.parent
+    written = [root / name for name in render(federation)]
+    named = [one.deployment.template for one in federation.facilities if one.deployment.template]
+    templates = {find_template(name, folder).resolve() for name in named}
+    return own_files(written, templates)
+
+
 def _remove_gone(federation: Federation) -> list[Path]:
     """Remove what was rendered for facilities that are gone; returns that. Files of the person's own stay."""
     here, names = federation.file.parent, {one.name for one in federation.facilities}
-    gone = [path for path in sorted((here / "facilities").glob("*.json")) if path.stem not in names and _ours(path)]
+    gone = [
+        path for path in sorted((here / "facilities").glob("*.json")) if path.stem not in names and of_facility(path)
+    ]
     gone += [here / "jobs" / f"{path.stem}{suffix}" for path in tuple(gone) for suffix in (".sh", LOGIN_SUFFIX)]
     gone += [] if federation.masks else [here / "jobs" / f"{name}{LOGIN_SUFFIX}" for name in sorted(names)]
     jobs = {f"{name}.sh" for name in names}  # of a facility `a-login` beside `a`, too
@@ -117,15 +133,6 @@ def _remove_gone(federation: Federation) -> list[Path]:
     for path in found:
         path.unlink()
     return found
-
-
-def _ours(path: Path) -> bool:
-    """Whether a file holds the settings of the facility that it is named by, as `_facility_settings` writes them."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("facility") == path.stem and "federation" in values
 
 
 def _folder_of_cwl(federation: Federation) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.archive.rewind import ASIDE
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
-from coordinator.engine.render import stale
+from coordinator.engine.render import replaced, stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.fitting import ME, check_fitting
@@ -43,6 +43,15 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "rendered files",
                 f"{closed[0]} cannot be written to, and crossfed run renders federation.yml there",
                 "correct its permissions, or move federation.yml to a folder of your own",
+            )
+        )
+    elif own := replaced(federation):
+        rows.append(
+            fail(
+                ME,
+                "rendered files",
+                f"{own[0]} was not rendered by CrossFed, and crossfed run would replace it",
+                "move it away (a template of your own to another name), or keep federation.yml in a folder of its own",
             )
         )
     elif differing:

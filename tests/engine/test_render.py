@@ -16,6 +16,8 @@ from coordinator.cli import app
 from coordinator.config.deployments import federation_of
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import render, stale, write
+from coordinator.preflight.coordinator import check_here
+from facility.exchange.errors import InputError
 from facility.exchange.files import paths
 from facility.exchange.messages.sync import EmulationSettings
 from tests.conftest import ROOT
@@ -50,6 +52,51 @@ def test_of_a_facility_that_is_gone_what_was_rendered_is_removed_and_nothing_els
     assert "b.json (removed:" in result.output
     left = {path.relative_to(file.parent).as_posix() for path in file.parent.glob("*/*")}
     assert {"jobs/mine.sh", "facilities/mine.json", "facilities/a.json"} == left
+
+
+OWN = {
+    "workflow/streamflow.yml": "version: v1.0\n",
+    "workflow/settings.yml": "database: {host: db}\n",
+    "workflow/coordinator.json": "[1]",
+    "workflow/jobs/a.sh": "#!/bin/bash\n",
+    "workflow/facilities/a.json": '{"facility": "a"}',
+    "cwl/round.cwl": "cwlVersion: v1.2\n",
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_file_of_ones_own_is_never_replaced(tmp_path: Path, name: str):
+    file = write_federation(tmp_path, ["a", "b"])
+    described = yaml.safe_load(file.read_text())
+    template = {"type": "slurm", "workdir": "/w", "template": "slurm", "fill": {"account": "x", "partition": "y"}}
+    described["facilities"][0]["deployment"] = template
+    file.write_text(yaml.safe_dump(described))
+    own = tmp_path / name
+    own.parent.mkdir(exist_ok=True)
+    own.write_text(OWN[name])
+    federation = read_federation(file)
+    with pytest.raises(InputError, match=f"{re.escape(name)} was not rendered by CrossFed.*move it away"):
+        write(federation)
+    row = next(row for row in check_here(federation)[0] if row.check == "rendered files")
+    assert row.verdict == "fail" and str(own) in row.found
+    assert own.read_text() == OWN[name] and not [path for path in tmp_path.glob("cwl/tools/*")]
+    own.unlink()
+    assert write(federation) and write(federation) == []
+    (tmp_path / "workflow" / "settings.yml").write_text((tmp_path / "workflow" / "settings.yml").read_text() + "#\n")
+    assert len(write(federation)) == 1, "what was rendered is rendered again"
+
+
+def test_a_template_where_its_rendering_belongs_stays_a_template(tmp_path: Path):
+    """It would be read again with its own placeholders filled, and lose them."""
+    file = write_federation(tmp_path, ["a"])
+    write(read_federation(file))
+    described = yaml.safe_load(file.read_text())
+    described["facilities"][0]["deployment"] = {"type": "slurm", "workdir": "/w", "template": "jobs/a.sh"}
+    file.write_text(yaml.safe_dump(described))
+    (file.parent / "jobs").mkdir()
+    (file.parent / "jobs" / "a.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+    with pytest.raises(InputError, match="jobs/a.sh was not rendered"):
+        write(read_federation(file))
 
 
 def test_the_rendering_does_not_depend_on_where_the_checkout_lies():
