@@ -34,8 +34,11 @@ LONGEST_LICENSE = 60
 NO_GUARANTEE = "no differential privacy was applied, so that a published model may reproduce what it was trained on."
 
 
-def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[str, str]) -> ModelCard:
-    """The published model's card; `data` is the report's, `files` has the SHA-256 of the files beside it."""
+def model_card(
+    federation: Federation, data: Mapping[str, Any], files: Mapping[str, str], unpublished: Mapping[str, str]
+) -> ModelCard:
+    """The published model's card; `data` is the report's, `files` has the SHA-256 of the files beside it,
+    `unpublished` of files of tensors that the federation's records count to the model."""
     names = public_names(federation, data["facilities"])
     title = federation.title or federation.name
     languages = sorted({language for one in federation.facilities for language in one.public.languages})
@@ -49,7 +52,8 @@ def model_card(federation: Federation, data: Mapping[str, Any], files: Mapping[s
         tags=["federated-learning", "crossfed"],
         eval_results=evaluations(data, names) or None,
     )
-    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, files)}")
+    digests = [*_digests(files), *_recorded(data, unpublished)]
+    return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, digests)}")
 
 
 def license_of(text: str) -> dict[str, Any]:
@@ -114,7 +118,7 @@ def _task_type(data: Mapping[str, Any]) -> str:
 
 
 def _text(
-    federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str, files: Mapping[str, str]
+    federation: Federation, data: Mapping[str, Any], names: Mapping[str, str], title: str, digests: Sequence[str]
 ) -> str:
     head, words = data["headline"], words_of(data.get("task", ""))
     base = federation.base_model or "a model of the federation's own"
@@ -128,8 +132,7 @@ def _text(
         f"- facilities: {', '.join(names.values())}",
         f"- rounds: {head['rounds']}; {words.unit}: {words.count(head):,}; aggregation: {rule_of(data['similarity'])}",
         *_of_which_round(data),
-        *(f"- SHA-256 of `{name}`: `{digest}`" for name, digest in files.items()),
-        f"- in the federation's records, the crate and `reproduce.md` this model is `{model_digest(data)}`",
+        *digests,
         "",
         "## Evaluation",
         "",
@@ -270,6 +273,22 @@ def rule_of(records: Sequence[Mapping[str, Any]]) -> str:
         return "mean"
     rule, optimizer = records[-1]["rule"], records[-1]["server_optimizer"]
     return rule if optimizer in ("", "plain") else f"{rule} with server optimizer {optimizer}"
+
+
+def _digests(files: Mapping[str, str]) -> list[str]:
+    return [f"- SHA-256 of `{name}`: `{digest}`" for name, digest in files.items()]
+
+
+def _recorded(data: Mapping[str, Any], unpublished: Mapping[str, str]) -> list[str]:
+    """The digest of the model in the records, and how it follows from those of its files."""
+    lines = [
+        f"- in the federation's records, the crate and `reproduce.md` this model is `{model_digest(data)}`: the "
+        "SHA-256 of one line a file of tensors (`.safetensors`), in the order of their names: SHA-256, two blanks, name"
+    ]
+    if unpublished:
+        listed = ", ".join(f"`{name}` `{digest}`" for name, digest in unpublished.items())
+        lines.append(f"- not published, but with a line of its own there: {listed}")
+    return lines
 
 
 def model_digest(data: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.comparison.matrix import TITLES
 from coordinator.config.evaluation import COORDINATOR
 from coordinator.config.federation import Federation, read_federation
-from coordinator.publishing.card import model_card
+from coordinator.publishing.card import model_card, model_digest
 from coordinator.publishing.crate import write_compact, write_crate
 from coordinator.publishing.croissant import card
 from coordinator.publishing.names import public_names, renamed, slug
@@ -72,13 +72,17 @@ def publish(file: Path, out: Path) -> Path:
     model = Path(data["model"]) if data["model"] else None
     if model is None or not data["rounds"] or not model.is_dir():
         raise InputError(f"there is no model to publish in {federation.archive_path}: no round is complete")
-    verify_manifest(model)
+    if (found := verify_manifest(model).content_sha256) != model_digest(data):
+        raise InputError(
+            f"{model} holds weights of digest {found:.12}, the record of its round names {model_digest(data):.12}: "
+            "they were exchanged since; put back those of the round"
+        )
     names = public_names(federation, data["facilities"])
     shown = anonymous(data, names)
     with new_directory(out) as folder:
         copy_tree(model, folder / "model", leave=(*OWN, *FOLDERS))
         changed = name_the_base(folder / "model", federation.base_model)
-        model_card(federation, data, digests(model) | changed).save(folder / "model" / CARD)
+        model_card(federation, data, digests(model) | changed, unpublished_tensors(model)).save(folder / "model" / CARD)
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
@@ -105,6 +109,12 @@ def digests(model: Path) -> dict[str, str]:
     files = read_manifest(model).files
     left_out = (*OWN, *FOLDERS, CARD)
     return {name: one.sha256 for name, one in sorted(files.items()) if name.partition("/")[0] not in left_out}
+
+
+def unpublished_tensors(model: Path) -> dict[str, str]:
+    """SHA-256 of the files of tensors that stay behind: the model's own digest is made of them as well."""
+    files = read_manifest(model).files
+    return {n: one.sha256 for n, one in sorted(files.items()) if n.endswith(".safetensors") and n not in digests(model)}
 
 
 def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

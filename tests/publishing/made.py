@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from coordinator.archive.rounds import Archive
-from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.pico import save_pico
 from tests.report.made import made_archive
 
@@ -33,6 +33,13 @@ MOST_BYTES = 5_000_000
 """Of a crate."""
 
 
+def record_model(archive: Archive) -> None:
+    """Have the record of the last round name the weights that lie there."""
+    path = archive.round_directory(2) / "round.json"
+    digest = read_manifest(path.parent / "model").content_sha256
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_sha256": digest}))
+
+
 def made_federation(root: Path) -> Path:
     """Its federation.yml; the facility that is named publishes counts of its data, and two of nine jobs failed."""
     archive = made_archive(root / "archive", facilities=3, rounds=3)
@@ -45,6 +52,7 @@ def made_federation(root: Path) -> Path:
     for place in (archive.path / "initial" / "model", archive.round_directory(2) / "model"):
         save_pico(place)
         write_manifest(place, Manifest(kind="model", federation="made", round=0))
+    record_model(archive)
     path = root / "workflow" / "federation.yml"
     path.parent.mkdir()
     public = "public: {named: true, dataset_card: true, languages: [it], license: cc-by-4.0}"

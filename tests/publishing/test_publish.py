@@ -30,7 +30,7 @@ from facility.exchange.files.storage import sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.comparison.made import add_comparison
 from tests.pico import save_pico
-from tests.publishing.made import MOST_BYTES, made_federation
+from tests.publishing.made import MOST_BYTES, made_federation, record_model
 
 
 @pytest.fixture
@@ -132,6 +132,7 @@ def test_the_digests_on_the_card_are_those_of_the_files_beside_it(federation: Pa
     (model / "source.json").write_text('{"source": "/home/somebody/models/pico"}')
     (model / "README.md").write_text("of the base model")
     write_manifest(model, Manifest(kind="model", federation="made", round=3))
+    record_model(Archive(tmp_path / "archive"))
     out = publish(federation, tmp_path / "out") / "model"
     assert not (out / "source.json").exists(), "a path of the coordinator's machine"
     card = (out / "README.md").read_text()
@@ -155,6 +156,38 @@ def test_published_adapters_name_the_public_base_and_no_path(federation: Path, t
     assert json.loads(file.read_text()) == configuration | {"base_model_name_or_path": described["base_model"]}
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert f"SHA-256 of `adapter_config.json`: `{digest}`" in (published / "README.md").read_text()
+
+
+@pytest.mark.parametrize("moments", [True, False])
+def test_whoever_has_the_published_files_alone_finds_them_in_the_records(
+    federation: Path, tmp_path: Path, moments: bool
+):
+    """The digest that crate and records name follows from the files and the card, as the card says."""
+    model = tmp_path / "archive" / "round-0002" / "model"
+    if moments:
+        (model / "second_moments").mkdir()
+        (model / "second_moments" / "model.safetensors").write_bytes(b"other tensors")
+    write_manifest(model, Manifest(kind="model", federation="made", round=3))
+    record_model(Archive(tmp_path / "archive"))
+    out = publish(federation, tmp_path / "out")
+    card = (out / "model" / "README.md").read_text()
+    (recorded,) = re.findall(r"this model is `(\w{64})`", card)
+    assert f"urn:sha256:{recorded}" in (out / "crate" / "ro-crate-metadata.json").read_text()
+    beside = [path for path in (out / "model").rglob("*.safetensors")]
+    found = {one.relative_to(out / "model").as_posix(): hashlib.sha256(one.read_bytes()).hexdigest() for one in beside}
+    behind = dict(re.findall(r"`([^`]*)` `(\w{64})`", card))
+    assert bool(behind) == moments
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted((found | behind).items()))
+    assert hashlib.sha256(lines.encode()).hexdigest() == recorded
+
+
+def test_weights_that_are_not_those_of_the_round_are_not_published(federation: Path, tmp_path: Path):
+    model = tmp_path / "archive" / "round-0002" / "model"
+    save_pico(model, seed=9)
+    write_manifest(model, Manifest(kind="model", federation="made", round=3))
+    with pytest.raises(InputError, match="the record of its round names"):
+        publish(federation, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_keys_and_trackers_of_those_who_trained_are_not_published(federation: Path, tmp_path: Path):
