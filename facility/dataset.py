@@ -201,6 +201,12 @@ class PreparedDataset:
         return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 3))
 
     @property
+    def hides_rests(self) -> bool:
+        """Plain text kept apart: is it unknown whether a block begins with a document or with the rest of one?"""
+        stream = self.manifest.task == "causal-lm" and self.manifest.documents == "separate"
+        return stream and not all(split.rests_marked for split in self.manifest.splits.values())
+
+    @property
     def marked(self) -> bool:
         """Does the dataset say which tokens bear loss and where documents begin?"""
         return self.manifest.task in ("chat", "preference") or self.manifest.documents != "joined"

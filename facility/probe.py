@@ -76,6 +76,7 @@ def dataset(path: Path) -> dict[str, Any]:
         "documents": documents(manifest),
         "classes": len(manifest.classes),
         **({"classes_sha256": classes_digest(manifest.classes)} if manifest.classes else {}),
+        **({"hides_rests": True} if prepared.hides_rests else {}),
     } | images(manifest)
 
 

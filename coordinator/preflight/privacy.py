@@ -53,6 +53,15 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
                 "prepare it with --documents separate, or set privacy.differential.unit to block",
             )
         ]
+    if settings.unit == "document" and answer.get("hides_rests"):
+        return [
+            fail(
+                facility.name,
+                CHECK,
+                "its dataset was prepared by a version that did not mark where a document goes on in the next block",
+                "prepare it again with --replace",
+            )
+        ]
     train, validation = int(counts["train"]), int(counts["validation"])
     batch, name = facility.training.batch_sequences, facility.name
     if train < batch or not validation:

@@ -73,6 +73,7 @@ def _dataset(fields: Fields) -> dict[str, Any]:
         "blocks": _counts(fields.inside("blocks")),
         "documents": _counts(fields.inside("documents")) if fields.raw.get("documents") else {},
         "classes": fields.whole("classes", 0),
+        "hides_rests": fields.flag("hides_rests", False),
     }
     texts = (
         "task",

@@ -274,10 +274,7 @@ def _other_tokenizer(request: Request, found: PreparedDataset) -> list[str]:
 
 def _older(request: Request, found: PreparedDataset) -> list[str]:
     """What a dataset of an earlier version lacks, where it may be replaced; [] where nothing, or where it serves."""
-    stream = request.task == "causal-lm" and request.sharing == "separate"
-    return ["marks of documents' rests"] * (
-        request.replace and stream and not found.manifest.splits["train"].rests_marked
-    )
+    return ["marks of documents' rests"] * (request.replace and found.hides_rests)
 
 
 def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]]:

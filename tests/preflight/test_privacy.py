@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +12,12 @@ import pytest
 from coordinator.config.federation import read_federation
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.row import Row
+from facility.dataset import LOSS, START
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.probe import dataset as probe_dataset
 from tests.config.test_privacy import described, read
 from tests.training.federation import write_dataset
+from tests.training.privacy.test_units import marked as stream_of
 
 TOLD = {"vocabulary_size": 32_000, "blocks": {"train": 4000, "validation": 2000}, "documents": {}, "classes": 0}
 APART = TOLD | {"documents": {"train": 2000, "validation": 5000}}
@@ -43,6 +47,7 @@ def test_the_noise_that_is_told_keeps_the_budget(tmp_path: Path):
     [
         (TOLD, {}, "fail", "joins documents"),
         (TOLD, {"unit": "block"}, "ok", "of 4,000 blocks"),
+        (APART | {"hides_rests": True}, {}, "fail", "did not mark where a document goes on"),
         (APART, {"delta": 0.01}, "fail", "more than one over its 2,000 documents"),
         pytest.param(APART, {"epsilon": 12.0}, "warning", "epsilon 12", marks=pytest.mark.slow),
         (APART | {"documents": {"train": 2000, "validation": 20}}, {}, "warning", "losses get noise of"),
@@ -65,6 +70,13 @@ def test_what_masks_will_show_is_told_beside_the_noise(tmp_path: Path):
     assert "noised at their facility before they are masked" in row.found
     del content["privacy"]
     assert check_secure_aggregation(read(tmp_path, content)) == []
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_the_probe_tells_of_a_dataset_whose_documents_are_not_known(tmp_path: Path, marked: bool):
+    dataset = stream_of(tmp_path, [[START | LOSS, LOSS]], rests_marked=marked)
+    (dataset.directory / "dataset.json").write_text(json.dumps(dataclasses.asdict(dataset.manifest)))
+    assert probe_dataset(dataset.directory).get("hides_rests", False) is not marked
 
 
 def test_the_probe_tells_what_the_check_needs(tmp_path: Path):

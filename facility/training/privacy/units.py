@@ -84,7 +84,7 @@ def check_unit(dataset: PreparedDataset, unit: Unit) -> None:
             f"{where} keeps documents apart, so that unit document costs the same noise and protects more: set "
             "privacy.differential.unit to document"
         )
-    if unit == "document" and manifest.task == "causal-lm" and not manifest.splits["train"].rests_marked:
+    if unit == "document" and dataset.hides_rests:
         raise InputError(
             f"{where} was prepared by a version that did not mark whether a block begins with a document or with the "
             "rest of one, so that a document's pieces are not known: prepare it again with --replace"
