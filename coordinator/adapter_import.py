@@ -45,7 +45,10 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     found = open_checkpoint(adapter)
     names = sorted(found.tensors)
     if strangers := [name for name in names if not is_adapter(name)]:
-        raise InputError(f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter")
+        raise InputError(
+            f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter; expected a folder "
+            "that peft's `save_pretrained` wrote"
+        )
     load_adapter(adapter, load_base(base), names)
     held = open_checkpoint(base)
     if any(map(is_adapter, held.tensors)):

@@ -123,7 +123,10 @@ def write_texts(out: Path, sizes: Sizes) -> dict[str, dict[str, int]]:
                 ) from None
             splits = split_documents(found, sizes)
             if not all(splits.values()):
-                raise InputError(f"the text {name!r} of this Python has only {len(found)} documents")
+                raise InputError(
+                    f"the text {name!r} of this Python has only {len(found)} documents; use a Python with its whole "
+                    "standard library"
+                )
             (folder / name).mkdir()
             for split, chosen in splits.items():
                 lines = [json.dumps({"text": document}, ensure_ascii=False) for document in chosen]

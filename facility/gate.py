@@ -156,7 +156,11 @@ def check(policy_file: Path) -> str:
     """A line on a policy that can be used beside all others of its home. Raises `ConfigurationError`."""
     policy = _own_policy(policy_file, later=True)
     if not policy.coordinators.is_file():
-        raise ConfigurationError(f"coordinators {policy.coordinators} does not exist", file=policy_file)
+        raise ConfigurationError(
+            f"coordinators {policy.coordinators} does not exist; write the public keys of the "
+            "coordinators there, as ssh's allowed signers",
+            file=policy_file,
+        )
     return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
 
 

@@ -41,7 +41,9 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     tensors = aggregation.source.tensors
     aggregation.floats = {n: e for n, e in tensors.items() if e.dtype in FLOATS and patterns.federated(n)}
     if not aggregation.floats:
-        raise ConfigurationError("include and exclude leave no floating-point tensor to federate")
+        raise ConfigurationError(
+            "include and exclude leave no floating-point tensor to federate; correct these patterns"
+        )
     if request.unmasking is not None:
         request.unmasking.prepare(aggregation.floats, whole)
         aggregation.settings = dataclasses.replace(aggregation.settings, statistics="off")

@@ -130,7 +130,8 @@ def weights_of(updates: Sequence[Update], settings: AggregationSettings) -> list
         if isinstance(kind, dict):
             if update.facility not in kind:
                 raise ConfigurationError(
-                    f"weights name {', '.join(sorted(kind))}, but there is an update of facility {update.facility!r}",
+                    f"weights name {', '.join(sorted(kind))}, but there is an update of facility {update.facility!r}; "
+                    "give it a weight, or leave its update out",
                     key="aggregation.weights",
                 )
             weight = float(kind[update.facility])

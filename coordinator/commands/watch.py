@@ -142,7 +142,7 @@ def audit(
     from coordinator.archive.audit import heads_of, verified
 
     if action != "verify":
-        raise InputError(f"audit knows verify, not {action!r}")
+        raise InputError(f"audit knows verify, not {action!r}: give `crossfed audit verify FILE`")
     if (archive is None) != (not facility):
         raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
     heads = [*(head or []), *(heads_of(archive, facility) if archive is not None else [])]

@@ -198,23 +198,33 @@ class Deployment(Connection):
         if self.ssh == "system":
             self._check_system_ssh()
         if self.gate:
-            for name in ("template", "fill", "options"):
-                if getattr(self, name):
-                    raise ConfigurationError(
-                        f"{name} is set, but behind a gate the facility's own policy has it; remove it", key=name
-                    )
-            if not self.host:
-                raise ConfigurationError("gate is set, but there is no host that a gate could stand at", key="gate")
-            if self.type not in GATED:
-                raise ConfigurationError(
-                    f"gate is set with type {self.type!r}: a gate knows the commands of {', '.join(GATED)}", key="gate"
-                )
+            self._check_gate()
         if self.type in QUEUES and not self.template and not self.gate:
             raise ConfigurationError(f"template is missing, expected for instance `template: {self.type}`", key="type")
         if self.type in QUEUES:
             check_options(self.type, self.options)
         elif self.options:
-            raise ConfigurationError("options is set, but plain ssh has no queue", key="options")
+            raise ConfigurationError(
+                "options is set, but plain ssh has no queue; remove it, or set type to the site's scheduler",
+                key="options",
+            )
+
+    def _check_gate(self) -> None:
+        """Raise `ConfigurationError` for what the site's own policy decides, and for what a gate cannot do."""
+        for name in ("template", "fill", "options"):
+            if getattr(self, name):
+                raise ConfigurationError(
+                    f"{name} is set, but behind a gate the facility's own policy has it; remove it", key=name
+                )
+        if not self.host:
+            raise ConfigurationError(
+                "gate is set, but there is no host that a gate could stand at; give host, or remove gate",
+                key="gate",
+            )
+        if self.type not in GATED:
+            raise ConfigurationError(
+                f"gate is set with type {self.type!r}: a gate knows the commands of {', '.join(GATED)}", key="gate"
+            )
 
     def _check_letters(self) -> None:
         """Raise `ConfigurationError` for a letter of a path that qsub or a container's runtime takes for more."""
@@ -249,7 +259,9 @@ class Deployment(Connection):
     def _check_system_ssh(self) -> None:
         """Raise `ConfigurationError` for what a session of the user's own connection cannot do."""
         if not self.host:
-            raise ConfigurationError("ssh is set, but there is no host to log in to", key="ssh")
+            raise ConfigurationError(
+                "ssh is set, but there is no host to log in to; give host, or remove ssh", key="ssh"
+            )
         if self.gate:
             raise ConfigurationError("ssh is `system`, but a gate has one key for one command; remove it", key="ssh")
         if self.passphrase_file:

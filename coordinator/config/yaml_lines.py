@@ -102,7 +102,7 @@ class Lined:
         self._values = 0
         loaded = self._load(self._text())
         if loaded is None:
-            raise ConfigurationError("the file is empty", file=file)
+            raise ConfigurationError("the file is empty; `crossfed init` writes one to begin with", file=file)
         self.lines[""] = 1 + getattr(getattr(loaded, "lc", None), "line", 0)
         self.data = self._plain(loaded, "")
 

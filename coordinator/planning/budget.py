@@ -98,7 +98,7 @@ class Budget:
 def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
     """Steps with which `samples` are done soonest; raises `Infeasible` when the limits forbid them."""
     if not facilities:
-        raise ConfigurationError("the budget has no facilities")
+        raise ConfigurationError("the budget has no facilities, expected one or more")
     if not (math.isfinite(samples) and samples > 0):
         raise ConfigurationError(f"round_samples is {samples}, expected more than 0")
     names = [f.name for f in facilities]
@@ -201,7 +201,9 @@ def budget_from_json(raw: Mapping[str, Any], *, file: Path | str | None = None) 
             row = dict(row)
             plan = read_plan(Path(file or ".").parent / str(row.pop("plan")))
             if plan.predicted_seconds is None:
-                raise ConfigurationError(f"facilities[{number}].plan predicts no seconds", file=file)
+                raise ConfigurationError(
+                    f"facilities[{number}].plan predicts no seconds; plan again, or give seconds_per_step", file=file
+                )
             row.setdefault("seconds_per_step", plan.predicted_seconds)
             row.setdefault("samples_per_step", sum(plan.replica_micro_batches) * plan.micro_batch_samples)
         paces.append(parse(FacilityPace, row, where=f"facilities[{number}]", file=file))

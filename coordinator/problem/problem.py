@@ -134,7 +134,7 @@ class Links:
         if (bad := off & np.isinf(latency)).any():
             raise ConfigurationError(f"no route from {first(bad)} (infinite latency); every pair must be reachable")
         if (bad := off & (latency < 0)).any():
-            raise ConfigurationError(f"latency from {first(bad)} is negative")
+            raise ConfigurationError(f"latency from {first(bad)} is negative; measure it again")
         if (bad := off & ~(bandwidth > 0)).any():
             raise ConfigurationError(
                 f"bandwidth from {first(bad)} is {bandwidth[bad][0]:g}, expected more than 0; "

@@ -93,6 +93,6 @@ def pairs(option: str, words: Sequence[str], *, least: int = 1) -> dict[str, str
         if not sign or len(name) < least or not value:
             raise InputError(f"{option} {word!r}: expected NAME=VALUE")
         if name in result:
-            raise InputError(f"{option} names {name!r} twice")
+            raise InputError(f"{option} names {name!r} twice; give it once")
         result[name] = value
     return result

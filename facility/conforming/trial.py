@@ -84,7 +84,9 @@ class Trial:
                     signalled = stop_while_training(process, directory, stop_after)
                 code = process.wait(self.limit)
             except subprocess.TimeoutExpired:
-                raise InputError(f"{self.module} did not end its round within {self.limit:.0f} s") from None
+                raise InputError(
+                    f"{self.module} did not end its round within {self.limit:.0f} s; give more by --limit"
+                ) from None
             finally:
                 process.kill()
                 process.wait()

@@ -121,7 +121,7 @@ def read_policy(path: Path) -> Policy:
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:
-        raise ConfigurationError("is not UTF-8", file=path) from None
+        raise ConfigurationError("is not UTF-8; save it as UTF-8", file=path) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or "is not YAML"

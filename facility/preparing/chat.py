@@ -130,7 +130,9 @@ class ChatEncoder:
         for plane in PLANES:
             if not any(plane <= ord(character) <= plane + len(self.spellings) for character in text):
                 return plane
-        raise DatasetError("a conversation holds characters of both private planes of Unicode beside special tokens")
+        raise DatasetError(
+            "a conversation holds characters of both private planes of Unicode beside special tokens; leave it out"
+        )
 
     def _behind(self, plane: int) -> str:
         """A token to stand before a part of a text that is not its beginning: some tokenizers put a space there."""

@@ -247,7 +247,9 @@ def _messages(raw: Any, place: str) -> tuple[list[Message], list[int]]:
             if one.get(key) is not None:
                 message[key] = _calls(one[key], where) if key == "tool_calls" else _plain(one[key], key, where)
         if "content" not in message and "tool_calls" not in message:
-            raise DatasetError(f"{where} ({message['role']}) has neither content nor tool_calls")
+            raise DatasetError(
+                f"{where} ({message['role']}) has neither content nor tool_calls; leave it out of the record"
+            )
         messages.append(message)
         weights.append(_weight(one.get("weight"), where))
     return messages, weights

@@ -21,7 +21,10 @@ def pad_token_id(tokenizer: Any, directory: Path) -> int:
     for value in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if value is not None:
             return int(value)
-    raise DatasetError(f"the tokenizer in {directory} has neither a pad nor an eos token to fill rows with")
+    raise DatasetError(
+        f"the tokenizer in {directory} has neither a pad nor an eos token to fill rows with; set one in "
+        "tokenizer_config.json"
+    )
 
 
 def class_names(

@@ -219,7 +219,9 @@ def _saved(path: Path, split: str) -> Source:
         raise DatasetError(f"{path} is not a readable save_to_disk dataset: {error}") from None
     if isinstance(loaded, DatasetDict):
         if split not in loaded:
-            raise DatasetError(f"{path} has the splits {', '.join(loaded)}, not {split!r}")
+            raise DatasetError(
+                f"{path} has the splits {', '.join(loaded)}, not {split!r}; rename one of them, or give the file itself"
+            )
         return Source(kind="dataset", name=f"{path.name}/{split}", dataset=loaded[split])
     return Source(kind="dataset", name=path.name, dataset=loaded)
 

@@ -42,7 +42,7 @@ def test_its_order_is_what_planner_and_simulator_load():
     [
         ("ScheduleNowhere", "expected a class of torch"),
         ("nowhere.at_all:Schedule", "No module named 'nowhere'"),
-        ("pathlib:Path", "none of torch's kind"),
+        ("pathlib:Path", "expected a class that extends"),
     ],
 )
 def test_a_class_that_is_none_is_refused(name: str, words: str):

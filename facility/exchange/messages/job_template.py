@@ -58,7 +58,9 @@ class Environment:
                 )
         for word in self.modules:
             if not PLAIN.fullmatch(word):
-                raise ConfigurationError(f"module {word!r} is not the name of a module", key="modules")
+                raise ConfigurationError(
+                    f"module {word!r} is not the name of a module, as `module avail` lists it", key="modules"
+                )
 
 
 def fill_template(text: str, *, fill: dict[str, str], environment: Environment, workdir: str, name: str) -> str:
@@ -81,7 +83,9 @@ def fill_template(text: str, *, fill: dict[str, str], environment: Environment, 
     text = ENTER.sub(lambda _: enter(environment), text)
     if environment.image:
         if START not in text:
-            raise ConfigurationError(f"{name} has no {START}, so a container cannot go before it")
+            raise ConfigurationError(
+                f"{name} has no {START}, so a container cannot go before it; write the command so, or use no image"
+            )
         text = text.replace(START, _container(environment, workdir) + START)
     return "\n".join(_line(line, values, name) for line in text.split("\n"))
 

@@ -260,7 +260,7 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
     if training.micro_batch_sequences > training.batch_sequences:
         raise ConfigurationError(
             f"micro_batch_sequences is {training.micro_batch_sequences}, more than batch_sequences "
-            f"({training.batch_sequences})",
+            f"({training.batch_sequences}); lower it, or raise batch_sequences",
             key="micro_batch_sequences",
         )
     if dataset_card:

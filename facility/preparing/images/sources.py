@@ -182,12 +182,14 @@ def described(root: Path, label_field: str, images: list[Path]) -> list[Picture]
             raise DatasetError(f"{place}: {name!r:.200} is not a file in {root}")
         found.append(Picture(name=name, label=label_of(record.get(label_field), place, label_field), path=path))
     if not found:
-        raise DatasetError(f"{file} names no image")
+        raise DatasetError(f"{file} names no image, expected a row for each")
     labels: dict[Path, str] = {}
     for one in found:
         assert one.path is not None
         if labels.setdefault(one.path, one.label) != one.label:
-            raise DatasetError(f"{file} names {one.name!r:.200} as {labels[one.path]!r:.60} and as {one.label!r:.60}")
+            raise DatasetError(
+                f"{file} names {one.name!r:.200} as {labels[one.path]!r:.60} and as {one.label!r:.60}; keep one label"
+            )
     if unnamed := [path for path in images if path not in labels]:
         log.warning(
             "%s: %d images are not in %s and are left out, such as %s", root, len(unnamed), file.name, unnamed[0]

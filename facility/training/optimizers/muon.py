@@ -36,7 +36,7 @@ DECLARATION = InnerOptimizer(
             name="precision",
             default="float32",
             choices=("float32", "bfloat16"),
-            text="Of the iterations: float32, in which layouts agree to 1e-5, or bfloat16 as in torch.optim.Muon.",
+            text="Precision of the iterations: float32 (layouts agree to 1e-5), or bfloat16 as in torch.optim.Muon.",
         ),
         Parameter(
             name="scale",

@@ -159,7 +159,9 @@ def layout_of_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int,
         units = checked_units(layout.units, chunks, total) if layout.units else even_units(chunks, total)
         meaning += f"; units {units} under {layout.schedule}"
     elif layout.units:
-        raise ConfigurationError("layout.units names stages, but layout.stages is 1")
+        raise ConfigurationError(
+            "layout.units names stages, but layout.stages is 1; set layout.stages, or remove units"
+        )
     shape = even_shape(settings, arrangement.data_ranks, stages=layout.stages, interleaved=interleaved(layout.schedule))
     return Layout(
         grid=arrangement,

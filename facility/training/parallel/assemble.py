@@ -89,7 +89,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
         if frozen(name, settings.freeze):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
-        raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train")
+        raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train; freeze fewer")
     check_quantized(skeleton, settings)
     return skeleton
 
