@@ -129,7 +129,7 @@ class _Part:
     """As stored, of the base and the updates."""
     sources: list[Array]
     reader: TensorReader
-    """That knows where they lie."""
+    """Knows where the elements of every source lie."""
     master: Array | None
     slots: list[Array | None]
     buffers: _Buffers

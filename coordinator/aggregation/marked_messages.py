@@ -37,7 +37,7 @@ def marks_as_stored(entry: TensorEntry, base: TensorEntry) -> Marks | None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """One of them: its place in memory."""
+    """One update's message of a tensor: its place in memory and in its file."""
 
     number: int
     """Of the source."""

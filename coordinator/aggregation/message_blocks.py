@@ -49,7 +49,7 @@ def adds_to(entry: EncodedTensor, base: TensorEntry) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class _Message:
-    """One of them."""
+    """One update's message of a tensor."""
 
     number: int
     """Of the source."""

@@ -62,7 +62,7 @@ class Averaging:
     members: list[tuple[str, StoredMoments, float]]
     """Facility, its moments, and its weight."""
     received: StoredMoments | None
-    """Those that the round began with."""
+    """Moments that the round began with."""
     scaled: dict[str, int] = field(default_factory=dict)
     """Parameters that were scaled, by facility."""
     apart: int = 0

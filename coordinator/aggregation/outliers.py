@@ -33,7 +33,7 @@ class Screened:
 
     suspects: dict[str, str] = field(default_factory=dict)
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Those that are left out of the round."""
+    """Outliers that are left out of the round, with the reason."""
 
 
 def screened(

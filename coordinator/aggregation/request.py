@@ -13,7 +13,7 @@ from facility.exchange.messages.layout import LoraSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for."""
+    """The inputs, outputs and settings of one aggregation."""
 
     base: Path
     """The model that was sent."""
@@ -24,8 +24,8 @@ class Request:
     verify_base: bool = False
     """Compare the base with its manifest as it is read; otherwise it is taken as it is."""
     verify_updates: bool = False
-    """The same for the updates, whose content nobody has looked at. What is then found, `DamagedUpdate`, is raised also
-    with `drop_refused`: the facility may send it again."""
+    """Compare the updates, whose content nobody has looked at, with their manifests. `DamagedUpdate` is then raised
+    also with `drop_refused`: the facility may send it again."""
     state_in: Path | None = None
     state_out: Path | None = None
     record: Path | None = None

@@ -37,7 +37,7 @@ class Aggregation:
     whole: Checkpoint = field(init=False)
     """The model that was sent."""
     source: Checkpoint = field(init=False)
-    """Those of its tensors that updates hold."""
+    """The part of `whole` that updates hold."""
     sent: Manifest | None = None
     """The manifest of the model that was sent."""
     with_adapters: bool = False
@@ -60,7 +60,7 @@ class Aggregation:
     suspects: dict[str, str] = field(default_factory=dict)
     """Outliers, with the reason."""
     quarantined: dict[str, str] = field(default_factory=dict)
-    """Those of them that are left out of the round."""
+    """Outliers that are left out of the round."""
 
     # plan and write
     refuted: Passed | None = None

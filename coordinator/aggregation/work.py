@@ -108,7 +108,7 @@ class Passed:
     gram: Array
     """Inner products of the updates' steps, (updates, updates), float64."""
     by_tensor: dict[str, Array] = field(default_factory=dict)
-    """The same for each tensor, where it is asked for."""
+    """Inner products of the steps by tensor, where they are asked for."""
     along_momentum: dict[str, Array] = field(default_factory=dict)
     """Inner products of each update's step, and last of the momentum itself, with the momentum, by tensor."""
     step_squared: float = 0.0

@@ -8,7 +8,10 @@ from facility.exchange.task_words import TaskWords, words_of
 
 
 class History:
-    """Of one archive. A complete round's file does not change, and no round goes while a run holds the federation."""
+    """The complete rounds of one archive, each read once.
+
+    A complete round's file does not change, and no round goes while a run holds the federation.
+    """
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive

@@ -54,7 +54,7 @@ class Progress:
     since: dict[str, float] = field(default_factory=dict)
     """When each facility's state began."""
     live: dict[str, FacilityState] = field(default_factory=dict)
-    """The same with what running jobs say of themselves; its times are seconds since 1970."""
+    """Each facility's state with what its running job reports; its times are seconds since 1970."""
     wall: Callable[[], float] = time.time
     unit: Callable[[], str] = lambda: "tokens"
     """Of speeds."""

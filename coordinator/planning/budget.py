@@ -77,9 +77,9 @@ class Budget:
     round_seconds: float
     """When the last one ends."""
     samples: float
-    """Of all together."""
+    """Samples of all facilities together."""
     equal_steps_seconds: float
-    """The same samples with equal steps everywhere, for comparison."""
+    """Seconds of a round of as many samples with equal steps everywhere, for comparison."""
     reasons: tuple[str, ...]
 
     def table(self) -> str:

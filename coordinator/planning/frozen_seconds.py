@@ -22,7 +22,7 @@ FORWARD_MOVED, BACKWARD_MOVED = 70, 160
 
 @dataclass(frozen=True, kw_only=True)
 class Operations:
-    """Of a unit, a token: floating-point operations of its products."""
+    """Floating-point operations of a unit's products, a token."""
 
     forward: float
     backward: float

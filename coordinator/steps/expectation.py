@@ -53,7 +53,7 @@ class Earlier:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Of one facility in one round. Nothing in it comes from the facility."""
+    """What one facility's answer in one round must be; nothing in it comes from the facility."""
 
     facility: str
     round: int

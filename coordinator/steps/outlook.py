@@ -76,9 +76,9 @@ class Outlook:
     end_seconds: float | None = None
     """From a round's model to its end; None: fewer than two facilities were timed."""
     tokens_a_day: float | None = None
-    """Of all together, simulated."""
+    """Tokens a day of all facilities together, simulated."""
     equal_tokens_a_day: float | None = None
-    """The same with `training.steps` everywhere."""
+    """Tokens a day with `training.steps` at every facility, simulated."""
     remarks: tuple[str, ...] = ()
 
     def weights(self) -> dict[str, float]:

@@ -32,7 +32,7 @@ from facility.exchange.messages.ahead import SUFFIX
 
 
 class AheadQueue(PatientQueue):
-    """The same settings; what is submitted ahead is in coordinator.json."""
+    """A patient queue with jobs submitted ahead; its settings are in coordinator.json, not those of the connector."""
 
     _ahead: Ahead | None = None
     _place: ExecutionLocation | None = None

@@ -87,7 +87,7 @@ class Gate:
 
 
 class Closing:
-    """Of one run of the engine."""
+    """Decides when the rounds of one run of the engine close, and takes over jobs that are late."""
 
     pause_seconds = PAUSE_SECONDS
 

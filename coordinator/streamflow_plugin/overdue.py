@@ -68,7 +68,7 @@ class Times:
 
 
 class Overdue:
-    """Of one queue: how long each job runs and waits, as far as its answers say so, and which of them are overdue.
+    """How long each job of one queue runs and waits, as far as the answers say so, and which are overdue.
 
     Times are the event loop's (monotonic).
     """

@@ -91,7 +91,7 @@ class RoundJob:
 
 
 class Ahead:
-    """Of one facility, in one run of the engine."""
+    """The placeholder jobs of one facility in one run: when to submit the next, and what becomes of it."""
 
     def __init__(
         self,

@@ -35,7 +35,7 @@ async def storage_usages(context: Any, location: Any, hardware: Any) -> dict[str
 
 
 class AtOnce:
-    """Of a facility's job: no cores and no memory that others must free first.
+    """What a facility's job needs before it starts: no cores and no memory that others must free first.
 
     What a round waits for is a queue or nothing. A facility on this machine that had to wait for a core would be
     scheduled when others had ended, as the round closed, and would never begin.

@@ -62,7 +62,7 @@ class DeltaCodec(Declaration):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """Of a codec that sends some values only: one of its fields is as long as the selected ones ask for."""
+    """How a codec sends some values only: one of its fields is as long as the selected ones ask for."""
 
     field: str
     """Suffix of that field, the last that is read of a part."""
@@ -75,7 +75,7 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Blocks:
-    """Of a codec that the averaging pass reads as it is stored: blocks of whole numbers, each with a scale."""
+    """How the averaging pass reads a codec's messages as stored: blocks of whole numbers, each with a scale."""
 
     kind: str
     """The compiled code's name for it (`native.BLOCKS`)."""
@@ -86,12 +86,12 @@ class Blocks:
     check: Callable[[Values], None]
     """Raises `ValueError` for scales, in an array of any shape, that no encoder writes."""
     check_numbers: Callable[[Values, int], None] | None = None
-    """The same for the numbers of a message (bytes as stored, values), where not all are fit to be read."""
+    """Raises `ValueError` for numbers of a message (bytes as stored, values), where not all are fit to be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Marks:
-    """Of a codec that the averaging pass reads as it is stored: a bit for each value that says whether it is kept. Its
+    """How the averaging pass reads a codec's messages as stored: a bit for each value says whether it is kept. Its
     selection's field holds four bits for each kept one, its level and (the highest) its sign, in whole bytes for each
     part."""
 

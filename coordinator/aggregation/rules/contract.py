@@ -46,7 +46,7 @@ SORTED_VALUES = "sorted_values"
 
 @dataclass(frozen=True)
 class RowSquares:
-    """Of one tensor, by update and row; a row is what one index of the first dimension selects."""
+    """Squared gradients of one tensor, by update and row; a row is what one index of the first dimension selects."""
 
     values: Array
     """(updates, rows), float32, none of them negative."""
@@ -89,7 +89,7 @@ class RoundUpdates:
     inner_products: Array | None = None
     """(updates, updates), of the clipped steps; where the rule needs them."""
     tensor_products: Mapping[str, Array] | None = None
-    """The same by tensor; where the rule needs them."""
+    """Inner products of the steps by tensor; where the rule needs them."""
     momentum_products: Mapping[str, Array] | None = None
     """(updates + 1,) by tensor: of the clipped steps with the momentum, and last of the momentum with itself; where the
     rule needs them."""

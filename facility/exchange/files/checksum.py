@@ -25,7 +25,7 @@ class Digest(Protocol):
 
 
 class Checksum:
-    """Of bytes in their order, like a digest of hashlib."""
+    """The checksum of bytes in their order, with the interface of a hashlib digest."""
 
     def __init__(self) -> None:
         import xxhash  # a published model's digest is made by a Python without any packages

@@ -20,7 +20,10 @@ READ_BYTES = 4 << 20
 
 
 class StreamedDigest:
-    """Of one file of known size. The same bytes must lie in the file, at latest when their turn comes."""
+    """The digest of one file of known size, fed with pieces in any order.
+
+    The same bytes must lie in the file, at latest when their turn comes.
+    """
 
     def __init__(self, path: Path, size: int, begin: Callable[[], Digest] = hashlib.sha256) -> None:
         """`begin`: makes the digest of no bytes."""

@@ -13,7 +13,7 @@ from facility.exchange.messages.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """Of a model, beside its weights."""
+    """Dimensions of a model that decide its activations: hidden width, blocks, vocabulary."""
 
     hidden: int
     blocks: int

@@ -67,7 +67,7 @@ class EvaluationSettings:
 
 @validated(frozen=True, kw_only=True)
 class FacilityEvaluation(EvaluationSettings):
-    """The same as one facility's settings hold it."""
+    """The evaluation on tasks as one facility's settings hold it."""
 
     held_out: Line = ""
     """Prepared dataset at the facility that no facility trains on; empty: none."""

@@ -87,7 +87,7 @@ class Plan:
     stage_units: tuple[tuple[int, ...], ...]
     """[first, end) of every chunk of the chain, in order; `stages * virtual_stages` entries."""
     spans: tuple[Span, ...] = ()
-    """The same by device; empty: derived from `grid` and `stage_units`."""
+    """Units of each device; empty: derived from `grid` and `stage_units`."""
     virtual_stages: int = 1
     """Chunks of the chain a device holds; more than 1 only with interleaved schedules."""
     micro_batches: int | tuple[int, ...] = 1
@@ -100,7 +100,8 @@ class Plan:
     predicted_seconds: float | None = None
     """Seconds of one iteration, as the method's model predicts."""
     predicted_parts: dict[str, float] = field(default_factory=dict)
-    """The same by part; the parts sum to `predicted_seconds` unless their name begins with `of_which_`."""
+    """Predicted seconds by part of the iteration; those whose name does not begin with `of_which_` sum to
+    `predicted_seconds`."""
     lower_bound_seconds: float | None = None
     """No plan of this problem can be faster than this, in the same model."""
     gap: float | None = None

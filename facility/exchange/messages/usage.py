@@ -21,7 +21,7 @@ MOST_JOULES = 1e15
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Of one job."""
+    """What one job used: node and GPU time, and energy where a counter answers."""
 
     node_seconds: float
     gpu_seconds: float = 0.0

@@ -37,7 +37,7 @@ class TimedReduceScatter(DefaultReduceScatter):
 
 
 class ReduceScatterThenAllReduce(TimedReduceScatter):
-    """The same with the all-reduce between replicas that follows it (HSDP).
+    """Times a reduce-scatter and the all-reduce between replicas that follows it (HSDP).
 
     FSDP2 has a hook after that all-reduce and none before it, so its time runs from the end of the reduce-scatter.
     Where one shard is the whole there is no reduce-scatter, and the copy of the gradients into the buffer counts too.

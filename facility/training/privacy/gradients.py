@@ -27,7 +27,7 @@ Gradients = list[torch.Tensor]
 
 
 class RecordGradients:
-    """Of one whole model on this rank."""
+    """Clipped sums of the gradients of single records, for one whole model on this rank."""
 
     def __init__(
         self, model: nn.Module, trained: Sequence[nn.Parameter], task: Task, precision: Precision, *, vectorise: bool

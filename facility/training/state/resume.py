@@ -28,7 +28,7 @@ class RoundProgress:
     done: int = 0
     """Steps of this round, those before interruptions included."""
     sequences: int = 0
-    """That this replica has taken them on."""
+    """Sequences that this replica has taken these steps on."""
     optimizer_steps: int = 0
     """Steps that the optimizer's moments have seen."""
     losses: list[float] = field(default_factory=list)

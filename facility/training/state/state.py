@@ -82,7 +82,7 @@ class ReplicaProgress:
     rates: float = 0.0
     """Sum of the learning rates of the steps, where drift is corrected."""
     sequences: int = -1
-    """That the steps were taken on; -1: an earlier version did not say."""
+    """Sequences that the steps were taken on; -1: an earlier version did not say."""
     steady: int = 0
     """Steps in a row that did not overflow since the loss scale changed."""
     bad_in_a_row: int = 0
@@ -113,7 +113,7 @@ class MidRoundCheckpoint:
     betas: list[float] | None = None
     """Decays (beta1, beta2) of AdamW's moments; None: an earlier version did not say."""
     compute_dtype: str = ""
-    """That the loss scale goes with; empty: an earlier version did not say."""
+    """Dtype that the loss scale goes with; empty: an earlier version did not say."""
     format: int = PAUSE_FORMAT
 
     def progress_of(self, replica: int, replicas: int) -> ReplicaProgress:
