@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import FLOATS, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
@@ -38,31 +38,42 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
         for model in (started, present):
             if name not in model.tensors or model.tensors[name].shape != wanted:
                 raise UpdateRefused(facility, f"tensor {name!r} of its late update is not in {model.directory}")
-    weights = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX}
     with new_directory(out) as temporary:
-        for path in sorted(update.iterdir()):
-            if path.name not in weights and path.is_dir():
-                link_tree(path, temporary / path.name)
-            elif path.name not in weights:
-                (temporary / path.name).hardlink_to(path)
+        _link_others(update, temporary, trained)
         layout: dict[str, list[Planned]] = {}
         for name, entry in trained.tensors.items():
             dtype = "F32" if name in floats else entry.dtype
             layout.setdefault(entry.file.name, []).append(Planned(name=name, dtype=dtype, shape=entry.shape))
         with TensorWriter(temporary, layout, trained.metadata) as writer:
             for name, entry in trained.tensors.items():
-                if name not in floats:
+                if name in floats:
+                    _write_moved(writer, entry, started.tensors[name], present.tensors[name])
+                else:
                     for offset, content in raw(entry):
                         writer.write(name, offset, content)
-                    continue
-                old, new = started.tensors[name], present.tensors[name]
-                for start, (one, before, after) in parts([entry, old, new]):
-                    moved, other = np.empty(len(one), np.float32), np.empty(len(one), np.float32)
-                    widen(one, entry.dtype, moved)
-                    widen(before, old.dtype, other)
-                    moved -= other
-                    widen(after, new.dtype, other)
-                    moved += other
-                    writer.write(name, start * moved.itemsize, as_bytes(moved))
         manifest, written = read_manifest(update), open_checkpoint(temporary)
         write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}))
+
+
+def _link_others(update: Path, directory: Path, trained: Checkpoint) -> None:
+    """Link what an update holds beside its tensors and its manifest."""
+    weights = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX}
+    for path in sorted(update.iterdir()):
+        if path.name in weights:
+            continue
+        if path.is_dir():
+            link_tree(path, directory / path.name)
+        else:
+            (directory / path.name).hardlink_to(path)
+
+
+def _write_moved(writer: TensorWriter, trained: TensorEntry, then: TensorEntry, now: TensorEntry) -> None:
+    """Write `trained` - `then` + `now` in float32, part by part."""
+    for start, (one, before, after) in parts([trained, then, now]):
+        moved, other = np.empty(len(one), np.float32), np.empty(len(one), np.float32)
+        widen(one, trained.dtype, moved)
+        widen(before, then.dtype, other)
+        moved -= other
+        widen(after, now.dtype, other)
+        moved += other
+        writer.write(trained.name, start * moved.itemsize, as_bytes(moved))

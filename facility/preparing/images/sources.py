@@ -10,7 +10,7 @@ import csv
 import hashlib
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,12 +241,16 @@ def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture
             for batch in file.iter_batches(batch_size=64, columns=[image_field, label_field]):
                 for record in batch.to_pylist():
                     number += 1
-                    place = f"{table.name}: row {number}"
-                    image, value = record[image_field], record[label_field]
-                    data = image.get("bytes") if isinstance(image, dict) else image
-                    if not isinstance(data, bytes):
-                        raise DatasetError(f"{place}: {image_field!r} holds no bytes; embed the images in the file")
-                    label = label_of(value, place, label_field)
-                    yield Picture(name=place, label=named(label, names, place) if names else label, data=data)
+                    yield _picture(record, f"{table.name}: row {number}", image_field, label_field, names)
     except (pyarrow.ArrowException, OSError) as error:
         raise DatasetError(f"{table} is not a readable Parquet file: {error}") from None
+
+
+def _picture(record: dict[str, Any], place: str, image_field: str, label_field: str, names: Sequence[str]) -> Picture:
+    """The image of one row; `names`: of the classes, for labels that are their numbers. Raises `DatasetError`."""
+    image, value = record[image_field], record[label_field]
+    data = image.get("bytes") if isinstance(image, dict) else image
+    if not isinstance(data, bytes):
+        raise DatasetError(f"{place}: {image_field!r} holds no bytes; embed the images in the file")
+    label = label_of(value, place, label_field)
+    return Picture(name=place, label=named(label, names, place) if names else label, data=data)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, SINGLE, torch_dtype
-from facility.exchange.checkpoints.conversion import Conversion, Run
+from facility.exchange.checkpoints.conversion import Conversion, Pieces, Run
 from facility.exchange.checkpoints.floats import STORAGE
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_shards, write_index
@@ -120,18 +120,10 @@ def write_shards(
     opened: dict[str, int] = {}
     try:
         for part in parts:
-            row = torch.Size(part.shape[1:]).numel() if part.shape else 1
-            begin, flat = part.first * row, part.tensor.reshape(-1)
-            runs = [Run(at=begin, tensor=part.name, start=begin, count=flat.numel())]
-            if part.name in pieces:
-                runs = list(pieces[part.name].between(begin, begin + flat.numel()))
-            else:
-                assert part.shape == slots[part.name].shape, (part.name, part.shape, slots[part.name].shape)
-            for run in runs:
+            for run, elements in _runs(part, slots, pieces):
                 slot = slots[run.tensor]
                 if slot.file not in opened:
                     opened[slot.file] = os.open(directory / slot.file, os.O_WRONLY)
-                elements = flat[run.at - begin : run.at - begin + run.count]
                 digest = hashed[slot.file] if hashed else None
                 for start, piece in _pieces(elements, run.start, part.name, torch_dtype(slot.dtype)):
                     content = memoryview(piece.view(torch.uint8).numpy().data)
@@ -144,6 +136,21 @@ def write_shards(
         for descriptor in opened.values():
             os.close(descriptor)
     return {file: digest.finish() for file, digest in (hashed or {}).items()}
+
+
+def _runs(
+    part: LocalShard, slots: Mapping[str, Slot], pieces: Mapping[str, Pieces]
+) -> Iterator[tuple[Run, torch.Tensor]]:
+    """Where the elements of a shard lie in the checkpoint's tensors, and these elements."""
+    row = torch.Size(part.shape[1:]).numel() if part.shape else 1
+    begin, flat = part.first * row, part.tensor.reshape(-1)
+    if part.name in pieces:
+        runs = list(pieces[part.name].between(begin, begin + flat.numel()))
+    else:
+        assert part.shape == slots[part.name].shape, (part.name, part.shape, slots[part.name].shape)
+        runs = [Run(at=begin, tensor=part.name, start=begin, count=flat.numel())]
+    for run in runs:
+        yield run, flat[run.at - begin : run.at - begin + run.count]
 
 
 def _pieces(flat: torch.Tensor, start: int, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
