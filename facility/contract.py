@@ -10,7 +10,6 @@ A trainer may as well read and write these files itself; `python -m facility.con
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Literal
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import new_directory, write_json
+from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import progress, report
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
 from facility.exchange.messages.outcome import ENDING
@@ -81,7 +80,7 @@ class Call:
             print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
             told = loss if math.isfinite(loss) else None
             message = progress.JobProgress(step=step, steps=self.steps, loss=told, time=round(time.time(), 3))
-            write_json(Path(progress.FILE), dataclasses.asdict(message))
+            progress.write_progress(Path(), message)
 
     def deliver(
         self,

@@ -5,15 +5,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import math
-import os
 import time
 from pathlib import Path
 
-from facility.exchange.messages.progress import FILE, JobProgress, Stage
+from facility.exchange.messages.progress import JobProgress, Stage, write_progress
 from facility.training.engine import StepResult
 from facility.training.processes.ranks import Ranks
 
@@ -26,19 +23,6 @@ def show_stage(ranks: Ranks, directory: Path, stage: Stage, *, done: int = 0, st
     """Replace `progress.json` as a stage begins; the first rank's business alone."""
     if ranks.first:
         write_progress(directory, JobProgress(stage=stage, step=done, steps=steps, time=round(time.time(), 3)))
-
-
-def write_progress(directory: Path, message: JobProgress) -> bool:
-    """Replace `progress.json`; False where it cannot be written: a disk that is full must not end the round."""
-    file = directory / FILE
-    temporary = file.with_name(f".{FILE}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(dataclasses.asdict(message)) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", file, error)
-        return False
-    return True
 
 
 class Progress:

@@ -31,7 +31,7 @@ from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.job_progress import JobWatch, command
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress
+from facility.exchange.messages.progress import MOST_BYTES, JobProgress, read_progress, write_progress
 from tests.engine.engines import crossfed
 from tests.engine.messages import engine_messages
 from tests.federations import write_federation
@@ -373,8 +373,6 @@ def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path
 
 
 def test_progress_json_is_what_the_trainer_writes(tmp_path: Path):
-    from facility.training.progress import write_progress
-
     message = JobProgress(stage="saving", step=4, steps=4, loss=1.5, tokens_per_second=3.0, seconds_left=0.0, time=9.0)
     assert write_progress(tmp_path, message)
     assert read_progress((tmp_path / "progress.json").read_text()) == message

@@ -18,13 +18,13 @@ from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
 from coordinator.preflight.facility import probe
 from facility.conformance import main as conformance
-from facility.contract import read_call
+from facility.contract import Call, read_call
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.manifest import Manifest, verify_manifest
 from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
-from facility.exchange.messages.settings import read_facility_settings
+from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import material
 from tests.conftest import ROOT
@@ -147,6 +147,25 @@ def test_a_trainer_may_report_a_loss_that_is_no_number(tmp_path: Path, monkeypat
         call.report_step(step, loss)
         found = read_progress((tmp_path / PROGRESS).read_text())
         assert (found.step, found.loss) == (step, told)
+
+
+def test_a_progress_file_that_cannot_be_written_does_not_end_a_trainers_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / PROGRESS).mkdir()  # as a full disk, it takes no file of this name
+    call = Call(
+        model=tmp_path,
+        base=Manifest(kind="model", federation="f", round=0),
+        dataset=tmp_path,
+        settings=FacilitySettings(federation="f", facility="n", rounds=1, seed=0),
+        round=0,
+        out=tmp_path / "update",
+        state=tmp_path / "state",
+        signals=[],
+    )
+    call.report_step(1, 2.5)
+    assert "step 1/" in capsys.readouterr().out and call.stepped
 
 
 @pytest.mark.parametrize("module", ["../train.py", "a b", "train;ls", "-m", "", "é.train"])

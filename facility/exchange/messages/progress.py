@@ -5,11 +5,17 @@ The trainer replaces it in the job's directory, the coordinator reads it over th
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+import logging
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Literal
 
 from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
 from facility.exchange.messages.strict_json import Fields, parse_json
+
+log = logging.getLogger(__name__)
 
 FILE = "progress.json"
 MOST_BYTES = 4096
@@ -36,6 +42,22 @@ class JobProgress:
     """Until the last step, at the speed so far."""
     time: float = 0.0
     """Of the latest change on the facility's clock, seconds since 1970."""
+
+
+def write_progress(directory: Path, message: JobProgress) -> bool:
+    """Replace `progress.json`, atomically; False where it cannot be written: a full disk must not end the round.
+
+    It is not synchronised to the disk: steps may be quick, and after a crash nobody reads it.
+    """
+    file = directory / FILE
+    temporary = file.with_name(f".{FILE}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(asdict(message)) + "\n", encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        log.warning("%s cannot be written: %s", file, error)
+        return False
+    return True
 
 
 def read_progress(text: str) -> JobProgress:
