@@ -21,6 +21,8 @@ AGAIN = "begun again by crossfed rewind"
 """Begins what a round's file says of it."""
 MOVING = "moving"
 """Key of the note of a rewind whose rounds are not all set aside yet."""
+CANCELLED = "cancelled"
+"""Key of it: whether jobs of rounds that were set aside have been looked for (`coordinator.engine.left_jobs`)."""
 STATELESS = "from its half-precision model and a fresh server optimizer"
 """Of a round whose float32 master and server optimizer's tensors were gone."""
 
@@ -49,7 +51,7 @@ def rewind(archive: Archive, to: int) -> Path:
         aside = aside.with_name(f"{aside.name}-again")
     before = archive.read_note(REWOUND)  # there until a round is complete: of a rewind just before this one
     gone = len(done) - to + (int(before.get("gone", 0)) if before.get("round") == len(done) else 0)
-    note = {"round": to, "stateless": stateless(archive, to), "gone": gone, "aside": aside.name}
+    note = {"round": to, "stateless": stateless(archive, to), "gone": gone, "aside": aside.name, CANCELLED: False}
     archive.write_note(REWOUND, note | {MOVING: True})
     _set_aside(archive, note)
     return aside

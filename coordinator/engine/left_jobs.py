@@ -1,49 +1,81 @@
-"""Jobs of facilities that have left federation.yml, or are reached elsewhere now, after a run that was killed: nothing
-would look for them any more.
+"""Jobs that a run which was killed left, and that are of no use any more.
 
-Their queues stand in what was rendered before, and nowhere else.
+Those of facilities that have left federation.yml, or are reached elsewhere now: nothing would look for them, and their
+queues stand in what was rendered before, and nowhere else. And those of rounds that `crossfed rewind` set aside: the
+next job of their facility would wait for their end, for an update of a model that is no more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import yaml
 from rich.console import Console
 
+from coordinator.archive.rewind import CANCELLED
+from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
-from coordinator.engine.queues import Queue, at_all, read_queues, rendered_queues
+from coordinator.engine.queues import Answers, Queue, at_all, read_queues, rendered_queues
 from coordinator.engine.render import streamflow
+from coordinator.rounds.late import remembered_job
 from coordinator.schedulers.scheduler import Job
+
+COORDINATOR = "coordinator"
+"""Folder of the work directory in which the coordinator's own steps work."""
 
 
 def cancel_left(federation: Federation, console: Console) -> None:
-    """Cancel them, before federation.yml is rendered anew; a facility that does not answer holds nothing up."""
+    """Cancel jobs of facilities that have left or are reached elsewhere, before federation.yml is rendered anew.
+
+    A facility that does not answer holds nothing up.
+    """
     now = {one.facility: one for one in rendered_queues(streamflow(federation), federation.file.parent)}
-    left = queues_left(federation, now)
-    found = at_all(left, partial(_cancel, now))
-    for name, jobs in sorted(found.jobs.items()):
-        for job in jobs:
-            said = f"cancelled job {job.id} ({job.state}) at {name}, which {_why(federation, name)}"
-            console.print(shown(said), markup=False, highlight=False)
-    for sentence in found.silent:
-        left = "it has left the federation or is reached elsewhere now, and jobs of it may be left in its queue"
-        said = f"{sentence}; {left}"
-        console.print(shown(said), markup=False, highlight=False)
+    _tell(
+        at_all(queues_left(federation, now), partial(_cancel, now)),
+        console,
+        cancelled=lambda name: f"which {_why(federation, name)}",
+        silent="it has left the federation or is reached elsewhere now, and jobs of it may be left in its queue",
+    )
+
+
+def cancel_set_aside(federation: Federation, archive: Archive, console: Console) -> None:
+    """The first time after a rewind, cancel the jobs of rounds that it set aside.
+
+    A late job whose update the rounds to come may still use stays.
+    """
+    note = archive.read_note(REWOUND)
+    number = len(archive.rounds())
+    if note.get("round") != number or note.get(CANCELLED, True):
+        return
+    # Before there is a new job, which would be taken for an old one.
+    archive.write_note(REWOUND, note | {CANCELLED: True})
+    staying = {facility.name for facility in federation.facilities}
+    late = {name: remembered_job(federation.workdir_path / COORDINATOR, name) for name in staying}
+    of_use = {name for name, job in late.items() if job is not None and job.round <= number}
+    _tell(
+        at_all([one for one in _queues_before(federation) if one.facility in staying - of_use], Queue.cancel),
+        console,
+        cancelled=lambda name: "of a round that crossfed rewind set aside",
+        silent="a job of a round that was set aside may be at work there, and is waited for",
+    )
 
 
 def queues_left(federation: Federation, now: dict[str, Queue]) -> list[Queue]:
     """Queues that the last rendering of this federation names and that are not the facility's own `now`."""
+    return [
+        one for one in _queues_before(federation) if one.facility not in now or _place(one) != _place(now[one.facility])
+    ]
+
+
+def _queues_before(federation: Federation) -> list[Queue]:
+    """Queues of this federation that the last rendering names."""
     try:
         before = read_queues(federation.file.parent / "streamflow.yml")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
         return []  # there was no run, or the file is no longer what was rendered
-    return [
-        one
-        for one in before
-        if one.federation == federation.name and (one.facility not in now or _place(one) != _place(now[one.facility]))
-    ]
+    return [one for one in before if one.federation == federation.name]
 
 
 def _place(queue: Queue) -> tuple[object, ...]:
@@ -67,3 +99,14 @@ def _cancel(now: dict[str, Queue], queue: Queue) -> list[Job]:
 def _why(federation: Federation, name: str) -> str:
     stays = name in {facility.name for facility in federation.facilities}
     return "is reached elsewhere now" if stays else "has left the federation"
+
+
+def _tell(found: Answers, console: Console, *, cancelled: Callable[[str], str], silent: str) -> None:
+    """Print each job that was cancelled, and each facility that did not answer."""
+    lines = [
+        f"cancelled job {job.id} ({job.state}) at {name}, {cancelled(name)}"
+        for name, jobs in sorted(found.jobs.items())
+        for job in jobs
+    ]
+    for said in [*lines, *(f"{sentence}; {silent}" for sentence in found.silent)]:
+        console.print(shown(said), markup=False, highlight=False)

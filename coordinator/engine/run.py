@@ -31,7 +31,7 @@ from coordinator.config.federation import Federation, check_paths, read_federati
 from coordinator.engine.console_log import lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
-from coordinator.engine.left_jobs import cancel_left
+from coordinator.engine.left_jobs import cancel_left, cancel_set_aside
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
@@ -74,6 +74,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         # Not before: a run that is under way reads the rendered files in every round.
         _show_changes(federation, archive, console, accepted=accepted)
         cancel_left(federation, console)
+        cancel_set_aside(federation, archive, console)
         write(federation)
         done = len(archive.rounds())
         console.print(

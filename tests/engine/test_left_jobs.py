@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from rich.console import Console
 
+from coordinator.archive.rewind import rewind
+from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
-from coordinator.engine.left_jobs import cancel_left
+from coordinator.engine.left_jobs import cancel_left, cancel_set_aside
 from coordinator.engine.queues import Queue
 from coordinator.engine.render import write
+from coordinator.rounds.late import LateJob, remember_job
+from facility.exchange.files.durable import write_json
 from tests.federations import write_federation
 
 FLUX = """#!/bin/bash
@@ -26,9 +32,9 @@ esac
 """
 
 
-@pytest.mark.parametrize("down", ["", "yes"])
-def test_its_job_is_cancelled_and_told_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, down: str):
-    file = write_federation(tmp_path, ["stays", "gone"], rounds=1)
+def rendered(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch, flux: str) -> tuple[Path, Path]:
+    """A federation of facilities with Flux, rendered: its federation.yml, and the file that has the calls of `flux`."""
+    file = write_federation(tmp_path, names, rounds=9)
     described = yaml.safe_load(file.read_text())
     for one in described["facilities"]:
         one["deployment"] = {
@@ -40,16 +46,63 @@ def test_its_job_is_cancelled_and_told_and_no_other(tmp_path: Path, monkeypatch:
         }
     file.write_text(yaml.safe_dump(described))
     write(read_federation(file))
-    described["facilities"] = described["facilities"][:1]
-    file.write_text(yaml.safe_dump(described))
     program = tmp_path / "bin" / "flux"
     program.parent.mkdir()
-    program.write_text(FLUX)
+    program.write_text(flux)
     program.chmod(0o755)
     calls = tmp_path / "calls"
     calls.touch()
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("CALLS", str(calls))
+    return file, calls
+
+
+AT_WORK = """#!/bin/bash
+echo "$*" >> "$CALLS"
+name=$(sed -n 's/.*--name=crossfed-pico-\\([a-z]*\\).*/\\1/p' <<< "$*")
+case "$*" in
+  *--name=*-o\\ {id}) echo "f$name" ;;
+  *--name=*) echo "f$name RUN urgency=16" ;;
+esac
+"""
+
+
+def test_after_a_rewind_jobs_of_rounds_that_were_set_aside_are_cancelled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`early` has a late job of a round that stands, `late` one of a round that does not."""
+    names = ["prompt", "early", "late"]
+    file, calls = rendered(tmp_path, names, monkeypatch, AT_WORK)
+    federation = read_federation(file)
+    archive = Archive(federation.archive_path)
+    archive.begin(tmp_path / "model", "pico")
+    for number in range(4):
+        shutil.copytree(archive.model_for(0), archive.model_for(number + 1))
+        made = RoundFile(round=number, facilities=[], global_loss=None, decision="go on")
+        write_json(archive.round_directory(number) / "round.json", dataclasses.asdict(made))
+    for name, number in (("early", 1), ("late", 3)):
+        remember_job(federation.workdir_path / "coordinator", LateJob(facility=name, round=number, directory="/there"))
+
+    def told() -> list[str]:
+        calls.write_text("")
+        said = io.StringIO()
+        cancel_set_aside(federation, archive, Console(file=said, width=200))
+        return said.getvalue().splitlines()
+
+    assert told() == [] and not calls.read_text(), "there was no rewind"
+    rewind(archive, 2)
+    said = [f"cancelled job f{n} (RUN) at {n}, of a round that crossfed rewind set aside" for n in ("late", "prompt")]
+    assert told() == said
+    assert "cancel flate" in calls.read_text() and "cancel fearly" not in calls.read_text()
+    assert told() == [] and not calls.read_text(), "what is there now is a job of the repeated round"
+
+
+@pytest.mark.parametrize("down", ["", "yes"])
+def test_its_job_is_cancelled_and_told_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, down: str):
+    file, calls = rendered(tmp_path, ["stays", "gone"], monkeypatch, FLUX)
+    described = yaml.safe_load(file.read_text())
+    described["facilities"] = described["facilities"][:1]
+    file.write_text(yaml.safe_dump(described))
     monkeypatch.setenv("DOWN", down)
     console = Console(file=io.StringIO(), width=200)
     cancel_left(read_federation(file), console)
