@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.evaluation import COORDINATOR, EvaluationPlan
@@ -48,6 +49,25 @@ def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: 
             "keep_rounds",
             "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
             "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
+        )
+
+
+def check_facilities(settings: AggregationSettings, names: Sequence[str]) -> None:
+    """Raise `ConfigurationError`, with the key, for updates that could be averaged in no round of these facilities."""
+    least, number = settings.fewest_updates, len(names)
+    if number < least:
+        values = settings.values_of(RULES.get(settings.aggregation_rule))
+        how = "".join(f" with {name} {value}" for name, value in values.items())
+        raise _error(
+            "aggregation.rule",
+            f"aggregation.rule {settings.aggregation_rule}{how} compares {least} updates or more, and the federation "
+            f"has {number} {'facility' if number == 1 else 'facilities'}: choose another rule",
+        )
+    if isinstance(settings.weights, dict) and (missing := sorted(set(names) - settings.weights.keys())):
+        raise _error(
+            "aggregation.weights",
+            f"aggregation.weights names {', '.join(sorted(settings.weights)) or 'none'}, expected a number for each "
+            f"facility: {', '.join(missing)} missing",
         )
 
 

@@ -26,6 +26,7 @@ from coordinator.config.compatibility import (
     check_comparison,
     check_drift,
     check_evaluation,
+    check_facilities,
     check_moments,
     check_quorum,
     check_trainers,
@@ -255,6 +256,7 @@ def _build(lined: Lined) -> Federation:
             model_encoding=federation.sending.encoding,
             dataset_cards=[one.name for one in federation.facilities if one.public.dataset_card],
         )
+    check_facilities(federation.aggregation, list(described))
     for number, facility in enumerate(federation.facilities):
         if federation.masks and facility.deployment.firecrest.url:
             key = f"facilities[{number}].deployment.type"

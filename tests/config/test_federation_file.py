@@ -121,6 +121,31 @@ def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new
         assert caught.value.line == line
 
 
+@pytest.mark.parametrize(
+    ("aggregation", "words"),
+    [
+        ("{rule: krum}", "krum with byzantine 0 compares 3 updates or more, and the federation has 2 facilities"),
+        ("{rule: bulyan+nesterov, byzantine: 1}", "bulyan with byzantine 1 compares 7 updates or more"),
+        ("{rule: trimmed_mean}", "trimmed_mean with trim 0.2 compares 3 updates or more"),
+        (
+            "{weights: {site-a: 1.0}}",
+            "aggregation.weights names site-a, expected a number for each facility: b.2 missing",
+        ),
+        ("{weights: {site-a: 1.0, b-2: 1.0}}", "b.2 missing"),
+        ("{rule: trimmed_mean, trim: 0}", ""),
+        ("{weights: {site-a: 1.0, b.2: 2.0, left: 1.0}}", ""),
+    ],
+)
+def test_what_could_average_no_round_is_told_before_one_is_trained(tmp_path: Path, aggregation: str, words: str):
+    text = GOOD.replace("{rule: mean}", aggregation)
+    if not words:
+        read(tmp_path, text)
+        return
+    with pytest.raises(ConfigurationError, match=re.escape(words)) as caught:
+        read(tmp_path, text)
+    assert caught.value.line == 13
+
+
 def test_all_that_is_left_to_fill_in_is_told_at_once(tmp_path: Path):
     text = GOOD.replace("../model", "<model's directory>").replace("dataset: /data/b", "dataset: <prepared dataset>")
     with pytest.raises(ConfigurationError) as caught:
