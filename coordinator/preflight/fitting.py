@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.patterns import check_patterns
 from coordinator.preflight.row import Row, fail, ok, skipped
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
@@ -24,7 +25,7 @@ ME = "coordinator"
 
 
 def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = None) -> list[Row]:
-    """Rows on tensor names, and on targets and modules of adapters; imports transformers.
+    """Rows on tensor names, patterns of them, and targets and modules of adapters; imports transformers.
 
     A job builds the class of the task that its dataset was prepared for. `answered`: that task, by facility, as each
     answered. Where it did not and the dataset is elsewhere, or the trainer is its own, the class is config.json's.
@@ -32,7 +33,7 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
     tasks = {
         one.name: task_in((answered or {}).get(one.name)) or task_here(federation, one) for one in federation.facilities
     }
-    path, rows = federation.path(federation.model), []
+    path, rows = federation.path(federation.model), check_patterns(federation)
     for task in dict.fromkeys(tasks.values()):
         names, model = _names(path, task)
         rows.append(names)

@@ -1,0 +1,57 @@
+"""Do the patterns of federation.yml mean tensors that there are? One that is misspelt keeps nothing at a facility."""
+
+from __future__ import annotations
+
+from coordinator.config.federation import Federation
+from coordinator.memory.figures import ModelFigures, model_figures
+from coordinator.preflight.row import Row, fail, ok, warning
+from facility.exchange.checkpoints.checkpoint import FLOATS
+from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.errors import CrossFedError
+
+ME = "coordinator"
+CHECK = "patterns"
+
+
+def check_patterns(federation: Federation) -> list[Row]:
+    """Rows on `aggregation.include` and `exclude`, and on each `training.freeze`; none where there are no patterns, or
+    where the model cannot be read, which another check says."""
+    aggregation = federation.aggregation
+    given = {"aggregation.include": aggregation.include, "aggregation.exclude": aggregation.exclude}
+    for one in federation.facilities:
+        given[f"training.freeze of {one.name}"] = one.training.freeze
+    if not any(given.values()):
+        return []
+    try:
+        figures = model_figures(federation.path(federation.model))
+    except (CrossFedError, OSError, ValueError):
+        return []
+    averaged = _averaged(federation, figures)
+    names = [*figures.shapes, *(name for name in averaged if name not in figures.shapes)]
+    rows = [
+        warning(
+            ME,
+            CHECK,
+            f"{key}: {pattern!r} matches no tensor of the model",
+            f"correct or remove it; tensors have names such as {names[0]}"
+            + ("; what it was to keep at the facilities is sent" if key == "aggregation.exclude" else ""),
+        )
+        for key, patterns in given.items()
+        for pattern in patterns
+        if names and not any(matches(name, [pattern]) for name in names)
+    ]
+    if averaged and not any(map(aggregation.federated.federated, averaged)):
+        found = "aggregation.include and exclude leave no tensor to average"
+        rows.append(fail(ME, CHECK, found, f"let them leave some; tensors have names such as {averaged[0]}"))
+    return rows or [ok(ME, CHECK, "each matches some tensor")]
+
+
+def _averaged(federation: Federation, figures: ModelFigures) -> list[str]:
+    """Names of the tensors that updates hold, and of which a mean can be taken."""
+    found: dict[str, None] = {}
+    for one in federation.facilities:
+        if one.training.lora.rank:
+            found |= dict.fromkeys(name for name, _ in figures.trained_tensors(one.training))
+        else:
+            found |= dict.fromkeys(name for name, dtype in figures.dtypes.items() if dtype in FLOATS)
+    return list(found)

@@ -1,0 +1,55 @@
+"""Laws: a pattern that means no tensor is told; patterns that leave nothing to average end a run before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.preflight.fitting import check_fitting
+from coordinator.preflight.patterns import check_patterns
+from coordinator.preflight.row import Row
+from tests.federations import write_federation
+
+
+def rows_of(root: Path, **changes: Any) -> list[Row]:
+    return check_patterns(read_federation(write_federation(root, ["a", "b"], **changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"aggregation": {"exclude": ["*embed_token.*"]}}, "aggregation.exclude: '*embed_token.*' matches no tensor"),
+        ({"aggregation": {"include": ["model.*", "head.*"]}}, "aggregation.include: 'head.*' matches no tensor"),
+        ({"training": {"freeze": ["model.layer.0.*"]}}, "training.freeze of a: 'model.layer.0.*' matches no tensor"),
+        ({"training": {"lora": {"rank": 2}}, "aggregation": {"exclude": ["*lora_C*"]}}, "'*lora_C*' matches no tensor"),
+    ],
+)
+def test_a_pattern_that_means_no_tensor_is_told(tmp_path: Path, changes: dict[str, Any], words: str):
+    rows = rows_of(tmp_path, **changes)
+    assert {row.verdict for row in rows} == {"warning"} and words in rows[0].found and "such as" in rows[0].fix
+    assert ("is sent" in rows[0].fix) == ("exclude" in words or "lora_C" in words)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"aggregation": {"exclude": ["*embed_tokens*"]}},
+        {"aggregation": {"include": ["*layers*"]}, "training": {"freeze": ["model.norm.weight"]}},
+        {"aggregation": {"exclude": ["*lora_A*"]}, "training": {"lora": {"rank": 2}}},
+    ],
+)
+def test_patterns_that_mean_some_are_well(tmp_path: Path, changes: dict[str, Any]):
+    assert [row.verdict for row in rows_of(tmp_path, **changes)] == ["ok"]
+
+
+def test_without_patterns_nothing_is_said(tmp_path: Path):
+    assert rows_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("aggregation", [{"exclude": ["*"]}, {"include": ["nothing.*"]}])
+def test_patterns_that_leave_nothing_to_average_end_a_run_before_it_begins(tmp_path: Path, aggregation: dict[str, Any]):
+    federation = read_federation(write_federation(tmp_path, ["a"], aggregation=aggregation))
+    assert "leave no tensor to average" in [row.found for row in check_fitting(federation) if row.verdict == "fail"][0]
