@@ -18,6 +18,11 @@ def peak_memory_bytes(ranks: Ranks) -> int:
     """This rank's largest: memory allocated on its GPU, or resident memory of the process."""
     if ranks.device.type == "cuda":
         return torch.cuda.max_memory_allocated(ranks.device)
+    return most_resident_bytes()
+
+
+def most_resident_bytes() -> int:
+    """The largest resident memory that this process had."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

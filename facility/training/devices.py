@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import platform
+import resource
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -59,10 +61,25 @@ def check_own_gpus(gpus: Sequence[Sequence[str]]) -> None:
 
 
 def free_bytes(device: torch.device, local_world: int) -> float:
-    """Free memory of a GPU, or this rank's part of the host's: what the planner uses and the trainer checks."""
+    """Free memory of a GPU, or this rank's part of the host's within the process's own limit: what the planner uses
+    and the trainer checks."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
-    return free_host_bytes() / max(1, local_world)
+    return min(free_host_bytes() / max(1, local_world), free_address_space())
+
+
+def address_space_limit() -> float:
+    """Bytes of addresses that this process may have (`ulimit -v`, which Grid Engine's h_vmem sets); infinite: any."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return math.inf if limit == resource.RLIM_INFINITY else float(limit)
+
+
+def free_address_space(statm: Path = Path("/proc/self/statm")) -> float:
+    """What the limit of addresses leaves to this process, which has some for libraries and mapped files too."""
+    limit = address_space_limit()
+    if math.isinf(limit):
+        return limit
+    return max(0.0, limit - int(statm.read_text(encoding="utf-8").split()[0]) * resource.getpagesize())
 
 
 def free_host_bytes(root: Path = Path("/")) -> float:

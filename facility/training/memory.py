@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -142,6 +143,19 @@ def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> No
             f"rank {ranks.rank} will need about {total / 1e9:.3g} GB of memory ({listed}), it has "
             f"{there / 1e9:.3g} GB: {NEEDS_LESS}"
         )
+
+
+def is_out_of_host_memory(error: BaseException) -> bool:
+    """Whether the host's memory ended, as torch says it (a plain RuntimeError) or numpy and Python."""
+    return isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def out_of_host_memory(held: int, limit: float) -> InputError:
+    """What to say where the host gives this rank no more than the bytes it `held`; `limit`: of its addresses."""
+    limited = "" if math.isinf(limit) else f", and its addresses are limited to {limit / 1e9:.3g} GB (ulimit -v)"
+    return InputError(
+        f"out of memory: this rank held {held / 1e9:.3g} GB{limited}: ask the scheduler for more, or {NEEDS_LESS}"
+    )
 
 
 def out_of_memory(name: str, total: int, free: int, reserved: int) -> CrossFedError:

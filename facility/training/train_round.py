@@ -12,11 +12,12 @@ import torch
 
 from facility.exchange.files.storage import is_storage, located
 from facility.exchange.messages.outcome import Outcome
+from facility.training.account import most_resident_bytes
 from facility.training.comparison import compare, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
-from facility.training.devices import device_name
+from facility.training.devices import address_space_limit, device_name
 from facility.training.finish import finish_evaluation, finish_round
-from facility.training.memory import out_of_memory
+from facility.training.memory import is_out_of_host_memory, out_of_host_memory, out_of_memory
 from facility.training.monitor.logs import start_logging
 from facility.training.parallel.arrange import check_devices
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
@@ -44,6 +45,10 @@ def train_round(arguments: argparse.Namespace) -> int:
         free, total = torch.cuda.mem_get_info(device)
         name, held = torch.cuda.get_device_name(device), torch.cuda.memory_reserved(device)
         raise out_of_memory(name, total, free, held) from None
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_host_memory(error):
+            raise
+        raise out_of_host_memory(most_resident_bytes(), address_space_limit()) from None
 
 
 def _train_round(request: RoundRequest) -> int:

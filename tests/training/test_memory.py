@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import math
+import resource
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training import devices, memory
+from facility.training import devices, memory, train_round
 from facility.training.processes.ranks import Ranks
 
 
@@ -97,3 +100,38 @@ def test_a_full_gpu_is_told_with_who_holds_it():
     assert "48.8 and other processes 35.2: expected a GPU for this rank alone" in str(shared)
     alone = memory.out_of_memory("NVIDIA H100", int(79.18 * gib), 27 * 2**20, int(78.5 * gib))
     assert isinstance(alone, InputError) and "micro_batch_sequences" in str(alone) and "other" not in str(alone)
+
+
+def test_a_limit_of_addresses_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Grid Engine's h_vmem is one: a rank was promised the host's memory, and ended in a traceback of torch's."""
+    page = resource.getpagesize()
+    (tmp_path / "statm").write_text("1000 10 1 1 0 1 0\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (3000 * page, resource.RLIM_INFINITY))
+    assert devices.free_address_space(tmp_path / "statm") == 2000 * page
+    monkeypatch.setattr(devices, "free_address_space", lambda: 1e9)
+    monkeypatch.setattr(devices, "free_host_bytes", lambda: 12e9)
+    assert devices.free_bytes(torch.device("cpu"), 3) == 1e9
+    monkeypatch.undo()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert devices.free_address_space() == math.inf
+
+
+@pytest.mark.parametrize("limit, says", [(math.inf, "held 2.5 GB: ask"), (4e9, "limited to 4 GB (ulimit -v): ask")])
+def test_a_host_without_memory_is_told_with_what_to_do(limit: float, says: str):
+    text = str(memory.out_of_host_memory(2_500_000_000, limit))
+    assert says in text and "micro_batch_sequences" in text
+
+
+def test_torch_s_own_words_for_a_host_without_memory_are_known(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**58, dtype=torch.uint8)
+    assert memory.is_out_of_host_memory(refused.value) and memory.is_out_of_host_memory(MemoryError())
+    assert not memory.is_out_of_host_memory(RuntimeError("shapes differ"))
+
+    def ends(request: object) -> int:
+        raise refused.value
+
+    monkeypatch.setattr(train_round, "_train_round", ends)
+    monkeypatch.setattr(train_round, "read_request", lambda *_, **__: None)
+    with pytest.raises(InputError, match="out of memory: this rank held .* training.micro_batch_sequences"):
+        train_round.train_round(argparse.Namespace())
