@@ -15,6 +15,7 @@ from coordinator.adapter_serving import served_by_vllm
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
+from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import Fields, read_json
@@ -121,11 +122,12 @@ def load_adapter(directory: Path, base: Any, names: list[str]) -> Any:
 
 
 def write_merged(directory: Path, adapted: Any, base: Path) -> None:
-    """The base's weights plus alpha / rank * B A, as a plain checkpoint beside the base's tokenizer."""
+    """The base's weights plus alpha / rank * B A, as a plain checkpoint; beside it the base's tokenizer or image
+    processor."""
     adapted.merge_and_unload().save_pretrained(directory)
     for path in base.iterdir():
-        of_tokenizer = path.name.startswith(TOKENIZER) or path.suffix in MODELS
-        if path.is_file() and not (directory / path.name).exists() and of_tokenizer:
+        of_inputs = path.name.startswith(TOKENIZER) or path.suffix in MODELS or path.name == PROCESSOR
+        if path.is_file() and not (directory / path.name).exists() and of_inputs:
             shutil.copyfile(path, directory / path.name)
     for path in directory.iterdir():
         path.chmod(as_umask_allows(0o644))

@@ -12,11 +12,15 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
 from coordinator.adapter_export import export_adapter
+from facility.exchange.checkpoints.adapters import write_adapter_config
+from facility.exchange.checkpoints.image_processor import FILE
 from facility.exchange.errors import InputError
+from facility.exchange.messages.layout import LoraSettings
 from tests.pico import save_pico
+from tests.training.images import save_image_model
 
 TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
 IDS = torch.arange(12).reshape(2, 6)
@@ -85,6 +89,20 @@ def test_names_are_those_that_vllm_reads(tmp_path: Path, family: str):
     told = json.loads((tmp_path / "out/adapter_config.json").read_text())
     assert told["r"] == 2 and told["lora_alpha"] == 8.0 and isinstance(told["target_modules"], list)
     assert told["bias"] == "none" and not told["modules_to_save"] and not told["use_dora"]
+
+
+def test_a_merged_image_classifier_has_its_image_processor(tmp_path: Path):
+    base, model = save_image_model(tmp_path / "base", "vit"), tmp_path / "round"
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["classifier"])
+    adapted = get_peft_model(AutoModelForImageClassification.from_pretrained(base), settings)
+    model.mkdir()
+    tensors = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(adapted).items()}
+    save_file(tensors, model / "adapter_model.safetensors")
+    write_adapter_config(model, LoraSettings(rank=2, targets=["q_proj"]), tensors)
+    export_adapter(model, base=base, out=tmp_path / "out", merged=True)
+    merged = tmp_path / "out" / "merged"
+    AutoModelForImageClassification.from_pretrained(merged)
+    assert (merged / FILE).read_bytes() == (base / FILE).read_bytes()
 
 
 def test_what_does_not_belong_together_is_refused(tmp_path: Path):
