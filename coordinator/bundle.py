@@ -55,6 +55,12 @@ def bundle(
         raise InputError(
             f"--platform is {platform!r}, expected something like manylinux_2_28_x86_64 or manylinux_2_28_aarch64"
         )
+    if include is not None and not (tasks and include.is_dir()):
+        raise InputError(
+            f"--eval-include is {str(include)!r}, expected a folder with YAML files of tasks that --eval names"
+        )
+    if tasks:  # first: a wrong name is found before gigabytes of packages come
+        fill(out, tasks, include=include)
     wheelhouse = out / "wheelhouse"
     wheelhouse.mkdir(parents=True, exist_ok=True)
     extras = ("eval",) if tasks else ()
@@ -67,8 +73,6 @@ def bundle(
     target = out / "crossfed"
     shutil.rmtree(target, ignore_errors=True)
     copy_code(target)
-    if tasks:
-        fill(out, tasks, include=include)
     if sbom:
         write_json(out / SBOM, components(wheelhouse))
     write_digests(out)

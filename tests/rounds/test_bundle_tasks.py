@@ -10,7 +10,7 @@ import pytest
 from coordinator.bundle import bundle, download
 from coordinator.bundle_contents import SUMS
 from coordinator.evaluation_cache import OFFLINE, fill
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import InputError, TryAgain
 from tests.rounds.test_evaluation import write_task
 
 
@@ -37,6 +37,19 @@ def test_lm_eval_is_among_the_wheels_only_where_tasks_are():
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "index": ""}
     plain, with_tasks = download(Path("w"), **options), download(Path("w"), **options, extras=("eval",))
     assert not any("lm-eval" in word for word in plain) and any("lm-eval" in word for word in with_tasks)
+
+
+@pytest.mark.parametrize("tasks", [["no_such_task"], []])
+def test_tasks_that_cannot_be_had_are_found_before_a_package_comes(tmp_path: Path, monkeypatch, tasks: list[str]):
+    def unknown(*_, **__):
+        raise TryAgain("no_such_task cannot be loaded")
+
+    monkeypatch.setattr("coordinator.bundle.fill", unknown)
+    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu", "run": pytest.fail}
+    with pytest.raises(TryAgain if tasks else InputError, match="no_such_task" if tasks else "that --eval names"):
+        bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="--eval-include is .*nowhere', expected a folder"):
+        bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path / "nowhere")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fails", [0, 1])
