@@ -61,8 +61,13 @@ def explain_round(federation: Federation, number: int) -> str:
                 lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
         out = {row.facility: shown(row.reason) for row in record.facilities if row.status != "ok"}
         return "\n".join(lines + _refusals(out, number, own))
+    done = len(archive.rounds())
+    if number >= federation.rounds <= done:
+        raise InputError(
+            f"there is no round {number}: all {done} rounds are complete, and they count from 0 to {done - 1}; "
+            "`crossfed status` shows the evaluation of the final model"
+        )
     if not own:
-        done = len(archive.rounds())
         raise InputError(f"round {number} has not begun: {done} rounds are complete, the next one is round {done}")
     lines = [f"Round {number} is not complete.", *_idle(read_snapshot(federation.workdir_path))]
     out, states = {}, {}

@@ -59,6 +59,15 @@ def test_a_round_that_is_no_number_is_asked_for(federation: Federation, number: 
         said(federation, "round", number)
 
 
+def test_what_comes_after_the_last_round_is_no_round(federation: Federation):
+    """The evaluation of the final model goes by the next number in the journal: it is no round that waits."""
+    federation.file.write_text(federation.file.read_text().replace("rounds: 5", "rounds: 3"))
+    Journal(federation.archive_path).append("verified", time=BEGIN + 1e6, facility="facility-00", round=3)
+    for number in ("3", "4"):
+        with pytest.raises(InputError, match=f"no round {number}: all 3 rounds are complete, .* from 0 to 2"):
+            said(federation, "round", number)
+
+
 def test_a_round_under_way_says_what_each_facility_is_waited_for(federation: Federation):
     journal, now = Journal(federation.archive_path), BEGIN + 1e6
     journal.append("queued", time=now, facility="facility-00", round=3, job="7")
