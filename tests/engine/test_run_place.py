@@ -139,7 +139,7 @@ def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_
 def test_the_end_of_a_run_names_the_model_and_the_report_as_they_are_called(tmp_path: Path):
     """A folder in brackets was taken for a style, and left out."""
     federation = read_federation(made_federation(tmp_path / "[bold] texts"))
-    archive, console = Archive(federation.archive_path), Console(file=io.StringIO(), width=1000)
-    assert _show_end(federation, archive, console, 0, "") == 0
-    told = console.file.getvalue()
+    archive, shown = Archive(federation.archive_path), io.StringIO()
+    assert _show_end(federation, archive, Console(file=shown, width=1000), 0, "") == 0
+    told = shown.getvalue()
     assert str(archive.path / "report.html") in told and str(archive.round_directory(2) / "model") in told
