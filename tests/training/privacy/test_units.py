@@ -15,6 +15,8 @@ import pytest
 from facility.dataset import LOSS, REST, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
 from facility.exchange.errors import InputError
 from facility.preparing.build import Request, prepare
+from facility.training.data.tasks import IGNORED, CausalLM
+from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, evaluated_units, marked_pieces, stream_pieces, units_of
 from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
 from tests.training.federation import write_dataset
@@ -74,6 +76,16 @@ def test_documents_of_a_stream_are_put_together_across_blocks(tmp_path: Path):
     units = units_of(dataset, "train", "document", most=1)
     assert [one[0] for one in pieces(units)] == [[0, 0, 3], [0, 3, 7], [2, 2, 4], [3, 0, 2], [3, 2, 4]]
     assert units.left_out == 1
+
+
+def test_a_document_is_read_on_in_the_next_block_and_its_first_token_there_is_predicted(tmp_path: Path):
+    """Token i has the id i; the document is tokens 3 to 9 of blocks of 4."""
+    dataset = marked(tmp_path, [[S | L, L, L, S | L], [R | L, L, L, L], [R | L, L, S | L, L]])
+    units = units_of(dataset, "train", "document", most=9)
+    (rows,) = RowReader(dataset, "train", units, CausalLM(), most_rows=9).read([1])
+    assert rows.records == 1 and rows.record.tolist() == [0, 0]
+    assert rows.inputs["input_ids"].tolist() == [[3, 4, 5, 6], [7, 8, 9, 0]]
+    assert rows.targets.tolist() == [[4, 5, 6, IGNORED], [8, 9, IGNORED, IGNORED]]
 
 
 def prepared_units(place: Path, texts: list[str], tokenizer: Path, **changes: Any) -> list[Counter[Any]]:
