@@ -196,6 +196,18 @@ def check_evaluation(evaluation: EvaluationPlan, names: Sequence[str]) -> None:
         )
 
 
+def check_evaluates(evaluation: EvaluationPlan, training: Mapping[str, TrainingSettings]) -> None:
+    """Raise `ConfigurationError` where the coordinator is to evaluate adapters without the model below them."""
+    if evaluation.facility != COORDINATOR or not evaluation.tasks:
+        return
+    if alone := [name for name, one in training.items() if one.lora.base]:
+        raise _error(
+            "evaluation.facility",
+            f"evaluation.facility is 'coordinator', but facility {alone[0]!r} has a training.lora.base, so that "
+            "adapters alone travel and the coordinator has no model below them: name a facility, or all",
+        )
+
+
 def check_comparison(evaluation: EvaluationPlan, settings: RoundSettings, *, other_trainers: bool, even: bool) -> None:
     """Raise `ConfigurationError`, with the key, for settings with which models cannot be compared at the end.
 

@@ -25,6 +25,7 @@ from coordinator.config.compatibility import (
     check_adapters,
     check_comparison,
     check_drift,
+    check_evaluates,
     check_evaluation,
     check_facilities,
     check_moments,
@@ -242,6 +243,7 @@ def _build(lined: Lined) -> Federation:
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
     described = {one.name: one.training for one in federation.facilities}
     check_adapters(federation.aggregation, described)
+    check_evaluates(federation.evaluation, described)
     check_drift(federation.aggregation, described, masked=bool(federation.masks))
     check_moments(described)
     check_switched(data.get("privacy"))

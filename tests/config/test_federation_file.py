@@ -146,6 +146,16 @@ def test_what_could_average_no_round_is_told_before_one_is_trained(tmp_path: Pat
     assert caught.value.line == 13
 
 
+def test_the_coordinator_evaluates_no_adapters_that_travel_without_their_base(tmp_path: Path):
+    """It has no model below them; a facility has."""
+    lora = "  steps: 7\n  lora: {rank: 2, base: /data/base}\n"
+    asked = GOOD.replace("  steps: 7\n", lora) + "evaluation: {tasks: [arc_easy], facility: WHERE}\n"
+    with pytest.raises(ConfigurationError, match="adapters alone travel and the coordinator has no model below them"):
+        read(tmp_path, asked.replace("WHERE", "coordinator"))
+    assert read(tmp_path, asked.replace("WHERE", "b.2")).evaluation.facility == "b.2"
+    read(tmp_path, asked.replace("WHERE", "coordinator").replace("base: /data/base", "alpha: 4"))
+
+
 def test_all_that_is_left_to_fill_in_is_told_at_once(tmp_path: Path):
     text = GOOD.replace("../model", "<model's directory>").replace("dataset: /data/b", "dataset: <prepared dataset>")
     with pytest.raises(ConfigurationError) as caught:
