@@ -29,6 +29,12 @@ COMPLAINTS = (
         "ask the site for its key's fingerprint; only if it changed: ssh-keygen -R '{known}', then add the new one",
     ),
     Complaint(
+        "REVOKED HOST KEY",
+        "host key",
+        "{host} shows a host key that known_hosts marks as revoked: somebody may have stolen it",
+        "do not log in; ask the site for its present key's fingerprint, and put that key into known_hosts",
+    ),
+    Complaint(
         "Host key verification failed",
         "host key",
         "the host key of {host} is not in known_hosts",

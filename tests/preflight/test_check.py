@@ -305,6 +305,7 @@ def small_model(site: Site) -> None:
 
 
 CHANGED = "@    WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED!     @\nHost key verification failed."
+REVOKED = "@       WARNING: REVOKED HOST KEY DETECTED!               @\nHost key verification failed."
 MISTAKES: list[Mistake] = [
     ("yaml", edit("rounds: 2", "rounds: [2"), "federation.yml", r"federation\.yml:\d+: not valid YAML"),
     (
@@ -336,6 +337,7 @@ MISTAKES: list[Mistake] = [
         "host key",
         "is not in known_hosts",
     ),
+    ("revoked host key", says("ssh", REVOKED), "host key", "marks as revoked"),
     ("changed host key", says("ssh", CHANGED), "host key", "shows another host key than known_hosts has"),
     (
         "name",
