@@ -270,7 +270,7 @@ def progress_lines(
     return progress
 
 
-def summary(dataset: PreparedDataset, reused: bool) -> str:
+def summary(dataset: PreparedDataset, *, reused: bool) -> str:
     """What was prepared, in lines for a person; `reused`: it was there already."""
     manifest = dataset.manifest
     lines = [f"{spelled(str(dataset.directory))}: {'prepared before by the same command' if reused else 'prepared'}"]
@@ -381,7 +381,7 @@ def main(argv: list[str] | None = None) -> int:
         }
         print(json.dumps(report, indent=2, ensure_ascii=False))
     else:
-        print(summary(prepared.dataset, prepared.reused))
+        print(summary(prepared.dataset, reused=prepared.reused))
     if options.show:
         from facility.preparing.preview import preview
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def _part(work: Work, cut: _Cut, files: Files, buffers: _Buffers, result: PartSu
     for piece in pieces(cut.count):
         step = _combined(part, piece, result)
         if work.model is not None:
-            _move(part, piece, *step, outputs, result)
+            _move(part, piece, step, outputs, result)
     outputs.flush()
     result.bytes_written += outputs.bytes_written
     files.settle()
@@ -212,11 +212,21 @@ def _sum_of_masked(work: Work, cut: _Cut, files: Files, buffers: _Buffers) -> Ar
     return total
 
 
-def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array, bool]:
-    """(base, combined step, whether the piece counts for the statistics); adds to the statistics."""
+class _Step(NamedTuple):
+    """What the updates make of one piece."""
+
+    base: Array
+    combined: Array
+    """The combined step from the base."""
+    counted: bool
+    """Whether the piece counts for the statistics."""
+
+
+def _combined(part: _Part, piece: slice, result: PartSums) -> _Step:
+    """Combine the updates' steps of one piece; adds to the statistics."""
     work, number = part.work, (part.begin + piece.start) // PIECE
     if work.unmasking is not None:
-        return *_unmasked(part, piece, work.unmasking), False
+        return _Step(*_unmasked(part, piece, work.unmasking), counted=False)
     counted = work.statistics == "exact" or (work.statistics == "sample" and number % SAMPLE == 0)
     combine = work.combine if part.coefficients is None else None
     base, steps, combined = part.take(
@@ -246,7 +256,7 @@ def _combined(part: _Part, piece: slice, result: PartSums) -> tuple[Array, Array
             raise InputError(f"the rule has neither coefficients nor a function for tensor {part.name!r}, expected one")
         assert steps is not None
         combined = combine(steps, part.name, part.begin + piece.start)
-    return base, combined, counted
+    return _Step(base, combined, counted)
 
 
 def _with_momentum(part: _Part, piece: slice, steps: Array) -> Array:
@@ -266,10 +276,9 @@ def _unmasked(part: _Part, piece: slice, unmasking: Unmasking) -> tuple[Array, A
     return base, step
 
 
-def _move(
-    part: _Part, piece: slice, base: Array, combined: Array, counted: bool, outputs: _Outputs, result: PartSums
-) -> None:
+def _move(part: _Part, piece: slice, step: _Step, outputs: _Outputs, result: PartSums) -> None:
     """Move the master by the combined step, and round the result into the outputs."""
+    base, combined, counted = step
     work, buffers, n = part.work, part.buffers, piece.stop - piece.start
     master = base if part.master is None else _stored(part.master[piece], buffers.block("master", part.dtype)[:n])
     slots: list[Array] = []

@@ -39,7 +39,7 @@ def found(rank: int, world: int) -> list[tuple[str, list[list[int]], list[list[i
         expected = [dist.get_process_group_ranks(oracle[one].get_group()) for one in NAMES]
         ranks = from_environment("cpu")
         whole = model_group(Grid(ranks=numbers), ranks, SECONDS)
-        tied, first = tied_group(Grid(ranks=numbers), ranks, numbers.shape[1] > 1, SECONDS)
+        tied, first = tied_group(Grid(ranks=numbers), ranks, SECONDS, tied=numbers.shape[1] > 1)
         if tied is not None:
             replica, stage, shard = Grid(ranks=numbers).place(rank)
             ends = numbers[replica, [0, -1], shard].tolist()

@@ -128,7 +128,7 @@ def assemble(
         held = shards_of_stages(stages, names, in_first)
         buffers = [part for stage in stages.values() for part in buffers_of(stage.model, found)]
         quantized = [part for stage in stages.values() for part in quantized_shards(stage.model, names)]
-        group, first_rank_only = tied_group(layout.grid, ranks, bool(tied_names), stall)
+        group, first_rank_only = tied_group(layout.grid, ranks, stall, tied=bool(tied_names))
         if group is not None:
             tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in in_first))]
         compute = assemble_pipeline(stages, structure, task, sharder)
@@ -296,7 +296,9 @@ def tied_to_embedding(model: nn.Module, structure: ModelStructure) -> dict[str, 
     return result
 
 
-def tied_group(grid: Grid, ranks: Ranks, tied: bool, timeout_seconds: float) -> tuple[dist.ProcessGroup | None, bool]:
+def tied_group(
+    grid: Grid, ranks: Ranks, timeout_seconds: float, *, tied: bool
+) -> tuple[dist.ProcessGroup | None, bool]:
     """The first and the last rank of this rank's pipeline, if it is one of them; and whether it is the first."""
     if not tied:
         return None, False

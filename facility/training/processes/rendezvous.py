@@ -62,7 +62,7 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
         return
     limit = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo"
-    listen_locally(ranks.one_node)
+    listen_locally(one_node=ranks.one_node)
     store = first_store(ranks, limit)
     try:
         dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
@@ -126,7 +126,7 @@ def file_store(name: str, ranks: Ranks) -> dist.FileStore | None:
 
 def serve(address: str, port: int, ranks: Ranks, limit: timedelta) -> dist.TCPStore:
     """A TCPStore that listens on this node's address alone; port 0: any free one."""
-    here = address_of(address, ranks.one_node)
+    here = address_of(address, one_node=ranks.one_node)
     both = not here and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in here else socket.AF_INET
     listener = socket.create_server((here, port), family=family, backlog=4096, dualstack_ipv6=both)
@@ -147,7 +147,7 @@ def join(address: str, port: int, limit: timedelta) -> dist.TCPStore:
     return dist.TCPStore(address, port, None, is_master=False, wait_for_workers=False, timeout=limit)
 
 
-def address_of(host: str, one_node: bool) -> str:
+def address_of(host: str, *, one_node: bool) -> str:
     """What to listen on to be reached as `host`: its address here, IPv4 where it has one.
 
     All interfaces where several nodes know this one by a name that means loopback here, as Debian's /etc/hosts does.
@@ -223,7 +223,7 @@ def read_secret(directory: Path | None) -> bytes:
     return file.read_bytes() if file is not None and file.is_file() else b""
 
 
-def listen_locally(one_node: bool) -> None:
+def listen_locally(*, one_node: bool) -> None:
     """Bind gloo (and NCCL's bootstrap) to loopback on one node, else to the interface that reaches the first node.
 
     What the environment sets stays.
