@@ -67,12 +67,25 @@ class JobWatch:
         """True while the job is known to wait in a queue."""
         self.estimate: Callable[[], Awaitable[None]] | None = None
         """Asks when the job will begin."""
+        self.over = False
+        """Set before the task is cancelled: `asyncio.wait_for` of Python 3.11 drops a cancellation that comes as the
+        answer does."""
+
+    def begin(self, seconds: float) -> asyncio.Task[None]:
+        """Look at every interval from now on, beside whatever else goes on."""
+        self._task = asyncio.create_task(self.run(seconds))
+        return self._task
+
+    def end(self) -> None:
+        """Look no more; the task ends soon."""
+        self.over = True
+        self._task.cancel()
 
     async def run(self, seconds: float) -> None:
-        """Look at every interval, for ever. A look that fails is ignored: a lost connection is reported elsewhere."""
+        """Look at every interval, until it is over. A look that fails is ignored: others report a lost connection."""
         asked = -ESTIMATE_SECONDS
         clock = asyncio.get_running_loop().time
-        while True:
+        while not self.over:
             await asyncio.sleep(seconds)
             with suppress(Exception):
                 if not self.waits():
@@ -107,11 +120,11 @@ class JobWatch:
 async def watched(watch: JobWatch):
     """Run `watch` beside the block, if progress is followed."""
     seconds = interval()
-    task = asyncio.create_task(watch.run(seconds)) if seconds else None
+    task = watch.begin(seconds) if seconds else None
     try:
         yield watch
     finally:
         if task is not None:
-            task.cancel()
+            watch.end()
             with suppress(asyncio.CancelledError):
                 await task

@@ -70,7 +70,7 @@ class PatientQueue(QueueManagerConnector):
         self._steps: dict[str, str] = {}
         """Step by job."""
         self._begun: set[str] = set()
-        self._watches: dict[str, asyncio.Task[None]] = {}
+        self._watches: dict[str, JobWatch] = {}
 
     @cached_property
     def _overdue(self) -> Overdue:
@@ -198,7 +198,8 @@ class PatientQueue(QueueManagerConnector):
                 emit("estimated", step=self._steps[job_id], job=job_id, begins=begins)
 
         watch.waits, watch.estimate = lambda: job_id not in self._begun, estimate
-        self._watches[job_id] = asyncio.create_task(watch.run(seconds))
+        watch.begin(seconds)
+        self._watches[job_id] = watch
 
     def _note_silence(self, silent: list[str]) -> list[str]:
         """Report a scheduler that says nothing of jobs, once; returns those without news for too long."""
@@ -238,7 +239,7 @@ class PatientQueue(QueueManagerConnector):
 
     async def _get_returncode(self, job_id: str, location: ExecutionLocation) -> int:
         if (watch := self._watches.pop(job_id, None)) is not None:
-            watch.cancel()
+            watch.end()
         ending = await self._ending(job_id, location)
         emit("ended", step=self._steps.get(job_id, ""), job=job_id, code=ending.step_code, problem=ending.problem)
         if ending.problem:
