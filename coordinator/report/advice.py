@@ -49,7 +49,7 @@ ENDINGS: Sequence[tuple[str, str]] = (
 """Of a scheduler's account of a job's end."""
 ADVICE: Sequence[tuple[str, str]] = (
     (
-        r"out of memory|OutOfMemory|oom.kill|Cannot allocate memory",
+        r"out of memory|OutOfMemory|oom.kill|Cannot allocate memory|will need about .* of memory",
         "the job needs more memory than it has: lower `micro_batch_sequences`, shard over more ranks "
         "(`training.layout`), or ask for larger nodes in the template",
     ),
@@ -79,6 +79,11 @@ ADVICE: Sequence[tuple[str, str]] = (
     (
         r"signature|\bsigned\b|allowed_signers",
         "the update is not signed by a key that `aggregation.allowed_signers` names for this facility: compare both",
+    ),
+    (
+        r"overflowed float16",
+        "gradients overflow float16: `compute_dtype: bfloat16` or float32 there, or more `steps` a round, in which the "
+        "loss scale falls far enough",
     ),
     (
         r"not finite|was finite|\bnan\b|diverge",

@@ -143,6 +143,8 @@ DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite
         ("", KILLED, "needs more memory"),
         ("", DIVERGED, "lower `learning_rate`"),
         ("", "every step of the round was skipped: no loss was finite", "lower `learning_rate`"),
+        ("", "every one of the round's 3 steps was skipped: gradients overflowed float16", "`compute_dtype: bfloat16`"),
+        ("", "rank 0 will need about 9 GB of memory (weights 9 GB), it has 4 GB", "needs more memory"),
         ("", "the received model's loss on the validation data is nan", "lower `learning_rate`"),
         ("", "tensor 'lm_head.weight' holds NaN or infinity", "lower `learning_rate`"),
         ("", "the loss is nan at step 3", "lower `learning_rate`"),
