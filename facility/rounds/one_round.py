@@ -36,7 +36,7 @@ from facility.rounds.sealed import check_kept
 from facility.rounds.set_aside import forget_set_aside
 from facility.rounds.smaller import drop_pending, make_smaller
 from facility.rounds.steps import decide_steps, remember_beside
-from facility.rounds.sweep import forget_earlier, sweep
+from facility.rounds.sweep import forget_earlier, note_job, sweep, sweep_jobs
 
 log = logging.getLogger(__name__)
 
@@ -71,9 +71,12 @@ class OneRound:
         """When this job decided how many steps it takes, in seconds since 1970; None: it did not."""
 
     def sweep(self) -> None:
-        """Remove jobs of earlier rounds."""
+        """Remove what jobs of earlier rounds left."""
+        note_job(Path.cwd(), self.job.settings, self.job.round)
         for path in sweep(Path.cwd(), self.job.settings, self.job.round, self.received):
             log.info("removed %s, of an earlier round", path)
+        for path in sweep_jobs(Path.cwd(), self.job.settings, self.job.round, self.received):
+            log.info("removed %s, the directory of an earlier job", path)
 
     def train_alone(self) -> Ending:
         """Train one round alone, to compare with, in place of all other stages."""

@@ -7,14 +7,25 @@ round asked for again is answered with the kept update.
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 
-from facility.exchange.files.sweep import sweep_engine_directories
+from facility.exchange.errors import ManifestError
+from facility.exchange.files.durable import write_json
+from facility.exchange.files.sweep import sweep_engine_directories, sweep_job_directories
 from facility.exchange.messages.comparison import MODELS
 from facility.exchange.messages.manifest import NAME, Manifest, manifest_if_any
 from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.strict_json import Fields, read_json
 from facility.rounds.kept import by_round
+
+NOTE = ".crossfed-job.json"
+"""In a job's directory: whose it is, its round, and the name of its temporary directory."""
+KEPT_JOBS = 10
+"""Rounds whose jobs' directories stay, with what the jobs printed."""
 
 
 def sweep(job_directory: Path, settings: FacilitySettings, round: int, received: Manifest | None = None) -> list[Path]:
@@ -39,6 +50,36 @@ def sweep(job_directory: Path, settings: FacilitySettings, round: int, received:
         return mine and manifest.federation == settings.federation and manifest.round < round - behind
 
     return sweep_engine_directories(job_directory, is_over, known_by=NAME)
+
+
+def note_job(job_directory: Path, settings: FacilitySettings, round: int) -> None:
+    """Leave in a job's directory whose it is, so that a later job can remove it. Without room there is no note."""
+    temporary = Path(os.environ.get("TMPDIR") or tempfile.gettempdir())
+    beside = temporary.resolve().parent == job_directory.resolve().parent
+    values = {"federation": settings.federation, "facility": settings.facility, "round": round}
+    with suppress(OSError):
+        write_json(job_directory / NOTE, values | {"temporary": temporary.name if beside else ""})
+
+
+def sweep_jobs(job_directory: Path, settings: FacilitySettings, round: int, received: Manifest) -> list[Path]:
+    """Remove what jobs of this facility left beside `job_directory` whose round is `KEPT_JOBS` behind or more: what
+    they printed, their progress, and what the trainer left in TMPDIR. Returns the jobs' directories.
+
+    As in `sweep`, the round is that of the model received where that is earlier.
+    """
+    round = min(round, received.round) if received.kind == "model" else round
+    kept = max(KEPT_JOBS, settings.behind + 2)
+
+    def beside(directory: Path) -> str | None:
+        try:
+            note = Fields(raw=read_json(directory / NOTE, most_bytes=4096), where=NOTE)
+            whose = (note.words("federation", longest=100), note.words("facility", longest=100))
+            ours = whose == (settings.federation, settings.facility) and note.whole("round") <= round - kept
+            return note.words("temporary", "", longest=100) if ours else None
+        except ManifestError:
+            return None
+
+    return sweep_job_directories(job_directory, beside, known_by=NOTE)
 
 
 def forget_earlier(state: Path, round: int) -> list[Path]:

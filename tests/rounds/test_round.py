@@ -33,7 +33,7 @@ from facility.launching.notes import PLACE
 from facility.launching.supervise import Ending
 from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
-from facility.rounds.sweep import forget_earlier, sweep
+from facility.rounds.sweep import NOTE, forget_earlier, note_job, sweep, sweep_jobs
 from tests.aggregation.make import read_all
 from tests.distributed import Started
 from tests.pico import save_pico
@@ -385,6 +385,37 @@ def test_a_requeued_job_clears_what_its_first_start_left(site: Site):
 
 
 SETTINGS = FacilitySettings(federation="test", facility="north", rounds=9, seed=0)
+
+
+def test_directories_of_jobs_ten_rounds_ago_are_removed_and_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The engine never removes any: two a round would be there for ever, with what the trainer left in TMPDIR."""
+    work = tmp_path / "work"
+
+    def settings(federation: str = "f", facility: str = "a", behind: int = 0) -> FacilitySettings:
+        return FacilitySettings(federation=federation, facility=facility, rounds=100, seed=0, behind=behind)
+
+    def job(round: int, whose: FacilitySettings, temporary: Path | None = None) -> tuple[Path, Path]:
+        place = work / str(uuid.uuid4())
+        temporary = temporary or work / str(uuid.uuid4())
+        for directory in (place, temporary / "torchinductor_me"):
+            directory.mkdir(parents=True)
+        (place / "job.log").write_text("hours of it")
+        monkeypatch.setenv("TMPDIR", str(temporary))
+        note_job(place, whose, round)
+        return place, temporary
+
+    jobs = {round: job(round, settings()) for round in range(25)}
+    others = [*job(0, settings(facility="b")), *job(0, settings(federation="g")), *job(99, settings())]
+    kept_elsewhere, scratch = job(0, settings(), tmp_path / "scratch")
+    own, temporary = job(25, settings())
+    model = Manifest(kind="model", federation="f", round=25)
+    assert sweep_jobs(own, settings(behind=11), 25, model) == sorted([jobs[n][0] for n in range(13)] + [kept_elsewhere])
+    assert set(sweep_jobs(own, settings(), 100, model)) == {jobs[n][0] for n in range(13, 16)}
+    left = [path for n in range(16, 25) for path in jobs[n]]
+    assert sorted(work.iterdir()) == sorted([*left, *others, own, temporary]) and scratch.exists()
+    (jobs[16][0] / NOTE).write_text("[" * 4000)
+    (jobs[17][0] / NOTE).write_text('{"federation": "f", "facility": "a", "round": 0, "temporary": "../scratch"}')
+    assert sweep_jobs(own, settings(), 25, model) == [jobs[17][0]] and scratch.exists() and jobs[16][0].exists()
 
 
 @pytest.mark.parametrize("behind", [0, 1])

@@ -53,6 +53,28 @@ def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool
     return removed
 
 
+def sweep_job_directories(job_directory: Path, beside: Callable[[Path], str | None], *, known_by: str) -> list[Path]:
+    """Remove directories of other jobs beside `job_directory`, with all that is in them; returns them.
+
+    `beside`: of a job's directory, the name of its temporary one, which goes first, or '' where it is elsewhere; None
+    for one that stays. `known_by`: the file by which `beside` recognises a directory; it goes last. All are named by
+    UUIDs, or left alone. Never raises for what it finds.
+    """
+    job_directory = Path(job_directory).resolve()
+    if not _is_uuid(job_directory.name):
+        return []
+    there = {one.name: one for one in _directories(job_directory.parent) if _is_uuid(one.name) and one != job_directory}
+    removed = []
+    for directory in list(there.values()):
+        if (name := beside(directory)) is None:
+            continue
+        if name in there:
+            shutil.rmtree(there[name], ignore_errors=True)
+        _remove(directory, last=known_by)
+        removed.append(directory)
+    return removed
+
+
 def remove_transferred(job_directory: Path, directory: Path) -> bool:
     """Remove an input that a transfer copied for this job, and that is of no use; returns whether it was one.
 
