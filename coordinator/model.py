@@ -29,7 +29,7 @@ from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.errors import InputError, TryAgain, exit_on_error
-from facility.exchange.files.durable import new_directory
+from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
 
@@ -83,6 +83,8 @@ def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequenc
             summary = save_image_classifier(source, temporary, **how)
         else:
             summary = save_text_model(source, temporary, kind=kind_of(config, classes), **how)
+        for weights in temporary.glob("*.safetensors"):  # safetensors writes 0600 whatever the umask
+            weights.chmod(as_umask_allows(0o644))
         (temporary / SOURCE).write_text(json.dumps(made_from), encoding="utf-8")
     return summary
 

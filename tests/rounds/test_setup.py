@@ -455,6 +455,8 @@ def test_pip_understands_the_download(tmp_path: Path):
 def test_models_are_converted_checked_and_recognised(tmp_path: Path, family: str):
     source = save_pico(tmp_path / "source", family)
     told = convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    modes = {path.suffix: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
+    assert modes[".safetensors"] == modes[".json"], "weights are for those whom the umask lets read the rest"
     assert "loaded and evaluated" in told and set(open_checkpoint(tmp_path / "out").dtypes()) == {"BF16"}
     before = state(tmp_path / "out")
     assert "is there already" in convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
