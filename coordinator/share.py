@@ -11,7 +11,7 @@ import logging
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,10 +55,10 @@ class Shared:
     """False: it was there already, or the facility is on this machine."""
 
 
-def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> list[Shared]:
-    """Send to all facilities, or `only` some.
+def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
+    """Send to all facilities, or `only` some: one after the other, as the result is read.
 
-    Raises `InputError` without a tokenizer or for an unknown name, `TryAgain` when one fails.
+    Raises `InputError` without a tokenizer or for an unknown name; `TryAgain` for those that failed, after all others.
     """
     names = [facility.name for facility in federation.facilities]
     if unknown := [name for name in only if name not in names]:
@@ -73,7 +73,7 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
     ]
     sums = "".join(f"{sha256_of(path)}  {path.name}\n" for path in files if path.name != SUMS)
     digest = hashlib.sha256(sums.encode()).hexdigest()
-    result = []
+    failed = []
     for facility in federation.facilities:
         if only and facility.name not in only:
             continue
@@ -85,14 +85,19 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
             log.warning("%s: %s", facility.name, WITHOUT_SHELL)
             continue
         if not deployment.host:
-            result.append(Shared(facility=facility.name, path=str(model), digest=digest, sent=False))
+            yield Shared(facility=facility.name, path=str(model), digest=digest, sent=False)
             continue
         place = f"{deployment.environment.home}/{FOLDER}"
         sent = not _holds(deployment, place, digest)
-        if sent:
-            _send(facility.name, deployment, place, model, [path.name for path in files], sums)
-        result.append(Shared(facility=facility.name, path=place, digest=digest, sent=sent))
-    return result
+        try:
+            if sent:
+                _send(facility.name, deployment, place, model, [path.name for path in files], sums)
+        except TryAgain as error:
+            failed.append(str(error))
+        else:
+            yield Shared(facility=facility.name, path=place, digest=digest, sent=sent)
+    if failed:
+        raise TryAgain("; ".join(failed))
 
 
 def _holds(deployment: Deployment, place: str, digest: str) -> bool:

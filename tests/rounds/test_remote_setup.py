@@ -128,7 +128,7 @@ def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: 
     make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
     file = tmp_path / "workflow" / "federation.yml"
     with pytest.raises(InputError, match="--facility is 'fra'; the facilities are here, far"):
-        share(read_federation(file), weights=False, only=["here", "fra"])
+        next(share(read_federation(file), weights=False, only=["here", "fra"]))
     head, _, _ = FEDERATION.partition("  - name: far")
     access = (
         "{url: https://example.org, system: s, token_url: https://example.org/t, client_id: i, client_secret_file: f}"
@@ -139,3 +139,21 @@ def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: 
     )
     assert [one.facility for one in share(read_federation(file), weights=False)] == ["here"]
     assert "far: it has FirecREST" in caplog.text
+
+
+def test_a_facility_that_is_away_keeps_no_tokenizer_from_the_others(far: Path, tmp_path: Path):
+    (tmp_path / "text").write_text("a small text\n")
+    make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
+    file = tmp_path / "workflow" / "federation.yml"
+    entry = FEDERATION[FEDERATION.index("  - name: far") :]
+    away = entry.replace("name: far", "name: away").replace("login.example.org", "away.example.org")
+    file.write_text(FEDERATION.replace(entry, away + entry))
+    ssh = tmp_path / "bin" / "ssh"
+    away = 'case "$*" in *away.example.org*) echo "No route to host" >&2; exit 255 ;; esac'
+    ssh.write_text(ssh.read_text().replace("\n", f"\n{away}\n", 1))
+    found = []
+    with pytest.raises(TryAgain, match="^away did not take the tokenizer .*No route to host$"):
+        for one in share(read_federation(file), weights=False):
+            found.append((one.facility, one.sent))
+    assert found == [("here", False), ("far", True)]
+    assert (far / "it's a home" / "shared" / "model" / "tokenizer.json").is_file()
