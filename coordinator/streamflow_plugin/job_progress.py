@@ -71,15 +71,15 @@ class JobWatch:
         """Set before the task is cancelled: `asyncio.wait_for` of Python 3.11 drops a cancellation that comes as the
         answer does."""
 
-    def begin(self, seconds: float) -> asyncio.Task[None]:
-        """Look at every interval from now on, beside whatever else goes on."""
-        self._task = asyncio.create_task(self.run(seconds))
-        return self._task
+    def begin(self, seconds: float) -> JobWatch:
+        """Look at every interval from now on, beside whatever else goes on; returns this."""
+        self.task = asyncio.create_task(self.run(seconds))
+        return self
 
     def end(self) -> None:
         """Look no more; the task ends soon."""
         self.over = True
-        self._task.cancel()
+        self.task.cancel()
 
     async def run(self, seconds: float) -> None:
         """Look at every interval, until it is over. A look that fails is ignored: others report a lost connection."""
@@ -120,11 +120,12 @@ class JobWatch:
 async def watched(watch: JobWatch):
     """Run `watch` beside the block, if progress is followed."""
     seconds = interval()
-    task = watch.begin(seconds) if seconds else None
+    if seconds:
+        watch.begin(seconds)
     try:
         yield watch
     finally:
-        if task is not None:
+        if seconds:
             watch.end()
             with suppress(asyncio.CancelledError):
-                await task
+                await watch.task

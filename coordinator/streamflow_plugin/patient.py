@@ -198,8 +198,7 @@ class PatientQueue(QueueManagerConnector):
                 emit("estimated", step=self._steps[job_id], job=job_id, begins=begins)
 
         watch.waits, watch.estimate = lambda: job_id not in self._begun, estimate
-        watch.begin(seconds)
-        self._watches[job_id] = watch
+        self._watches[job_id] = watch.begin(seconds)
 
     def _note_silence(self, silent: list[str]) -> list[str]:
         """Report a scheduler that says nothing of jobs, once; returns those without news for too long."""
