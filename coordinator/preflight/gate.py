@@ -10,7 +10,7 @@ from typing import Any
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.ahead import check_ahead
-from coordinator.preflight.cost import PROBE_BYTES, jobs_of, told_jobs, told_more
+from coordinator.preflight.cost import PROBE_BYTES, jobs_of, link_speed, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
 from coordinator.preflight.remote import Answer, answer_of, ssh_command
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
@@ -128,12 +128,12 @@ def _link(name: str, deployment: Deployment) -> Row:
     began = time.monotonic()
     if ask(deployment, "sink").code != 0:
         return skipped(name, "link", "could not be measured")
-    start = time.monotonic() - began
+    login = time.monotonic() - began
+    began = time.monotonic()
     answer = ask(deployment, "sink", seconds=120, data=os.urandom(PROBE_BYTES))
-    seconds = max(time.monotonic() - began - 2 * start, 0.01)
     if answer.code != 0:
         return warning(name, "link", f"{size(PROBE_BYTES)} did not get through in 120 s", "look at the link")
-    return ok(name, "link", f"{size(PROBE_BYTES / seconds)}/s (one stream)")
+    return ok(name, "link", link_speed(login, time.monotonic() - began)[1])
 
 
 def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:

@@ -29,7 +29,7 @@ from coordinator.preflight import check as checking
 from coordinator.preflight import remote
 from coordinator.preflight.check import check
 from coordinator.preflight.coordinator import failing_here
-from coordinator.preflight.cost import check_memory
+from coordinator.preflight.cost import check_memory, link_speed
 from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
@@ -629,6 +629,21 @@ def test_what_a_job_asks_for(options: dict, template: str, nodes: tuple[int, int
     deployment = Deployment(type=kind, template="t", options=options) if options else Deployment(type=kind)
     assert wanted_nodes(deployment, template) == nodes
     assert wanted_hours(deployment, template) == pytest.approx(hours)
+
+
+@pytest.mark.parametrize(
+    "login, transfer, speed, words",
+    [
+        (0.5, 2.5, 8e6, "8 MB/s (one stream)"),
+        (20.0, 36.0, 1e6, "1 MB/s (one stream)"),
+        (20.0, 20.1, 8e6, "at least 8 MB/s (one stream; a login takes 20.0 s, which hides more)"),
+        (20.0, 19.0, 8e6, "at least 8 MB/s"),
+    ],
+)
+def test_a_slow_login_is_not_taken_for_a_fast_link(login: float, transfer: float, speed: float, words: str):
+    """The difference of two logins of 20 s says nothing of 16 MB: a lower bound is told, not what the clock left."""
+    found, told = link_speed(login, transfer)
+    assert found == pytest.approx(speed) and words in told
 
 
 def test_bytes_on_the_link_by_hand():
