@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from coordinator.streamflow_plugin.within import within
+
 CLOSE_SECONDS = 10.0
 """How long a connection may take to close."""
 
@@ -31,7 +33,7 @@ class KeptLogins:
         """
         if not self._thread.is_alive():
             self._thread.start()
-        asking = asyncio.wait_for(self._in_turn(facility, connect, command), seconds)
+        asking = within(seconds, self._in_turn(facility, connect, command))
         return asyncio.run_coroutine_threadsafe(asking, self._loop).result()
 
     async def _in_turn(self, facility: str, connect: Callable[[], tuple[Any, Any]], command: str) -> tuple[str, int]:
@@ -78,4 +80,4 @@ def kept_logins() -> Iterator[KeptLogins]:
 
 async def _closed(connector: Any) -> None:
     with suppress(Exception):
-        await asyncio.wait_for(connector.undeploy(False), CLOSE_SECONDS)
+        await within(CLOSE_SECONDS, connector.undeploy(False))

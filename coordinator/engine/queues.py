@@ -29,6 +29,7 @@ from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import ANSWER_BYTES, Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
+from coordinator.streamflow_plugin.within import within
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.job_names import job_name, waiting_name
 
@@ -109,7 +110,7 @@ class Queue:
             if self.ssh and self.logins is not None:
                 text, code = self.logins.ask(self.facility, partial(_connector, self), line, ANSWER_SECONDS)
             elif self.ssh:
-                text, code = asyncio.run(asyncio.wait_for(_login(self, line), ANSWER_SECONDS))
+                text, code = asyncio.run(within(ANSWER_SECONDS, _login(self, line)))
             else:
                 text, code = _here(line)
         except Exception as error:

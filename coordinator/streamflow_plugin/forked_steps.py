@@ -22,6 +22,7 @@ from pathlib import Path
 
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from coordinator.streamflow_plugin.step_server import MOST_BYTES
+from coordinator.streamflow_plugin.within import within
 
 OF_COORDINATOR = frozenset(
     f"coordinator.steps.{step}"
@@ -115,7 +116,7 @@ class ForkedSteps:
             os.close(reads)
             self._codes.pop(number, None)
             return None
-        return await asyncio.wait_for(self._result(reads, code), timeout)
+        return await within(timeout, self._result(reads, code))
 
     async def _result(self, reads: int, code: asyncio.Future[int]) -> tuple[str, int]:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()

@@ -19,6 +19,7 @@ from streamflow.deployment.connector.ssh import SSHContextFactory
 from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, BEGINS
+from coordinator.streamflow_plugin.within import within
 
 BLOCK_BYTES = 1 << 18
 """Bytes read or written at once."""
@@ -71,6 +72,7 @@ async def spread(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], A
     try:
         await asyncio.gather(*tasks)
     finally:
+        waiting.clear()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,7 +103,7 @@ async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | m
         try:
             for block in blocks:
                 process.stdin.write(block)
-                await asyncio.wait_for(process.stdin.drain(), STALL_SECONDS)
+                await within(STALL_SECONDS, process.stdin.drain())
             process.stdin.write_eof()
         except BROKEN:
             # A command that ended early closes its input: then it has an exit status, and the reason is its own.
@@ -124,7 +126,7 @@ async def receive(
             process.stdin.write(text)
         process.stdin.write_eof()
         count, start = 0, time.monotonic()
-        while block := await asyncio.wait_for(process.stdout.read(BLOCK_BYTES), STALL_SECONDS):
+        while block := await within(STALL_SECONDS, process.stdout.read(BLOCK_BYTES)):
             if part := answer.of(block):
                 count += len(part)
                 take(part)
@@ -193,7 +195,7 @@ async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, mo
 
 
 async def _ended(process: asyncssh.SSHClientProcess, command: str) -> None:
-    result = await asyncio.wait_for(process.wait(), STALL_SECONDS)
+    result = await within(STALL_SECONDS, process.wait())
     if result.exit_status is None:
         raise ConnectionResetError(f"the connection closed before `{command:.60}` ended")
     if result.exit_status:
@@ -202,7 +204,7 @@ async def _ended(process: asyncssh.SSHClientProcess, command: str) -> None:
 
 async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
     try:
-        result = await asyncio.wait_for(process.wait(), 5.0)
+        result = await within(5.0, process.wait())
     except BROKEN:
         return None
     return TransferFailed(words(result.stderr, result.exit_status)) if result.exit_status else None

@@ -28,6 +28,7 @@ from streamflow.log_handler import logger
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.dialect import ARRIVED, SHELL, ShellDialect
 from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, Answer, TransferFailed, check_pace, words
+from coordinator.streamflow_plugin.within import within
 
 OPTIONS = (
     "-a",
@@ -128,7 +129,7 @@ class SwiftLane:
                 await _watched(moving, pipe, command if end == pipe.writer else "")
             except (OSError, TransferFailed) as error:
                 failure = error
-            answer, said = await asyncio.wait_for(asyncio.shield(ending), STALL_SECONDS)
+            answer, said = await within(STALL_SECONDS, asyncio.shield(ending))
             # The command's own words first: that it ended is why the pipe broke.
             if process.returncode == BROKE:
                 raise ConnectionResetError(words(said, BROKE))
@@ -154,7 +155,7 @@ class SwiftLane:
         if self._master.stdin is not None:
             self._master.stdin.close()
         try:
-            await asyncio.wait_for(self._master.wait(), END_SECONDS)
+            await within(END_SECONDS, self._master.wait())
         except TimeoutError:
             self._kill()
             await self._master.wait()
@@ -205,7 +206,7 @@ async def _open(
     )
     assert master.stdout is not None
     try:
-        answer = await asyncio.wait_for(master.stdout.readline(), seconds + 30)
+        answer = await within(seconds + 30, master.stdout.readline())
     except TimeoutError:
         answer = b""
     except BaseException:

@@ -27,6 +27,7 @@ from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import BROKE, SwiftLane, login_of, swift_lanes
+from coordinator.streamflow_plugin.within import within
 
 OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
 """A shared connection is used where there is one, and never opened: it would outlive its command here."""
@@ -99,7 +100,7 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), END_SECONDS)
+                await within(END_SECONDS, self._process.wait())
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()

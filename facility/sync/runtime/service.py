@@ -151,7 +151,8 @@ class SchedulerService:
     async def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         key: tuple[int, int] | None = None
         try:
-            hello = wire.decode(await asyncio.wait_for(reader.readline(), HELLO_SECONDS))
+            async with asyncio.timeout(HELLO_SECONDS):
+                hello = wire.decode(await reader.readline())
             if not hmac.compare_digest(str(hello.get("token", "")).encode(), self.token.encode()):
                 log.warning("a connection to the scheduler without the token was refused")
                 return
