@@ -239,6 +239,12 @@ def _build(lined: Lined) -> Federation:
     sending = sending_of(federation.sending, data.get("sending") or {}, [one.training for one in federation.facilities])
     federation = dataclasses.replace(federation, sending=sending)
     federation = _chosen(federation, data.get("aggregation") or {}, [entry["training"] for entry in data["facilities"]])
+    _check_together(federation, lined, data.get("privacy"))
+    return federation
+
+
+def _check_together(federation: Federation, lined: Lined, privacy: Any) -> None:
+    """Raise `ConfigurationError`, with the key, for settings that exclude each other; `privacy`: as it is written."""
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
     described = {one.name: one.training for one in federation.facilities}
@@ -246,7 +252,7 @@ def _build(lined: Lined) -> Federation:
     check_evaluates(federation.evaluation, described)
     check_drift(federation.aggregation, described, masked=bool(federation.masks))
     check_moments(described)
-    check_switched(data.get("privacy"))
+    check_switched(privacy)
     if federation.privacy is not None:
         check_privacy(
             federation.privacy,
@@ -264,7 +270,6 @@ def _build(lined: Lined) -> Federation:
             key = f"facilities[{number}].deployment.type"
             raise lined.error(f"{key}: secure aggregation runs commands at a login node; FirecREST gives none", key)
     _ = federation.ahead  # raises where it cannot work
-    return federation
 
 
 def _check_keys(data: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, A, B, is_adapter, saves, targeted
+from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, A, B, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
@@ -119,7 +119,7 @@ class ModelFigures:
         adapters, trained = training.lora.rank > 0, self.trained_tensors(training)
         total, changed = 0, {name for name, _ in trained}
         for name, shape in trained if adapters else self._own_or_adapters(training):
-            dtype, stays = self.dtypes.get(name, ""), not federated.federated(name)
+            dtype, stays = self.dtypes.get(name, ""), not federated.federated(in_update(name, training))
             if stays and not whole:
                 continue
             kept = not adapters and dtype and (dtype not in FLOATS or (name not in changed and item < MOST_BYTES))
@@ -134,7 +134,9 @@ class ModelFigures:
         if not self.shapes:
             return self.parameters
         tensors = dict(tensor for training in trainings for tensor in self.trained_tensors(training))
-        return sum(math.prod(shape) for name, shape in tensors.items() if federated.federated(name))
+        return sum(
+            math.prod(shape) for name, shape in tensors.items() if federated.federated(in_update(name, trainings[0]))
+        )
 
     def averaged(self, training: TrainingSettings, federated: Patterns = EVERYTHING) -> int:
         """Values that the coordinator averages, whether or not they change: of the adapters, or all that are
@@ -243,6 +245,11 @@ WALK_BYTES = 4
 """Of a parameter's own walk at a facility, in memory and on disk, and of the mean walk in the coordinator's state."""
 MEAN_WALK_BYTES = 1
 """Of a parameter in the mean walk that is sent with a model."""
+
+
+def in_update(name: str, training: TrainingSettings) -> str:
+    """The name under which an update holds a tensor that is trained: of adapters with peft's prefix."""
+    return PREFIX + name if training.lora.rank and not name.startswith(PREFIX) else name
 
 
 def moments_bytes(model: ModelFigures, training: TrainingSettings) -> int:

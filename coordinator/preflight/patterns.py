@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.config.federation import Federation
-from coordinator.memory.figures import ModelFigures, model_figures
+from coordinator.memory.figures import ModelFigures, in_update, model_figures
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.checkpoints.checkpoint import FLOATS
 from facility.exchange.checkpoints.patterns import matches
@@ -51,7 +51,7 @@ def _averaged(federation: Federation, figures: ModelFigures) -> list[str]:
     found: dict[str, None] = {}
     for one in federation.facilities:
         if one.training.lora.rank:
-            found |= dict.fromkeys(name for name, _ in figures.trained_tensors(one.training))
+            found |= dict.fromkeys(in_update(name, one.training) for name, _ in figures.trained_tensors(one.training))
         else:
             found |= dict.fromkeys(name for name, dtype in figures.dtypes.items() if dtype in FLOATS)
     return list(found)

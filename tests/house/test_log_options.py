@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 WITHOUT = {
     "facility/gate.py": "started by sshd, whose one line is a request",
     "facility/contract.py": "part of a trainer of one's own",
+    "coordinator/conformance.py": "hands all it is given on to facility.conformance, which has them",
     "coordinator/config/reference.py": "reads the options of others for the documentation",
 }
 """Files that make an `ArgumentParser`, but no command with options of its own, and why."""

@@ -231,6 +231,21 @@ def test_frozen_tensors_have_no_state_and_are_in_no_message_but_in_whole_updates
     assert messages == [3 * (E + 4 + headers(E)), 3 * (E + B + 4 * (E + B) // 256 + headers(E + B))]
 
 
+@pytest.mark.parametrize(
+    "patterns, all_of_them",
+    [
+        (Patterns(include=("base_model.*",)), True),
+        (Patterns(exclude=("model.*",)), True),
+        (Patterns(exclude=("base_model.*",)), False),
+    ],
+)
+def test_patterns_mean_tensors_of_adapters_by_the_names_that_updates_have(patterns: Patterns, all_of_them: bool):
+    lora = TrainingSettings(lora=LoraSettings(rank=2))
+    assert HELD.changed(lora) == 2 * 2 * (24 + 16)
+    assert HELD.changed(lora, federated=patterns) == all_of_them * HELD.changed(lora)
+    assert HELD.written(lora, patterns) == all_of_them * HELD.written(lora)
+
+
 def test_adapters_travel_whole_in_any_encoding_and_a_model_that_is_sent_differs_in_them_alone():
     lora = TrainingSettings(lora=LoraSettings(rank=2))
     encoded = dataclasses.replace(lora, encoding="delta-int8", export_dtype="float32")
