@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -216,7 +215,7 @@ class Supervisor:
             errors="replace",
             start_new_session=True,
             pass_fds=self.pass_fds,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # StreamFlow ends with this command
+            preexec_fn=end_with_parent(signal.SIGTERM),  # StreamFlow ends with this command
         )
         if self._stopped:  # the signal came while the process was being made
             self._signal(self._stopped)

@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -143,13 +142,15 @@ class _Run:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, signal.SIGKILL),
+                preexec_fn=end_with_parent(signal.SIGKILL),
             )
             rank = _Rank(number=number, process=process)
             self.ranks.append(rank)
             assert process.stdout is not None
             os.set_blocking(process.stdout.fileno(), False)
             self.selector.register(process.stdout, selectors.EVENT_READ, rank)
+            if self.cause is not None:  # a signal came while the process was being made
+                _signal(rank, signal.SIGTERM)
 
     def living(self) -> list[_Rank]:
         return [rank for rank in self.ranks if rank.code is None]

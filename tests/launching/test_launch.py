@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import socket
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from facility.launching.devices import cleaned, detect, listed_devices
 from facility.launching.notes import Notes
+from facility.launching.supervise import Limits, supervise
 from tests.conftest import ROOT
 
 RANK = """
@@ -134,6 +137,48 @@ def test_signals_are_passed_on(tmp_path: Path):
         ready += "ready" in process.stdout.readline()
     process.send_signal(signal.SIGUSR1)
     assert finish(process)[0] == 85
+
+
+def test_a_signal_that_comes_while_a_rank_is_made_reaches_it(monkeypatch: pytest.MonkeyPatch):
+    """Before the rank was among those that a signal is passed on to, it trained on until `save` was over."""
+    real = subprocess.Popen
+
+    def made(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = real(*arguments, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    monkeypatch.setattr("facility.launching.supervise.subprocess.Popen", made)
+    command = [sys.executable, "-c", "import time; time.sleep(60)"]
+    began = time.monotonic()
+    ended = supervise(command, [dict(os.environ)] * 2, limits=Limits(), out=io.BytesIO())
+    assert ended.code == 128 + signal.SIGTERM and time.monotonic() - began < 30
+
+
+def test_a_child_whose_parent_died_before_it_could_ask_to_end_with_it_ends(tmp_path: Path):
+    """As a rank of a job that was killed while it was made: nothing would have ended it."""
+    parent = """
+import subprocess, sys, time
+from facility.exchange.child import end_with_parent
+import signal
+ask = end_with_parent(signal.SIGKILL)
+
+def late():
+    open("forked", "w").close()
+    time.sleep(0.7)
+    ask()
+
+subprocess.Popen([sys.executable, "-c", "open('ran', 'w').close(); import time; time.sleep(60)"], preexec_fn=late)
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "forked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    time.sleep(1.5)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_round_whose_reader_is_gone_is_trained_to_its_end(tmp_path: Path):
