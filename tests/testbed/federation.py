@@ -19,6 +19,7 @@ from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.testbed.layout import Site, Testbed, load
 from coordinator.testbed.rehearsal import records, write_federation
+from facility.exchange.job_names import job_name
 from tests.engine.messages import engine_messages
 from tests.testbed.gates import behind_gates, gated_sites
 
@@ -150,7 +151,7 @@ def federate(
 
 def jobs(run: Run, site: Site) -> list[dict[str, str]]:
     """Slurm's records of this federation's finished jobs at a facility, oldest first."""
-    name = f"crossfed-{read_federation(run.file).name}-{site.name}"
+    name = job_name(read_federation(run.file).name, site.name)
     return [record for record in records(run.testbed, site) if record["Name"] == name]
 
 

@@ -18,6 +18,7 @@ import yaml
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.testbed.layout import Site
+from facility.exchange.job_names import job_name
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import ROOT, Run, federate, jobs, records
 
@@ -48,7 +49,7 @@ def queued(run: Run, *, wait: int, ahead: Any) -> Run:
 
 def at_work(testbed, site: Site, federation: str) -> list[dict[str, Any]]:
     """Slurm's record of every job of the federation at a site that ran, with its seconds and whether it was ahead."""
-    name, found = f"crossfed-{federation}-{site.name}", []
+    name, found = job_name(federation, site.name), []
     for one in records(testbed, site):
         if one["Name"] in (name, f"{name}-ahead") and one.get("StartTime", "Unknown") != "Unknown":
             begin, end = (datetime.fromisoformat(one[key]) for key in ("StartTime", "EndTime"))
