@@ -13,8 +13,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +21,6 @@ import yaml
 
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
-from coordinator.engine.kept_logins import KeptLogins
 from coordinator.events.event import quoted
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
@@ -64,8 +62,6 @@ class Queue:
     """Jobs may be there ahead of their models, under a name of their own."""
     federation: str = ""
     """Its name, as rendered."""
-    logins: KeptLogins | None = field(default=None, compare=False, repr=False)
-    """Connections that stay open between questions; None: a login for each."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -107,9 +103,7 @@ class Queue:
         """What a shell line prints at the facility. Raises `TryAgain` when that is not an answer."""
         line = self.scheduler.line(command)
         try:
-            if self.ssh and self.logins is not None:
-                text, code = self.logins.ask(self.facility, partial(_connector, self), line, ANSWER_SECONDS)
-            elif self.ssh:
+            if self.ssh:
                 text, code = asyncio.run(within(ANSWER_SECONDS, _login(self, line)))
             else:
                 text, code = _here(line)
@@ -129,8 +123,20 @@ def _here(line: str) -> tuple[str, int]:
 
 
 async def _login(queue: Queue, command: str) -> tuple[str, int]:
-    """Run one command at a facility by a login of its own."""
-    connector, location = _connector(queue)
+    """Run one command at a facility's login node."""
+    from streamflow.core.deployment import ExecutionLocation
+
+    from coordinator.streamflow_plugin.gate import GatedSSHConnector
+    from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+    from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
+
+    settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "connectTimeout": 20, "waits_for_login": False}
+    if queue.api:
+        return await _request(queue, command)
+    kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
+    connector = kind(queue.facility, str(queue.directory), **settings)
+    host = next(iter(connector.nodes))
+    location = ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
     try:
         answer = await connector.run(location=location, command=[command], capture_output=True)
     finally:
@@ -138,23 +144,22 @@ async def _login(queue: Queue, command: str) -> tuple[str, int]:
     return answer or ("", 1)
 
 
-def _connector(queue: Queue) -> tuple[Any, Any]:
-    """The engine's own connector to the facility, which gives up soon, and the location of its login node."""
+async def _request(queue: Queue, command: str) -> tuple[str, int]:
+    """Have FirecREST answer one request."""
     from streamflow.core.deployment import ExecutionLocation
 
     from coordinator.streamflow_plugin.firecrest import FirecrestConnector
-    from coordinator.streamflow_plugin.gate import GatedSSHConnector
-    from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
-    from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 
     settings = {**queue.ssh, "retries": 2, "retryDelay": 2, "waits_for_login": False}
-    kind: Any = FirecrestConnector
-    if not queue.api:
-        settings["connectTimeout"] = 20
-        kind = GatedSSHConnector if queue.gated else SystemSSHConnector if queue.system else ParallelSSHConnector
-    connector = kind(queue.facility, str(queue.directory), **settings)
+    connector = FirecrestConnector(queue.facility, str(queue.directory), **settings)
     host = next(iter(connector.nodes))
-    return connector, ExecutionLocation(name=host, deployment=queue.facility, hostname=host, local=False)
+    try:
+        answer = await connector.run(
+            ExecutionLocation(name=host, deployment=queue.facility, hostname=host), [command], capture_output=True
+        )
+    finally:
+        await connector.undeploy(False)
+    return answer or ("", 1)
 
 
 def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:

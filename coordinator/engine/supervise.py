@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from coordinator.engine.kept_logins import kept_logins
 from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import Answers, Queue, at_all
 from coordinator.engine.stuck_jobs import Watch
@@ -172,11 +171,9 @@ class Supervisor:
 
     def run(self) -> tuple[int, str]:
         """Exit code and reason: 0, StreamFlow's own last code (1: we ended it), or 128 + the signal given to `stop`."""
-        with kept_logins() as logins:
-            self.queues = [dataclasses.replace(one, logins=logins) for one in self.queues]
-            watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
-            with watch.going_on():
-                return self._run()
+        watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
+        with watch.going_on():
+            return self._run()
 
     def _run(self) -> tuple[int, str]:
         while True:
