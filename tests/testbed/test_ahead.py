@@ -18,7 +18,7 @@ import yaml
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.testbed.layout import Site
-from facility.exchange.job_names import job_name
+from facility.exchange.job_names import job_name, waiting_name
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import ROOT, Run, federate, jobs, records
 
@@ -51,7 +51,7 @@ def at_work(testbed, site: Site, federation: str) -> list[dict[str, Any]]:
     """Slurm's record of every job of the federation at a site that ran, with its seconds and whether it was ahead."""
     name, found = job_name(federation, site.name), []
     for one in records(testbed, site):
-        if one["Name"] in (name, f"{name}-ahead") and one.get("StartTime", "Unknown") != "Unknown":
+        if one["Name"] in (name, waiting_name(name)) and one.get("StartTime", "Unknown") != "Unknown":
             begin, end = (datetime.fromisoformat(one[key]) for key in ("StartTime", "EndTime"))
             found.append({"ahead": one["Name"] != name, "seconds": (end - begin).total_seconds(), **one})
     return found
@@ -137,7 +137,7 @@ def _until(testbed, site: Site, name: str, state: str) -> str:
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline:
         for id, called, slurm in in_queue(testbed, site):
-            if not called.endswith(f"{name}-{site.name}-ahead"):
+            if called != waiting_name(job_name(name, site.name)):
                 continue
             if state == "queued" and slurm == "PENDING":
                 return id
