@@ -71,8 +71,7 @@ def _set_aside(archive: Archive, note: dict[str, Any]) -> None:
     to, aside = int(note["round"]), archive.path / str(note["aside"])
     aside.mkdir(exist_ok=True)
     left = archive.rounds()[to:]
-    moved = sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name)))
-    undone = [*_readable(archive, left), *_readable(Archive(aside), moved)]
+    undone = [*_readable(archive, left), *_readable(Archive(aside), _rounds_in(aside))]
     _keep_changes(archive, to, undone)
     _set_updates_aside(archive, undone, aside)
     for number in reversed(left):  # the last first: killed in between, the archive has no gap
@@ -120,6 +119,11 @@ def rewinds(archive: Archive) -> dict[str, int]:
     return {aside.name: min(numbers) for aside, numbers in _folders(archive).items()}
 
 
+def count_set_aside(archive: Archive) -> int:
+    """How many rounds were set aside and are still there, by all rewinds; reads none of them."""
+    return sum(map(len, _folders(archive).values()))
+
+
 def rounds_set_aside(archive: Archive) -> list[RoundFile]:
     """The files of all rounds that were set aside and are still there, the first rewind's first."""
     folders = _folders(archive).items()
@@ -128,21 +132,24 @@ def rounds_set_aside(archive: Archive) -> list[RoundFile]:
 
 def _folders(archive: Archive) -> dict[Path, list[int]]:
     """What rewinds left: folders in the order of their names, with the numbers of their rounds, one at least."""
-    found = {}
-    for aside in sorted(archive.path.glob(f"{ASIDE}*")):
-        if numbers := sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name))):
-            found[aside] = numbers
-    return found
+    folders = sorted(archive.path.glob(f"{ASIDE}*"))
+    return {aside: numbers for aside in folders if (numbers := _rounds_in(aside))}
 
 
-def tell_rewinds(archive: Archive, base: Path, *directories: Path) -> None:
+def _rounds_in(aside: Path) -> list[int]:
+    """Numbers of the rounds in a rewind's folder, ascending; they need not begin at 0."""
+    return sorted(int(match[1]) for path in aside.glob("*") if (match := ROUND.fullmatch(path.name)))
+
+
+def tell_rewinds(archive: Archive, base: Path, *directories: Path | None) -> None:
     """Say in models or messages which rounds of their run were set aside: what facilities keep of them is of no use.
 
-    `base`: a model of the same run, which says it of folders that a person has removed since.
+    `base`: a model of the same run, which says it of folders that a person has removed since. `directories`: those
+    that there are.
     """
     every = set_aside(read_manifest(base)) | rewinds(archive)
     for directory in directories:
-        if every and directory.is_dir():
+        if every and directory is not None and directory.is_dir():
             with_set_aside(directory, every)
 
 

@@ -17,7 +17,7 @@ from coordinator.archive.journal import Journal, waited_by_facility
 from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence
-from coordinator.archive.rewind import rounds_set_aside
+from coordinator.archive.rewind import count_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.task import task_of
 from facility.exchange.messages.strict_json import clean
@@ -68,7 +68,7 @@ def summary(archive: Archive) -> dict[str, Any]:
         "limited": limited.get("reason", "") if best is not None else "",
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
-        "set_aside_rounds": len(rounds_set_aside(archive)),
+        "set_aside_rounds": count_set_aside(archive),
         "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
     }
 

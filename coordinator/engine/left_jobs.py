@@ -19,11 +19,8 @@ from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
 from coordinator.engine.queues import Answers, Queue, at_all, read_queues, rendered_queues
 from coordinator.engine.render import streamflow
-from coordinator.rounds.late import remembered_job
+from coordinator.rounds.late import WORKDIR, remembered_job
 from coordinator.schedulers.scheduler import Job
-
-COORDINATOR = "coordinator"
-"""Folder of the work directory in which the coordinator's own steps work."""
 
 
 def cancel_left(federation: Federation, console: Console) -> None:
@@ -52,7 +49,7 @@ def cancel_set_aside(federation: Federation, archive: Archive, console: Console)
     # Before there is a new job, which would be taken for an old one.
     archive.write_note(REWOUND, note | {CANCELLED: True})
     staying = {facility.name for facility in federation.facilities}
-    late = {name: remembered_job(federation.workdir_path / COORDINATOR, name) for name in staying}
+    late = {name: remembered_job(federation.workdir_path / WORKDIR, name) for name in staying}
     of_use = {name for name, job in late.items() if job is not None and job.round <= number}
     _tell(
         at_all([one for one in _queues_before(federation) if one.facility in staying - of_use], Queue.cancel),

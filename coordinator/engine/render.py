@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from coordinator.engine.masked_workflow import (
 )
 from coordinator.engine.own_files import HEAD, LOGIN_SUFFIX, of_facility, own_files
 from coordinator.engine.round_workflow import round_workflow
+from coordinator.rounds.late import WORKDIR
 from coordinator.rounds.verification import averages_encoded
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import write_text
@@ -90,7 +92,8 @@ def write(federation: Federation) -> list[Path]:
     are removed. Raises `InputError`, and writes nothing, where a file of a person's own would be replaced.
     """
     root = federation.file.parent.parent
-    if own := replaced(federation):
+    files = render(federation)
+    if own := replaced(federation, files):
         raise InputError(
             f"{own[0]} was not rendered by CrossFed, and a rendering would replace it: move it away (a template of "
             "your own to another name), or keep federation.yml in a folder of its own"
@@ -102,7 +105,7 @@ def write(federation: Federation) -> list[Path]:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(shipped("cwl") / name, target)
             changed.append(target)
-    for name, text in render(federation).items():
+    for name, text in files.items():
         target = root / name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -111,10 +114,10 @@ def write(federation: Federation) -> list[Path]:
     return changed + _remove_gone(federation)
 
 
-def replaced(federation: Federation) -> list[Path]:
-    """Files of a person's own that a rendering would replace."""
+def replaced(federation: Federation, rendered: Iterable[str]) -> list[Path]:
+    """Files of a person's own that a rendering would replace; `rendered`: names of all that it writes."""
     root, folder = federation.file.parent.parent, federation.file.parent
-    written = [root / name for name in render(federation)]
+    written = [root / name for name in rendered]
     named = [one.deployment.template for one in federation.facilities if one.deployment.template]
     templates = {find_template(name, folder).resolve() for name in named}
     return own_files(written, templates)
@@ -317,7 +320,7 @@ def streamflow(federation: Federation) -> dict[str, Any]:
     """streamflow.yml: every step on the coordinator, except a facility's training."""
     above = "../" if _folder_of_cwl(federation) == "cwl" else ""
     workdir = _relative(federation, federation.workdir or f"../.crossfed/{federation.name}/work")
-    deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/coordinator"}}
+    deployments: dict[str, Any] = {"coordinator": {"type": "local", "config": {}, "workdir": f"{workdir}/{WORKDIR}"}}
     bindings: list[dict[str, Any]] = [{"step": "/", "target": {"deployment": "coordinator"}}]
     for facility in federation.facilities:
         entries, target = streamflow_deployments(

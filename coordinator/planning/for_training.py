@@ -93,7 +93,8 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     at_once = [logits_bytes(chunk, dimensions, training) for chunk in rows]
     a_token, once = max(one for one, _ in at_once), max(one for _, one in at_once)
     again = max(sizes) * trained.tokens * max(unit.again for unit in units)
-    shards, ends = training.layout.shards or 1, (0, len(units) - 1)
+    shards, head = training.layout.shards or 1, len(units) - 1
+    gathered = [_gathered(unit, end=number in (0, head)) for number, unit in enumerate(units)]
     offloaded = shards > 1 and training.layout.offload and trained.device == "cuda"
     leaving = reduced_bytes(units[1:-1], shards, training) if offloaded else 0
     working = 4 * max(unit.largest_in_bits for unit in units) + once + again + leaving
@@ -110,14 +111,13 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
                 measured,
                 parameter_bytes=4.0 * unit.trained / shards,
                 state_bytes=_resident(unit, training, offloaded=offloaded)
-                + (shards > 1) * _gathered(unit, end=end)
+                + (shards > 1) * whole
                 + (0 if replicated or problem.replicas == (1,) else _exchanged(unit, training, trained.device)),
-                gathered_bytes=max(0.0, _gathered(unit, end=end) - unit.copies) if replicated and shards == 1 else 0.0,
+                gathered_bytes=max(0.0, whole - unit.copies) if replicated and shards == 1 else 0.0,
                 stored_bytes=trained.tokens
-                * (unit.kept + unit.cast * (shards == 1) + (a_token if number == ends[1] else 0.0)),
+                * (unit.kept + unit.cast * (shards == 1) + (a_token if number == head else 0.0)),
             )
-            for number, (measured, unit) in enumerate(zip(timed, units, strict=True))
-            for end in (number in ends,)
+            for number, (measured, unit, whole) in enumerate(zip(timed, units, gathered, strict=True))
         ),
     )
 

@@ -10,10 +10,9 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.row import Row, ok, skipped, warning
 from coordinator.rounds.ahead import read_seen
 from coordinator.rounds.ahead_time import Seen, when_to_submit
+from coordinator.rounds.late import WORKDIR
 
 CHECK = "submit ahead"
-WORKDIR = "coordinator"
-"""Folder of the federation's work directory in which the coordinator remembers."""
 
 
 def check_ahead(

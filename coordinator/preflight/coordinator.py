@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.archive.rewind import ASIDE
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
-from coordinator.engine.render import replaced, stale
+from coordinator.engine.render import render, replaced, stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.fitting import ME, check_fitting
@@ -45,7 +45,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "correct its permissions, or move federation.yml to a folder of your own",
             )
         )
-    elif own := replaced(federation):
+    elif own := replaced(federation, render(federation)):
         rows.append(
             fail(
                 ME,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
@@ -12,7 +14,7 @@ from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import EVERYTHING, ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
 from coordinator.preflight.disk import MASKED_VALUES
-from coordinator.preflight.remote import run
+from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
 from facility.exchange.checkpoints.patterns import Patterns
@@ -108,38 +110,50 @@ def check_link(
     sent = f"{size(there)} there{f' ({parts})' if parts else ''}"
     if not deployment.host:
         return ok(facility.name, "link", f"{sent} and {size(back)} back a round, on this machine")
+    found = measure_link(
+        facility.name,
+        lambda data, seconds: run(deployment, "cat >/dev/null", seconds=seconds, data=data),
+        advice="look at the link; a separate data host can be named by `transfer:`",
+    )
+    if isinstance(found, Row):
+        return found
+    took = f"{'at most' if found.least else 'about'} {(there + back) / found.bytes_per_second:,.0f} s"
+    return ok(facility.name, "link", f"{sent} and {size(back)} back a round: {took} at {found.words}")
+
+
+class LinkSpeed(NamedTuple):
+    """How fast one stream is."""
+
+    bytes_per_second: float
+    words: str
+    least: bool
+    """It is faster: a login takes so long that the transfer could not be measured beside it."""
+
+
+def measure_link(name: str, send: Callable[[bytes, float], Answer], *, advice: str) -> LinkSpeed | Row:
+    """Time a login alone and one that takes `PROBE_BYTES`; the row of the facility `name` where that fails.
+
+    `send(data, seconds)`: have the facility read `data` within so many seconds. `advice`: where it takes longer.
+    """
     began = time.monotonic()
-    if run(deployment, "cat >/dev/null", seconds=60, data=b"").code != 0:
-        return skipped(facility.name, "link", "could not be measured")
+    if send(b"", 60).code != 0:
+        return skipped(name, "link", "could not be measured")
     login = time.monotonic() - began
     began = time.monotonic()
-    answer = run(deployment, "cat >/dev/null", seconds=120, data=os.urandom(PROBE_BYTES))
-    if answer.code != 0:
-        return warning(
-            facility.name,
-            "link",
-            f"{size(PROBE_BYTES)} did not get through in 120 s",
-            "look at the link; a separate data host can be named by `transfer:`",
-        )
-    speed, told = link_speed(login, time.monotonic() - began)
-    about = "at most" if told.startswith("at least") else "about"
-    return ok(
-        facility.name,
-        "link",
-        f"{sent} and {size(back)} back a round: {about} {(there + back) / speed:,.0f} s at {told}",
-    )
+    if send(os.urandom(PROBE_BYTES), 120).code != 0:
+        return warning(name, "link", f"{size(PROBE_BYTES)} did not get through in 120 s", advice)
+    return link_speed(login, time.monotonic() - began)
 
 
-def link_speed(login: float, transfer: float) -> tuple[float, str]:
-    """Bytes a second of one stream, and in words, of the seconds of a login alone and of one that took `PROBE_BYTES`.
-
-    A lower bound where both took nearly the same.
-    """
-    seconds, least = transfer - login, max(LOGINS_DIFFER * login, 0.01)
-    if seconds >= least:
-        return PROBE_BYTES / seconds, f"{size(PROBE_BYTES / seconds)}/s (one stream)"
+def link_speed(login: float, transfer: float) -> LinkSpeed:
+    """Of the seconds of a login alone and of one that took `PROBE_BYTES`; a lower bound where both took nearly the
+    same."""
+    seconds, shortest = transfer - login, max(LOGINS_DIFFER * login, 0.01)
+    if seconds >= shortest:
+        return LinkSpeed(PROBE_BYTES / seconds, f"{size(PROBE_BYTES / seconds)}/s (one stream)", least=False)
     why = f"a login takes {login:.1f} s, which hides more"
-    return PROBE_BYTES / least, f"at least {size(PROBE_BYTES / least)}/s (one stream; {why})"
+    told = f"at least {size(PROBE_BYTES / shortest)}/s (one stream; {why})"
+    return LinkSpeed(PROBE_BYTES / shortest, told, least=True)
 
 
 def check_hours(federation: Federation, facility: Facility, deployment: Deployment, template: str) -> Row:

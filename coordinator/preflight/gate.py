@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import time
 from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.ahead import check_ahead
-from coordinator.preflight.cost import PROBE_BYTES, jobs_of, link_speed, told_jobs, told_more
+from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
 from coordinator.preflight.remote import Answer, answer_of, ssh_command
-from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.strict_json import clean
@@ -125,15 +123,10 @@ def _queue(name: str, deployment: Deployment) -> Row:
 
 
 def _link(name: str, deployment: Deployment) -> Row:
-    began = time.monotonic()
-    if ask(deployment, "sink").code != 0:
-        return skipped(name, "link", "could not be measured")
-    login = time.monotonic() - began
-    began = time.monotonic()
-    answer = ask(deployment, "sink", seconds=120, data=os.urandom(PROBE_BYTES))
-    if answer.code != 0:
-        return warning(name, "link", f"{size(PROBE_BYTES)} did not get through in 120 s", "look at the link")
-    return ok(name, "link", link_speed(login, time.monotonic() - began)[1])
+    found = measure_link(
+        name, lambda data, seconds: ask(deployment, "sink", seconds=seconds, data=data), advice="look at the link"
+    )
+    return found if isinstance(found, Row) else ok(name, "link", found.words)
 
 
 def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:

@@ -113,8 +113,8 @@ def digests(model: Path) -> dict[str, str]:
 
 def unpublished_tensors(model: Path) -> dict[str, str]:
     """SHA-256 of the files of tensors that stay behind: the model's own digest is made of them as well."""
-    files = read_manifest(model).files
-    return {n: one.sha256 for n, one in sorted(files.items()) if n.endswith(".safetensors") and n not in digests(model)}
+    files, published = read_manifest(model).files, digests(model)
+    return {n: one.sha256 for n, one in sorted(files.items()) if n.endswith(".safetensors") and n not in published}
 
 
 def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from coordinator.archive.rounds import Wait
 from facility.exchange.files.durable import append_lines, write_json
 
+WORKDIR = "coordinator"
+"""Folder of the federation's work directory in which the coordinator's own steps work and remember."""
 FOLDER = "late"
 LONGEST = 300
 TIMES = "times.json"

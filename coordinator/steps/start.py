@@ -78,7 +78,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     sweep_round(Path.cwd(), settings.federation, following, behind=settings.aggregation.maximum_staleness)
     current = archive.model_for(following)
     verify_whole(archive, following)
-    tell_rewinds(archive, current, current, *filter(None, [archive.message_for(following)]))
+    tell_rewinds(archive, current, current, archive.message_for(following))
     if goes_on(archive, settings, history):
         check_state_is_there(archive, following)
         before = archive.read_note(UNDER_WAY)

@@ -17,6 +17,6 @@ def job_name(federation: str, facility: str) -> str:
 def waiting_name(of_round: str) -> str:
     """Name of the job that waits for a round; `of_round`: the name of the round's own job.
 
-    A facility `alpha-ahead` of the same federation would have it too: `coordinator.config.ahead` rejects that.
+    A facility `alpha-ahead` of the same federation would have it too: `coordinator.config.facility_names` rejects that.
     """
     return f"{of_round}{SUFFIX}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import fsync_directory, write_all
+from facility.exchange.files.durable import complete_lines, fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.masking.roster import Roster
 from facility.exchange.messages.masking import MaskingSettings
@@ -61,10 +61,11 @@ class Ledger:
         """Note an answer durably. Raises `InputError` where an earlier one forbids it."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with self._alone():
-            for earlier in self.entries():
+            answered = self.entries()
+            for earlier in answered:
                 if reason := conflict(earlier, entry):
                     raise InputError(reason)
-            self._append([entry] if entry not in self.entries() else [])
+            self._append([entry] if entry not in answered else [])
             fsync_directory(self.path.parent)
 
     def _append(self, entries: Sequence[Entry]) -> None:
@@ -72,7 +73,7 @@ class Ledger:
         a process wrote that was killed before it was."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            whole = sum(map(len, self._lines()))
+            whole = sum(map(len, complete_lines(self.path)))
             os.ftruncate(descriptor, whole)
             try:
                 for entry in entries:
@@ -104,21 +105,17 @@ class Ledger:
                 raise InputError(f"{reason}. So nothing is trained")
 
     def entries(self) -> list[Entry]:
-        """All answers. Raises `InputError` where the file is damaged: then nothing is answered."""
+        """All answers. Raises `InputError` where the file is damaged: then nothing is answered.
+
+        A line that a crash or a full disk cut off was not answered: a line is on disk before its answer.
+        """
         try:
-            return [Entry(**json.loads(line)) for line in self._lines()]
+            return [Entry(**json.loads(line)) for line in complete_lines(self.path)]
         except (ValueError, TypeError) as error:
             raise InputError(
                 f"{self.path} is damaged ({error}): what was answered before is not known, so nothing is answered; "
                 "restore the file from a backup of after the last answer, or begin a federation of another `name`"
             ) from None
-
-    def _lines(self) -> list[bytes]:
-        """Complete lines. What a crash or a full disk cut off was not answered: a line is on disk before its answer."""
-        try:
-            return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        except FileNotFoundError:
-            return []
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
 from facility.exchange.errors import ConfigurationError, InputError, TryAgain
-from facility.exchange.files.durable import fsync_directory, write_all
+from facility.exchange.files.durable import complete_lines, fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
@@ -86,7 +85,7 @@ class Ledger:
             os.close(descriptor)
             raise
         self._file, self._entries = descriptor, self._read()
-        whole = sum(len(line) for line in self._lines())
+        whole = sum(map(len, complete_lines(self.path)))
         if whole < os.fstat(descriptor).st_size:
             os.ftruncate(descriptor, whole)  # a crash cut the last line off, whose noise was never used
         fsync_directory(self.path.parent)
@@ -104,17 +103,10 @@ class Ledger:
             os.close(self._file)
             self._file = None
 
-    def _lines(self) -> Sequence[bytes]:
-        """Complete lines; what a crash cut off was not used."""
-        try:
-            return [line for line in self.path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-        except FileNotFoundError:
-            return []
-
     def _read(self) -> list[Entry]:
         known: dict[bytes, Entry] = {}  # the steps of a round have the same line
         found = []
-        for number, line in enumerate(self._lines(), 1):
+        for number, line in enumerate(complete_lines(self.path), 1):
             try:
                 if line not in known:
                     known[line] = parse(Entry, json.loads(line))

@@ -77,6 +77,15 @@ def stream_of(path: Path) -> int | None:
     return None
 
 
+def complete_lines(path: Path) -> list[bytes]:
+    """Lines of a file that is appended to, with their ends; not one that a crash or a full disk cut off. [] where there
+    is no file."""
+    try:
+        return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    except FileNotFoundError:
+        return []
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` as UTF-8, atomically."""
     write_bytes(path, text.encode())
