@@ -35,7 +35,7 @@ def same_as_one_process(tmp_path: Path, world: int, layouts: dict[str, dict[str,
             cases.append((f"{model} {name}", arguments(place, directory, dataset, batch_sequences=5, **training)))
     for name, code, said in run_rounds(0, 1, references):
         assert code == 0, f"{name}:\n{said}"
-    for results in run_distributed(run_rounds, world, cases, timeout=240):
+    for results in run_distributed(run_rounds, world, cases, timeout=600):
         for name, code, said in results:
             assert code == 0, f"{name}:\n{said}"
     for name, _ in cases:
@@ -58,10 +58,10 @@ def test_every_layout_of_four_ranks_is_one_process(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_every_layout_of_every_model_is_one_process(tmp_path: Path):
+@pytest.mark.parametrize(("world", "layouts"), [(2, TWO), (4, FOUR)], ids=["two ranks", "four ranks"])
+def test_every_layout_of_every_model_is_one_process(tmp_path: Path, world: int, layouts: dict[str, dict[str, Any]]):
     """Longer than a minute: five models under thirteen layouts."""
-    same_as_one_process(tmp_path / "two", 2, TWO, list(MODELS))
-    same_as_one_process(tmp_path / "four", 4, FOUR, list(MODELS))
+    same_as_one_process(tmp_path, world, layouts, list(MODELS))
 
 
 @pytest.mark.slow
