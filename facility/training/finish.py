@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,12 @@ def finish_evaluation(round: Round) -> None:
 def finish_round(round: Round) -> None:
     """Keep the state for the next round and write the update with its report. Raises `ConfigurationError`."""
     walked = take_walk(round)
-    save_state(round)
-    if round.private is None and not any(loss >= 0 for loss in round.progress.losses):
-        raise ConfigurationError(every_step_skipped(round.engine.scale, len(round.progress.losses)))
+    taken = steps_taken(round)
+    save_state(round, taken.scale)
+    if round.private is None and taken.good == 0:
+        raise ConfigurationError(every_step_skipped(taken.scale, round.progress.done))
     request, inputs, held = round.request, round.inputs, round.engine.assembly
-    figures = measure(round)
+    figures = measure(round, taken)
     if walked is not None:
         figures["details"][drift.KEY] = walked.to_json()
     adapters, dtype = bool(request.training.lora.rank), request.training.export_dtype
@@ -81,6 +83,36 @@ def finish_round(round: Round) -> None:
     write_update(update, lambda to: add_files(round, figures, to, {name: shape for name, _, shape in tensors}))
     if round.ranks.first:
         state.drop_checkpoint(request.state)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsTaken:
+    """The steps of all replicas that finish the round; the same on every rank."""
+
+    good: int
+    """Steps whose loss and gradients were finite."""
+    loss: float
+    """Mean training loss of these, nats per prediction; 0 without any."""
+    skipped: int
+    """The others, on average over the replicas, rounded up."""
+    scale: LossScale
+    """The smallest of the replicas', from which the next round goes on."""
+
+
+def steps_taken(round: Round) -> StepsTaken:
+    """Count the steps of each replica: one that skipped all of its own ends the round as the others do. Called on all
+    ranks, which gather."""
+    scale, good = round.engine.scale, [loss for loss in round.progress.losses if loss >= 0]
+    mine = [len(good), math.fsum(good), round.engine.skipped, scale.value, scale.steady]
+    found = [one for one in gather(round.ranks, mine if round.counts else None) if one is not None]
+    counts, losses, skipped, values, steady = zip(*found, strict=True)
+    value, steps = min(zip(values, steady, strict=True))
+    return StepsTaken(
+        good=sum(counts),
+        loss=math.fsum(losses) / max(1, sum(counts)),
+        skipped=math.ceil(sum(skipped) / len(found)),
+        scale=LossScale(adapts=scale.adapts, value=value, steady=steps),
+    )
 
 
 def every_step_skipped(scale: LossScale, steps: int) -> str:
@@ -149,8 +181,8 @@ def held_in_memory(round: Round) -> dict[str, torch.Tensor]:
     return second_moments.held_whole(state.moments_of(round.engine.optimizer, round.engine.parts))
 
 
-def save_state(round: Round) -> None:
-    """Write `round-N` of the state directory."""
+def save_state(round: Round, scale: LossScale) -> None:
+    """Write `round-N` of the state directory; `scale`: what the next round begins with in float16."""
     request, settings, training = round.request, round.request.settings, round.request.training
     kept = training.keep_optimizer
     message = state.RoundState(
@@ -163,8 +195,8 @@ def save_state(round: Round) -> None:
         sync=sorted(round.sync_vectors.keys() - {KIND}) if kept else [],
         optimizer=training.optimizer,
         betas=[training.beta1, training.beta2],
-        loss_scale=round.engine.scale.value if round.engine.scale.adapts else 0.0,
-        steady=round.engine.scale.steady,
+        loss_scale=scale.value if scale.adapts else 0.0,
+        steady=scale.steady,
     )
     state.save_state(
         request.state,
@@ -179,7 +211,7 @@ def save_state(round: Round) -> None:
     )
 
 
-def measure(round: Round) -> dict[str, Any]:
+def measure(round: Round, taken: StepsTaken) -> dict[str, Any]:
     """Figures that need every rank: sequences, seconds, per-rank times and memory, details. Called on all ranks."""
     setup, inputs, training = round.setup, round.inputs, round.request.training
     shape, engine, ranks = setup.layout.shape, round.engine, round.ranks
@@ -210,7 +242,7 @@ def measure(round: Round) -> dict[str, Any]:
         "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
         reports.PREDICTED_MEMORY: max(one["predicted_memory_bytes"] for one in per_rank),
         "sync": round.sync_report,
-        reports.STEPS_SKIPPED: engine.skipped,
+        reports.STEPS_SKIPPED: taken.skipped,
         "interruptions": round.progress.interruptions,
         "attention": {"name": inputs.attention.name, "reason": inputs.attention.reason},
         "loss": setup.head.reason,
@@ -221,13 +253,19 @@ def measure(round: Round) -> dict[str, Any]:
         details[DETAILS] = round.private.details()
     if round.lost:
         details[lost_replicas.KEY] = [one.to_json() for one in round.lost]
-    return {"sequences": sequences, "tokens": tokens, "seconds": seconds, "per_rank": per_rank, "details": details}
+    return {
+        "sequences": sequences,
+        "tokens": tokens,
+        "seconds": seconds,
+        "training_loss": WITHHELD if round.private else taken.loss,
+        "per_rank": per_rank,
+        "details": details,
+    }
 
 
 def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
     """`report.json` of a trained round."""
     request, settings, times, progress = round.request, round.request.settings, round.times, round.progress
-    good = [loss for loss in progress.losses if loss >= 0]
     return reports.Report(
         federation=settings.federation,
         facility=settings.facility,
@@ -239,7 +277,7 @@ def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
         loss_returned=round.loss_returned,
         perplexity_received=perplexity(progress.loss_received),
         perplexity_returned=perplexity(round.loss_returned),
-        training_loss=WITHHELD if round.private else sum(good) / len(good),
+        training_loss=figures["training_loss"],
         tokens_per_second=figures["tokens"] / figures["seconds"],
         seconds=reports.Seconds(
             load=times.loaded - request.began,
