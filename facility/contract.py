@@ -23,9 +23,10 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.messages import progress, report
+from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
 from facility.exchange.messages.outcome import ENDING
+from facility.exchange.messages.progress import JobProgress, ProgressFile
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
 from facility.exchange.perplexity import perplexity
 from facility.exchange.task_words import Task
@@ -52,6 +53,8 @@ class Call:
     """When the call was read, on this process's monotonic clock."""
     stepped: list[float] = field(default_factory=list)
     """When each step was reported, on the same clock."""
+    shown: ProgressFile = field(default_factory=lambda: ProgressFile(Path()))
+    """`progress.json` in the working directory."""
 
     @property
     def training(self) -> TrainingSettings:
@@ -79,8 +82,8 @@ class Call:
             loss = float(loss)
             print(f"step {step}/{self.steps}: loss {loss:.4f}", flush=True)
             told = loss if math.isfinite(loss) else None
-            message = progress.JobProgress(step=step, steps=self.steps, loss=told, time=round(time.time(), 3))
-            progress.write_progress(Path(), message)
+            message = JobProgress(step=step, steps=self.steps, loss=told, time=round(time.time(), 3))
+            self.shown.write(message)
 
     def deliver(
         self,

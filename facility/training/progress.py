@@ -10,7 +10,7 @@ import math
 import time
 from pathlib import Path
 
-from facility.exchange.messages.progress import JobProgress, Stage, write_progress
+from facility.exchange.messages.progress import JobProgress, ProgressFile, Stage, write_progress
 from facility.training.engine import StepResult
 from facility.training.processes.ranks import Ranks
 
@@ -31,8 +31,7 @@ class Progress:
     def __init__(self, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
         """`steps` of the round, of which `done` lie before this start; `always`: log each."""
         self.always, self.steps, self.step_tokens = always, steps, step_tokens
-        self._writable = True
-        self._directory = directory
+        self._file = ProgressFile(directory)
         self._began, self._done_before, self._last = time.monotonic(), done, -math.inf
 
     def step(self, done: int, result: StepResult) -> None:
@@ -52,7 +51,6 @@ class Progress:
         )
         if due:
             self._last = now
-        if due and self._writable:
             self._write(done, result.loss, now - self._began)
 
     def _write(self, done: int, loss: float, seconds: float) -> None:
@@ -66,4 +64,4 @@ class Progress:
             seconds_left=round(max(0, self.steps - done) / speed, 3) if speed else None,
             time=round(time.time(), 3),
         )
-        self._writable = write_progress(self._directory, message)
+        self._file.write(message)

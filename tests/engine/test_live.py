@@ -12,6 +12,8 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -376,3 +378,37 @@ def test_progress_json_is_what_the_trainer_writes(tmp_path: Path):
     message = JobProgress(stage="saving", step=4, steps=4, loss=1.5, tokens_per_second=3.0, seconds_left=0.0, time=9.0)
     assert write_progress(tmp_path, message)
     assert read_progress((tmp_path / "progress.json").read_text()) == message
+
+
+def test_progress_that_cannot_be_written_is_told_once_and_so_is_its_end(tmp_path: Path, caplog):
+    """A trainer's own reports warned at every step; ours stopped after the first failure, and the page with them."""
+    from facility.training.engine import StepResult
+    from facility.training.progress import Progress
+
+    job = tmp_path / "job"
+    shown = Progress(job, steps=6, step_tokens=1, done=0, always=False)
+    result = StepResult(loss=1.0, gradient_norm=1.0, predictions=1, rate=1e-3, skipped=False)
+    for _ in range(3):
+        shown.step(6, result)
+    assert [one.message.partition("progress.json ")[2][:24] for one in caplog.records] == ["cannot be written: [Errn"]
+    job.mkdir()
+    for _ in range(2):
+        shown.step(6, result)
+    assert [one.message for one in caplog.records[1:]] == [f"{job / 'progress.json'} can be written again"]
+    assert read_progress((job / "progress.json").read_text()).step == 6
+
+
+def test_a_trainer_of_ones_own_is_warned_once_of_progress_that_cannot_be_written(tmp_path: Path, caplog, monkeypatch):
+    from facility.contract import Call
+
+    place = tmp_path / "gone"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    settings: Any = SimpleNamespace(rounds=1, training=SimpleNamespace(steps=3))
+    base: Any = None
+    of = {"model": tmp_path, "dataset": tmp_path, "out": tmp_path, "state": tmp_path}
+    call = Call(**of, base=base, settings=settings, round=0, signals=[])
+    place.rmdir()
+    for step in (1, 2, 3):
+        call.report_step(step, 1.0)
+    assert len(caplog.records) == 1 and "progress.json cannot be written" in caplog.records[0].message

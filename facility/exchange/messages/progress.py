@@ -44,20 +44,37 @@ class JobProgress:
     """Of the latest change on the facility's clock, seconds since 1970."""
 
 
-def write_progress(directory: Path, message: JobProgress) -> bool:
-    """Replace `progress.json`, atomically; False where it cannot be written: a full disk must not end the round.
+class ProgressFile:
+    """`progress.json` in a job's directory, which each report replaces atomically.
 
-    It is not synchronised to the disk: steps may be quick, and after a crash nobody reads it.
+    A full disk must not end the round: where the file cannot be written a warning says so, once, and another line says
+    when it can be again. It is not synchronised to the disk: steps may be quick, and after a crash nobody reads it.
     """
-    file = directory / FILE
-    temporary = file.with_name(f".{FILE}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(asdict(message)) + "\n", encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        log.warning("%s cannot be written: %s", file, error)
-        return False
-    return True
+
+    def __init__(self, directory: Path) -> None:
+        self._file = directory / FILE
+        self._writable = True
+
+    def write(self, message: JobProgress) -> bool:
+        """Replace the file; False where it cannot be written."""
+        temporary = self._file.with_name(f".{FILE}.{os.getpid()}")
+        try:
+            temporary.write_text(json.dumps(asdict(message)) + "\n", encoding="utf-8")
+            temporary.replace(self._file)
+        except OSError as error:
+            if self._writable:
+                log.warning("%s cannot be written: %s; training goes on, and each step tries again", self._file, error)
+            self._writable = False
+            return False
+        if not self._writable:
+            log.warning("%s can be written again", self._file)
+        self._writable = True
+        return True
+
+
+def write_progress(directory: Path, message: JobProgress) -> bool:
+    """Replace `progress.json` in `directory` once; False, with a warning, where it cannot be written."""
+    return ProgressFile(directory).write(message)
 
 
 def read_progress(text: str) -> JobProgress:
