@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
-from facility.exchange.checkpoints.adapters import is_adapter
+from facility.exchange.checkpoints.adapters import is_adapter, loaded_as
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
@@ -41,10 +41,7 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
         raise InputError(f"{model} holds no adapters: expected the model of a federation with training.lora")
     configuration = read_configuration(model / CONFIGURATION)
     loaded = load_base(base)
-    kinds = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
-    for ending, kind in kinds.items():
-        if type(loaded).__name__.endswith(ending):
-            configuration["task_type"] = kind
+    configuration |= loaded_as(type(loaded).__name__)
     with new_directory(out) as temporary:
         write_adapter(temporary, checkpoint, names, configuration | {"base_model_name_or_path": str(base)})
         adapted = load_adapter(temporary, loaded, names)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_export import CONFIGURATION, MOST_BYTES, WEIGHTS, load_adapter, load_base, read_configuration
-from facility.exchange.checkpoints.adapters import PREFIX, adapts_parameter, is_adapter, is_factor
+from facility.exchange.checkpoints.adapters import PREFIX, adapts_parameter, is_adapter, is_factor, loaded_as
 from facility.exchange.checkpoints.checkpoint import INDEX, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
@@ -49,7 +49,7 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
             f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter; expected a folder "
             "that peft's `save_pretrained` wrote"
         )
-    load_adapter(adapter, load_base(base), names)
+    load_adapter(adapter, loaded := load_base(base), names)
     held = open_checkpoint(base)
     if any(map(is_adapter, held.tensors)):
         raise InputError(f"{base} holds adapters already; expected a plain base model")
@@ -60,7 +60,7 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
         shutil.copyfile(found.tensors[names[0]].file, temporary / WEIGHTS)
         os.chmod(temporary / WEIGHTS, as_umask_allows(0o644))
         write_json(temporary / INDEX, index_of(held, names))
-        write_json(temporary / CONFIGURATION, configuration)
+        write_json(temporary / CONFIGURATION, configuration | loaded_as(type(loaded).__name__))
         open_checkpoint(temporary)
     return (
         f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{settings_of(configuration, names)}"

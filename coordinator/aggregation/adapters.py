@@ -18,6 +18,7 @@ from coordinator.aggregation import lora
 from coordinator.aggregation.expected import Layout
 from coordinator.aggregation.factor_errors import FactorErrors
 from coordinator.aggregation.magnitudes import first_magnitudes, value_of
+from coordinator.aggregation.stored_names import stored_tensor
 from coordinator.aggregation.updates import Update
 from coordinator.aggregation.work import NotFinite
 from facility.exchange.checkpoints.adapters import (
@@ -52,7 +53,7 @@ def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Check
             if is_magnitude(one.name):
                 if (lengths := first_magnitudes(base, one.name)) is not None:
                     _write(writer, one.name, lengths)
-            elif not is_factor(one.name) and (entry := base.tensors.get(one.name.removeprefix(PREFIX))) is not None:
+            elif not is_factor(one.name) and (entry := stored_tensor(base, one.name.removeprefix(PREFIX))) is not None:
                 _write(writer, one.name, value_of(entry))
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.aggregation.magnitudes import first_magnitudes
+from coordinator.aggregation.stored_names import stored_tensor
 from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_added, is_factor, is_magnitude
 from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, open_checkpoint
@@ -27,7 +28,7 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
         return
     planned = []
     for name, entry in sorted(trained.tensors.items()):
-        plain = held.tensors.get(name.removeprefix(PREFIX))
+        plain = stored_tensor(held, name.removeprefix(PREFIX))
         if entry.dtype in FLOATS and (is_added(name) or (plain is not None and plain.shape == entry.shape)):
             dtype = "F32" if is_added(name) or plain is None else plain.dtype
             planned.append(Planned(name=name, dtype=dtype, shape=entry.shape))
@@ -42,6 +43,8 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
                     first = np.zeros(one.shape, np.float32) if lengths is None else lengths.astype(np.float32)
                     writer.write(one.name, 0, as_bytes(first))
                     continue
-                for offset, content in raw(held.tensors[one.name.removeprefix(PREFIX)]):
+                whole = stored_tensor(held, one.name.removeprefix(PREFIX))
+                assert whole is not None
+                for offset, content in raw(whole):
                     writer.write(one.name, offset, content)
         yield Path(begun)

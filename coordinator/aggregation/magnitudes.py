@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.aggregation.stored_names import stored_tensor
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import STORAGE, Array, widen
@@ -17,7 +18,7 @@ COLUMNS = ("gpt2", "openai-gpt", "imagegpt")
 
 def first_magnitudes(base: Checkpoint, name: str) -> Array | None:
     """What the magnitudes of that name begin with at every facility; None where the base lacks the layer."""
-    weight = base.tensors.get(name.removeprefix(PREFIX).removesuffix(MAGNITUDE) + ".weight")
+    weight = stored_tensor(base, name.removeprefix(PREFIX).removesuffix(MAGNITUDE) + ".weight")
     if weight is None or len(weight.shape) != 2:
         return None
     return np.asarray(np.linalg.norm(value_of(weight), axis=0 if _holds_columns(base.directory) else 1))

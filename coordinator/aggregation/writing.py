@@ -30,7 +30,7 @@ from coordinator.aggregation.sources import Sources
 from coordinator.aggregation.state import MASTER, fitting, kept_by, open_state, seal
 from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
 from coordinator.aggregation.work import Work
-from facility.exchange.checkpoints.adapters import CONFIG, write_adapter_config
+from facility.exchange.checkpoints.adapters import CONFIG, class_in, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
@@ -105,7 +105,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         write_mean_moments(aggregation, outputs.model)
     if aggregation.with_adapters and not (outputs.model / CONFIG).exists():
         agreed = settings_of(aggregation.opened, aggregation.request.adapters)
-        write_adapter_config(outputs.model, agreed, aggregation.source.tensors)
+        write_adapter_config(outputs.model, agreed, aggregation.source.tensors, model_class=class_in(outputs.model))
 
 
 def _written(outputs: Outputs, model: TensorWriter, state: Sequence[TensorWriter | None]) -> dict[Path, dict[str, str]]:

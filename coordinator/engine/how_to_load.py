@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from facility.exchange.checkpoints.adapters import CONFIG
-from facility.exchange.errors import CrossFedError
-from facility.exchange.messages.strict_json import read_json
+from facility.exchange.checkpoints.adapters import CONFIG, class_in
 
-MOST_BYTES = 8 << 20
 FACTORIES = {
     "ForMaskedLM": "AutoModelForMaskedLM",
     "ForSequenceClassification": "AutoModelForSequenceClassification",
@@ -21,10 +18,6 @@ def how_to_load(model: Path, base: str = "BASE") -> str:
     """The call for a round's model at `model`; `base`: the path of the model that adapters were trained beside."""
     if (model / CONFIG).is_file():
         return f"adapters: python -m coordinator.model --export-adapter {model} --base {base} --out DIR"
-    try:
-        named = read_json(model / "config.json", most_bytes=MOST_BYTES).get("architectures")
-    except (CrossFedError, OSError):
-        named = None
-    first = str(named[0]) if isinstance(named, list) and named else ""
+    first = class_in(model)
     found = (factory for ending, factory in FACTORIES.items() if first.endswith(ending))
     return f"{next(found, 'AutoModelForCausalLM')}.from_pretrained"

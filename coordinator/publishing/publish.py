@@ -21,7 +21,7 @@ from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
-from facility.exchange.checkpoints.adapters import CONFIG
+from facility.exchange.checkpoints.adapters import CONFIG, class_in, loaded_as
 from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
@@ -95,12 +95,16 @@ def publish(file: Path, out: Path) -> Path:
 
 
 def name_the_base(model: Path, base: str) -> dict[str, str]:
-    """Let the configuration of adapters name the public `base`, and no path of the machine that they began on; returns
-    the new SHA-256 of that file by its name, {} where there are no adapters."""
+    """Let the configuration of adapters name the public `base`, and no path of the machine that they began on, and what
+    peft loads it as, where that is not said; returns the new SHA-256 of that file by its name, {} where there are no
+    adapters."""
     file = model / CONFIG
     if not file.is_file():
         return {}
-    write_json(file, read_json(file, most_bytes=MOST_BYTES) | {"base_model_name_or_path": base})
+    told = read_json(file, most_bytes=MOST_BYTES)
+    if not (told.get("task_type") or told.get("auto_mapping")):
+        told |= loaded_as(class_in(model))
+    write_json(file, told | {"base_model_name_or_path": base})
     return {CONFIG: sha256_of(file)}
 
 

@@ -24,6 +24,7 @@ from facility.training import account
 from facility.training.devices import device_name
 from facility.training.drift import KIND, is_in
 from facility.training.loss_scale import LossScale
+from facility.training.model import class_of
 from facility.training.processes.ranks import gather, together
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
@@ -75,6 +76,7 @@ def finish_round(round: Round) -> None:
         checkpoint=inputs.checkpoint,
         base=inputs.base,
         tensors=tensors,
+        model_class=class_of(inputs.config, inputs.task.factory).__name__,
         names=held.names,
         parts=outgoing_parts([*held.parts, *held.statistics], held.names.repeats),
         ranks=round.ranks,

@@ -38,15 +38,7 @@ def choose_attention(
     """
     from importlib.util import find_spec
 
-    try:
-        kind = factory._model_mapping[type(config)]
-    except KeyError:
-        raise InputError(
-            f"{factory.__name__} knows no model for {type(config).__name__}: the received model does not fit the task "
-            "that the dataset was prepared for"
-        ) from None
-    if isinstance(kind, tuple):  # of several (DeiT), the one that config.json names, else the first
-        kind = next((one for one in kind if one.__name__ in (config.architectures or ())), kind[0])
+    kind = class_of(config, factory)
     if not getattr(kind, "_supports_sdpa", False):
         return Attention(name="eager", reason=f"{kind.__name__} has neither sdpa nor flash attention in transformers")
     if device.type != "cuda":
@@ -58,6 +50,21 @@ def choose_attention(
     if find_spec("flash_attn") is None:
         return Attention(name="sdpa", reason="flash_attn is not installed; torch's sdpa has flash kernels of its own")
     return Attention(name="flash_attention_2", reason="a GPU, half precision and the package flash_attn are there")
+
+
+def class_of(config: Any, factory: Any) -> Any:
+    """The class that `factory` makes of this configuration: of several (DeiT), the one that config.json names, else the
+    first. Raises `InputError`."""
+    try:
+        kind = factory._model_mapping[type(config)]
+    except KeyError:
+        raise InputError(
+            f"{factory.__name__} knows no model for {type(config).__name__}: the received model does not fit the task "
+            "that the dataset was prepared for"
+        ) from None
+    if isinstance(kind, tuple):
+        kind = next((one for one in kind if one.__name__ in (config.architectures or ())), kind[0])
+    return kind
 
 
 def read_config(directory: Path) -> Any:

@@ -153,7 +153,8 @@ def test_published_adapters_name_the_public_base_and_no_path(federation: Path, t
     federation.write_text(yaml.safe_dump(described))
     published = publish(federation, tmp_path / "out") / "model"
     file = published / "adapter_config.json"
-    assert json.loads(file.read_text()) == configuration | {"base_model_name_or_path": described["base_model"]}
+    named = {"base_model_name_or_path": described["base_model"], "task_type": "CAUSAL_LM"}
+    assert json.loads(file.read_text()) == configuration | named
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert f"SHA-256 of `adapter_config.json`: `{digest}`" in (published / "README.md").read_text()
 

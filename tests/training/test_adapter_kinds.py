@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from coordinator.adapter_export import export_adapter
+from coordinator.adapter_import import import_adapter
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
-from facility.exchange.checkpoints.adapters import is_magnitude
+from coordinator.publishing.publish import name_the_base
+from facility.exchange.checkpoints.adapters import is_adapter, is_magnitude
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
@@ -23,8 +26,10 @@ from tests.aggregation import make
 from tests.pico import save_pico
 from tests.training.families import save_tiny
 from tests.training.family_trial import SAME, TRAINING, plain_step, recorded
-from tests.training.federation import largest_difference, weights, write_dataset
+from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
+from tests.training.images import save_image_model, write_images
 from tests.training.layouts import arguments, rounds_in
+from tests.training.test_tasks import save_classifier, write_classes
 
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +131,47 @@ def test_their_mean_goes_on_and_loads_with_peft(tmp_path: Path, kind: str):
     with torch.no_grad():
         loss = loaded(model, tmp_path / "adapter").eval()(input_ids=ids, labels=ids).loss.item()
     assert loss == pytest.approx(read_report(tmp_path / "r1/out").loss_received, abs=1e-5)
+
+
+def material(task: str, place: Path) -> tuple[Path, Path]:
+    """A dataset of that task and a base model for it."""
+    if task == "SEQ_CLS":
+        return write_classes(place / "data"), save_classifier(place / "model", 2, "llama")
+    if task == "BertForMaskedLM":
+        return write_masked_words(place / "data"), save_pico(place / "model", "bert")
+    if task == "ViTForImageClassification":
+        return write_images(place / "data"), save_image_model(place / "model", "vit")
+    return write_dataset(place / "data"), save_pico(place / "model", "gpt2")
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS", "BertForMaskedLM", "ViTForImageClassification"])
+def test_pefts_classes_that_find_the_base_by_themselves_load_all_that_is_given_out(tmp_path: Path, task: str):
+    """They refused it: no file of ours said what task the adapters are for, but for the export of some models."""
+    import peft
+
+    dataset, model = material(task, tmp_path)
+    lora = {"rank": 2} | ({"targets": ["q_proj"]} if task.startswith("ViT") else {})
+    rounds_in([("one", arguments(tmp_path, model, dataset, lora=lora, learning_rate=1e-2))])
+    settings = AggregationSettings(rule="mean", weights="equal", **make.UNBOUNDED)
+    aggregate(base=model, updates=[tmp_path / "out"], out=tmp_path / "next", settings=settings)
+    export_adapter(tmp_path / "next", base=model, out=tmp_path / "exported")
+    import_adapter(tmp_path / "exported", base=model, out=tmp_path / "imported")
+    shutil.copytree(tmp_path / "next", tmp_path / "published")
+    file = tmp_path / "published" / "adapter_config.json"
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({k: v for k, v in told.items() if k not in ("task_type", "auto_mapping")}))
+    name_the_base(tmp_path / "published", str(model))
+    kinds = {"CAUSAL_LM": "AutoPeftModelForCausalLM", "SEQ_CLS": "AutoPeftModelForSequenceClassification"}
+    loader = getattr(peft, kinds.get(task, "AutoPeftModel"))
+    for place in ("out", "next", "exported", "imported", "published"):
+        file = tmp_path / place / "adapter_config.json"
+        told = json.loads(file.read_text())
+        assert told.get("task_type", told.get("auto_mapping", {}).get("base_model_class")) == task, place
+        file.write_text(json.dumps(told | {"base_model_name_or_path": str(model)}))
+        found = peft.get_peft_model_state_dict(loader.from_pretrained(tmp_path / place))
+        sent = {name: one for name, one in weights(tmp_path / place).items() if is_adapter(name)}
+        assert found.keys() == sent.keys(), place
+        assert all(found[name].equal(one) for name, one in sent.items()), place
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.strict_json import read_json
 
 A, B = ".lora_A.", ".lora_B."
 PREFIX = "base_model.model."
@@ -15,7 +17,10 @@ PREFIX = "base_model.model."
 MAGNITUDE = ".lora_magnitude_vector"
 """How the name of a layer's magnitudes ends (DoRA)."""
 CONFIG = "adapter_config.json"
-
+TASK_TYPES = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
+"""End of a model class's name -> what peft calls its task."""
+MOST_BYTES = 8 << 20
+"""Of a config.json."""
 
 HEADS = ("classifier", "score")
 """Heads of classifiers: peft saves them with an adapter."""
@@ -65,8 +70,31 @@ def saves(module: str, wanted: Iterable[str]) -> bool:
     return any(holder.endswith(name) for holder in holders for name in wanted)
 
 
-def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iterable[str], base: str = "") -> None:
-    """Write the configuration of the adapters with these names, without paths of any facility."""
+def loaded_as(model_class: str) -> dict[str, Any]:
+    """What tells peft's `AutoPeftModel...` classes how the base is loaded: its task, where peft has a word for it, else
+    the class itself; {} where that is unknown ('')."""
+    for ending, kind in TASK_TYPES.items():
+        if model_class.endswith(ending):
+            return {"task_type": kind}
+    return {"auto_mapping": {"base_model_class": model_class, "parent_library": "transformers"}} if model_class else {}
+
+
+def class_in(model: Path) -> str:
+    """The class that a checkpoint's config.json names first; '' where there is none."""
+    try:
+        named = read_json(model / "config.json", most_bytes=MOST_BYTES).get("architectures")
+    except (CrossFedError, OSError):
+        return ""
+    return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def write_adapter_config(
+    directory: Path, settings: LoraSettings, adapters: Iterable[str], *, model_class: str = ""
+) -> None:
+    """Write the configuration of the adapters with these names, without paths of any facility.
+
+    `model_class`: the class of transformers that they were trained in; '': not known.
+    """
     names = list(adapters)
     layers = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names if is_factor(name)}
     targets = sorted(layer for layer in layers if not adapts_parameter(layer, settings.parameters))
@@ -83,8 +111,8 @@ def write_adapter_config(directory: Path, settings: LoraSettings, adapters: Iter
         "modules_to_save": saved_modules(whole, settings.modules_to_save or HEADS) or None,
         "bias": "none",
         "inference_mode": True,
-        "base_model_name_or_path": base,
-    }
+        "base_model_name_or_path": "",
+    } | loaded_as(model_class)
     (directory / CONFIG).write_text(json.dumps(configuration, indent=2) + "\n", encoding="utf-8")
 
 

@@ -62,6 +62,8 @@ class Outgoing:
     """Its manifest."""
     tensors: list[tuple[str, str, tuple[int, ...]]]
     """(name, dtype, shape) of what is written, in that order."""
+    model_class: str
+    """The class of transformers that was trained."""
     names: Names
     parts: list[LocalShard]
     """What this rank holds of it."""
@@ -119,7 +121,7 @@ def write_update(update: Outgoing, add_files: Callable[[Path], None]) -> None:
         copy_companions(request.model, temporary)
         state_dtype(temporary, training.export_dtype)
         if training.lora.rank:
-            write_adapter_config(temporary, training.lora, update.slots)
+            write_adapter_config(temporary, training.lora, update.slots, model_class=update.model_class)
         add_files(temporary)
         manifests.write_manifest(temporary, described, known)
     barrier(ranks)
