@@ -289,6 +289,8 @@ def _move(part: _Part, piece: slice, step: _Step, outputs: _Outputs, result: Par
         slots.append(slot if stored is None else _stored(stored[piece], slot))
     bits = buffers.block("bits", "uint32")[:n]
     if work.step is None or is_running_statistic(part.name):
+        if counted and work.step is not None:
+            result.step_squared.append(_squared(combined))
         put = outputs.put(piece, master if part.added else np.add(master, combined, out=base), slots, bits)
     else:
         moved = buffers.block("scratch", part.dtype)[:n] if master is base else base

@@ -162,6 +162,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         sources.promise_updates(aggregation.opened, aggregation.verified)
     writers = _state_writers(aggregation, outputs.state, stack, [MASTER, *optimizer.slots])
     statistics = "off" if aggregation.measured and settings.statistics != "exact" else settings.statistics
+    added = step is plain.add and aggregation.plan.coefficients is not None  # else only the pass knows the step's norm
     return Work(
         base=floats,
         updates=[update.entries for update in aggregation.opened],
@@ -171,7 +172,7 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
         master=fitting(old.get(MASTER), floats),
         slots=[fitting(old.get(name), floats) for name in optimizer.slots],
         slot_starts=starts,
-        step=None if step is plain.add else with_kept_arguments(settings.server_optimizer, step),
+        step=None if added else with_kept_arguments(settings.server_optimizer, step),
         momentum=needs_momentum(settings),
         float64=settings.accumulate == "float64",
         statistics=statistics,

@@ -217,6 +217,20 @@ def test_norms_and_cosines_in_the_record(tmp_path: Path):
     assert written["participants"][0]["facility"] == "alpha" and written["seconds"]["stream"] > 0
 
 
+@pytest.mark.parametrize("rule", [*(name for name in RULES.names() if name != "heloco"), "median+nesterov"])
+def test_the_record_states_the_norm_of_the_masters_change(rule: str, tmp_path: Path):
+    """Also where the step is added as it is and the rule works value by value, or tensor by tensor."""
+    tensors = make.random_tensors(0, {**SHAPES, "norm.running_mean": (400,)}, torch.float32)
+    base = make.model(tmp_path / "base", tensors)
+    updates = {who: make.moved(tensors, i, scale=0.1) for i, who in enumerate(FACILITIES)}
+    paths = [make.update(tmp_path / who, update, base=base, facility=who) for who, update in updates.items()]
+    settings = AggregationSettings(rule=rule, byzantine=1)
+    record = aggregate(base=base, updates=paths, out=tmp_path / "out", settings=settings, state_out=tmp_path / "state")
+    master = make.read_all(tmp_path / "state" / "master")
+    change = sum(float((master[name].double() - tensors[name].double()).square().sum()) for name in tensors) ** 0.5
+    assert record.step_norm == pytest.approx(change, rel=1e-5)
+
+
 def test_clipping_bounds_the_step(tmp_path: Path):
     model = make.model(tmp_path / "base", {"w": torch.zeros(4)})
     paths = [
