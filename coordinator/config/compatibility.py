@@ -50,6 +50,13 @@ def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: 
             "rounds.late is 'carry' with keep_rounds 1: a late update is measured against the model that it started "
             "from, which must still be in the archive; set keep_rounds to 2 or more, or 0",
         )
+    if closing.late == "carry" and settings.aggregation.lora == "product":
+        raise _error(
+            "aggregation.lora",
+            "aggregation.lora is 'product' with rounds.late 'carry': the step of a late update's factors is added to "
+            "those of a later round, and every round of products has new ones, to which it means nothing; expected "
+            "'factors', or rounds.late 'drop' or 'wait'",
+        )
 
 
 def check_facilities(settings: AggregationSettings, names: Sequence[str]) -> None:

@@ -111,6 +111,12 @@ def test_what_groups_could_not_do_rounds_can(tmp_path: Path):
             "rounds.late is 'carry' with keep_rounds 1",
         ),
         ("{window_seconds: 60}", "{minimum: 1}\nminimum_facilities: 2", 9, "such a round ends the run"),
+        (
+            "{window_seconds: 60}",
+            "{minimum: 1}\naggregation: {rule: mean, lora: product}",
+            9,
+            "'product' with rounds.late 'carry'",
+        ),
     ],
 )
 def test_what_has_no_counterpart_is_one_error_with_its_line(tmp_path: Path, old: str, new: str, line: int, words: str):
