@@ -108,11 +108,17 @@ def write_products(
     model: TensorWriter,
     master: TensorWriter | None,
     errors: FactorErrors,
-) -> None:
-    """Write the refactorised mean of the products to the model, and in float32 to the master.
+    *,
+    rate: float = 1.0,
+) -> float:
+    """Write the refactorised mean of the products to the model, and in float32 to the master; returns the squared norm
+    of the change of all that is written.
 
-    `clipping`: what the step of each update from the adapters `base` is multiplied by.
+    `clipping`: what the step of each update from the adapters `base` is multiplied by; `rate`: what the step of their
+    mean is, which is a weighted mean of that and `base`.
     """
+    changed = 0.0
+    shares = list(weights) if rate == 1 else [*(weight * rate for weight in weights), 1 - rate]
 
     def values_of(name: str) -> list[Array]:
         found = [value_of(update.entries[name]) for update in opened]
@@ -121,16 +127,25 @@ def write_products(
         before = value_of(base[name])
         return [before + factor * (one - before) for one, factor in zip(found, clipping, strict=True)]
 
+    def with_base(name: str, found: list[Array]) -> list[Array]:
+        return found if rate == 1 else [*found, value_of(base[name])]
+
     for a, b in lora.pairs(opened[0].entries):
         first, second = values_of(a), values_of(b)
-        result = lora.mean_of_products(first, second, weights, first[0].shape[0])
-        errors.add(a, b, first, second, result)
+        rank = first[0].shape[0]
+        result = best = lora.mean_of_products(first, second, weights, rank)
+        if rate != 1:
+            result = lora.mean_of_products(with_base(a, first), with_base(b, second), shares, rank)
+        errors.add(a, b, first, second, best)
         for name, values in zip((a, b), result, strict=True):
+            changed += float(np.square(values - value_of(base[name])).sum())
             _write_both(name, values, model, master)
     for name in opened[0].entries:
         if not is_factor(name):  # a module that is saved whole
-            values = np.tensordot(np.asarray(weights), np.stack(values_of(name)), 1)
+            values = np.tensordot(np.asarray(shares), np.stack(with_base(name, values_of(name))), 1)
+            changed += float(np.square(values - value_of(base[name])).sum())
             _write_both(name, values, model, master)
+    return changed
 
 
 def _write_both(name: str, values: Array, model: TensorWriter, master: TensorWriter | None) -> None:

@@ -115,7 +115,8 @@ def _step_norm(aggregation: Aggregation, gram: Array | None) -> float | None:
     plan, passed, settings = aggregation.plan, aggregation.passed, aggregation.settings
     if not passed.counted:
         return None
-    if plan.coefficients is not None and settings.server_optimizer == "plain" and gram is not None:
+    factorised = aggregation.with_adapters and settings.lora == "product"
+    if plan.coefficients is not None and settings.server_optimizer == "plain" and gram is not None and not factorised:
         rate = float(settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"])
         return _norm(np.asarray(plan.coefficients) * rate, gram)
     return math.sqrt(passed.step_squared * passed.elements / passed.counted)

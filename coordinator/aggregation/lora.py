@@ -54,7 +54,8 @@ def mean_of_products(
     q1, r1 = np.linalg.qr(left)
     q2, r2 = np.linalg.qr(right.T)
     u, s, v = np.linalg.svd(r1 @ r2.T)
-    if s.max(initial=0.0) <= np.finfo(np.float64).eps * np.linalg.norm(left) * np.linalg.norm(right):
+    least = np.finfo(np.float64).eps * np.linalg.norm(left) * np.linalg.norm(right)
+    if s.max(initial=0.0) <= least:
         return np.tensordot(np.asarray(weights), np.stack(a).astype(np.float64), 1), np.zeros(b[0].shape)
     u, v = q1 @ u[:, : len(s)], v[: len(s)] @ q2.T
     if len(s) < rank:
@@ -62,8 +63,9 @@ def mean_of_products(
         v, s = np.pad(v, ((0, rank - len(s)), (0, 0))), np.pad(s, (0, rank - len(s)))
     u, s, v = u[:, :rank], s[:rank], v[:rank]
     signs = np.where(np.take_along_axis(u, np.abs(u).argmax(axis=0)[None], axis=0)[0] < 0, -1.0, 1.0)
-    root = np.sqrt(s) * signs
-    return root[:, None] * v, u * root[None, :]
+    none, root = s <= least, np.sqrt(s) * signs
+    row = np.sqrt(np.mean([np.square(x, dtype=np.float64).sum(axis=1) for x in a]))
+    return np.where(none, row, root)[:, None] * v, u * np.where(none, 0.0, root)[None, :]
 
 
 def relative_error(

@@ -70,6 +70,50 @@ def test_a_layer_that_nobody_moved_can_still_be_trained():
         assert not mean_b.any()
 
 
+def test_components_that_a_mean_of_lower_rank_leaves_over_can_still_be_trained():
+    """As where all that delivered trained fewer (`trained_rank`): with a row of A and a column of B both zero, neither
+    would ever move again."""
+    draw = np.random.default_rng(0)
+    a, b = draw.standard_normal((4, 8)), np.zeros((12, 4))
+    b[:, 1] = draw.standard_normal(12)
+    mean_a, mean_b = lora.mean_of_products([a, a], [b, b], [0.5, 0.5], 4)
+    np.testing.assert_allclose(mean_b @ mean_a, b @ a, atol=1e-12)
+    assert mean_b[:, 0].any() and not mean_b[:, 1:].any()
+    left = mean_a[1:]
+    np.testing.assert_allclose(left @ left.T, np.eye(3) * np.square(a).sum(axis=1).mean(), atol=1e-9)
+    np.testing.assert_allclose(left @ mean_a[0], 0, atol=1e-9)
+
+
+@pytest.mark.parametrize("rate", [0.25, 1.0, 1.5])
+def test_the_server_learning_rate_multiplies_the_step_of_the_mean_of_products(tmp_path: Path, rate: float):
+    """Of adapters of full rank, whose products are summed without loss; the first step has no rate."""
+    head = "base_model.model.score.weight"
+    shapes = {NAME.format("lora_A"): (8, 8), NAME.format("lora_B"): (12, 8), head: (3, 4)}
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER), "score.weight": torch.zeros(3, 4)})
+    settings = AggregationSettings(rule="mean", lora="product", weights="equal", server_learning_rate=rate)
+    before = None
+    for number in range(2):
+        sent = [make.random_tensors(10 * number + i, shapes, torch.float32, 1.0) for i in range(2)]
+        updates = [adapter_update(tmp_path / f"u{number}-{i}", t, base, f"f{i}") for i, t in enumerate(sent)]
+        out = tmp_path / f"m{number + 1}"
+        record = aggregate(base=base, updates=updates, out=out, settings=settings)
+        assert record.details["error_of_product"]["largest"] < 1e-6
+        if before is not None:
+            moved = ((make.read_all(out)[name] - make.read_all(base)[name]).square().sum() for name in shapes)
+            assert record.step_norm == pytest.approx(float(sum(moved)) ** 0.5, rel=1e-5)
+        products, heads = zip(*((_product(one), one[head]) for one in [*sent, make.read_all(out)]), strict=True)
+        want = [sum(each[:2]) / 2 for each in (products, heads)]
+        if before is not None:
+            want = [old + rate * (mean - old) for old, mean in zip(before, want, strict=True)]
+        for got, wanted in zip((products[2], heads[2]), want, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+        before, base = (products[2], heads[2]), out
+
+
+def _product(tensors: make.Tensors) -> torch.Tensor:
+    return tensors[NAME.format("lora_B")] @ tensors[NAME.format("lora_A")]
+
+
 def test_halves_without_each_other():
     with pytest.raises(InputError, match="lora_A and lora_B"):
         lora.pairs([NAME.format("lora_A")])
