@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from coordinator.config import facility_names
 from coordinator.config.deployments import HOST, USER, Deployment
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.schema import NAME, write_schema
@@ -25,7 +26,7 @@ from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
 from coordinator.share import share
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TryAgain
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS
@@ -86,6 +87,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
         choices = []
         logins = request.facilities or _ask_facilities(dialog)
         check_names(request, list(logins), "")
+        _check_logins(request, logins)
         for name, login in logins.items():
             choice, survey = _facility(request, dialog, name, login)
             choices.append(choice)
@@ -110,6 +112,15 @@ def check_names(request: Request, names: Sequence[str], whose: str) -> None:
     for option, given in named.items():
         if unknown := [name for name in given if name and name not in names]:
             raise InputError(f"{option} {unknown[0]}=...: the facilities are {', '.join(names)}{whose}")
+
+
+def _check_logins(request: Request, logins: Mapping[str, str]) -> None:
+    """Raise `InputError`, before a site is asked, for no login and for names that federation.yml would refuse."""
+    local = [name for name, login in logins.items() if not read_login(name, login, request).host]
+    try:
+        facility_names.check_names(list(logins), local)
+    except ConfigurationError as error:
+        raise InputError(f"--facility: {error.message}") from None
 
 
 def _is_dataset(federation: Federation, facility: Facility, data: str) -> bool:

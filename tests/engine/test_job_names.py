@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 
-from coordinator.config.facility_names import MADE, check_names
+import pytest
+
+from coordinator.config.facility_names import MADE, TAKEN, check_names
+from coordinator.engine import live, one_run, place
+from coordinator.preflight import last_check
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.job_names import job_name, waiting_name
 from facility.exchange.text import NAME
@@ -37,3 +42,16 @@ def test_what_is_made_for_one_facility_is_the_name_of_no_other():
             assert error.key == "facilities[1].name" and "facility 'A'" in str(error)
         else:
             raise AssertionError(suffix)
+
+
+def test_no_facility_works_where_a_run_keeps_what_it_removes(tmp_path: Path):
+    """`engine` is emptied by every run: the jobs that an interrupted run of a facility so called had left, too."""
+    kept = {live.FILE, one_run.WORKDIR_LOCK, last_check.FILE, place.login_place(tmp_path).name}
+    with place.run_place(tmp_path) as run:
+        kept.add(run.path.name)
+    assert kept <= set(TAKEN)
+    for name in ("Engine", *TAKEN):
+        with pytest.raises(ConfigurationError, match="a run itself keeps") as caught:
+            check_names(["a", name], ["a", name])
+        assert caught.value.key == "facilities[1].name"
+        check_names(["a", name], ["a"])

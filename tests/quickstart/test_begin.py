@@ -80,6 +80,17 @@ def test_an_option_for_a_facility_that_there_is_not_is_refused(tmp_path: Path, m
     begin(made(tmp_path, facilities={"here": "local"}, data={}), dialog)
 
 
+@pytest.mark.parametrize("name", ["global", "Here", "here-ssh", "engine", "two words"])
+def test_a_name_that_federation_yml_would_refuse_is_refused_before_a_site_is_asked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The sites were asked and a model made, and what was written was then refused by every later command."""
+    monkeypatch.setattr(beginning, "_facility", lambda *_: pytest.fail("a site is asked"))
+    with pytest.raises(InputError, match=f"facility .*{name}"):
+        begin(made(tmp_path, facilities={"here": "local", name: "local"}, data={}), Dialog(given={}, yes=True))
+    assert not (tmp_path / "fed").exists()
+
+
 def test_an_answer_to_no_question_is_refused_before_a_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It was found after the download; the answer to the last question, `set-up`, counted as one to none."""
     models: list[str] = []

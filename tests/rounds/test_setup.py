@@ -527,6 +527,9 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
         ("two", ["a b=local"], "--facility has the name 'a b', expected 1-63 letters"),
         ("two", ["=local"], "--facility has the name ''"),
         ("two", ["a=local", "A=slurm"], "--facility names 'A' twice"),
+        ("two", ["global=local"], "--facility: facility 'global' has the name under which curves"),
+        ("two", ["a=slurm", "a-ssh=slurm"], "--facility: facility 'a-ssh' has the name of what is made for"),
+        ("two", ["engine=local"], "--facility: facility 'engine' has the name of what a run itself keeps"),
     ],
 )
 def test_a_first_federation_has_names_that_are_read_back(tmp_path: Path, name: str, facilities: list[str], words: str):
