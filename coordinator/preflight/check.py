@@ -24,6 +24,7 @@ from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.alike import others_than_most
+from coordinator.preflight.archive import check_archive
 from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.chat_template import check_chat_template
 from coordinator.preflight.comparison import check_comparison
@@ -75,10 +76,11 @@ def check(
     try:
         ahead = outlook_if_elastic(federation)
     except CrossFedError as error:
-        return [*rows, fail("federation", "archive", str(error), "see `crossfed verify`, and `crossfed rewind`")]
+        return [*rows, fail("federation", "archive", str(error), "correct what is named, or `crossfed rewind`")]
     rows += check_elastic(federation, ahead)
     here, model = check_here(federation)
-    with ThreadPoolExecutor(max_workers=16) as pool:
+    with ThreadPoolExecutor(max_workers=16) as pool, ThreadPoolExecutor(max_workers=1) as beside:
+        archive = beside.submit(check_archive, federation)
         found = answers(
             {
                 one.name: pool.submit(check_facility, federation, one, model, link=link, submit=submit, elastic=ahead)
@@ -86,12 +88,15 @@ def check(
             },
             progress,
         )
+        while not wait([archive], timeout=TOLD_SECONDS).done:
+            progress("the facilities have answered; what the archive holds is being verified")
     answered = {one.name: answer or {} for one, (_, answer) in zip(federation.facilities, found, strict=True)}
     datasets = {name: answer.get("dataset", {}) for name, answer in answered.items()}
     unstated = [one.name for one in federation.facilities if not one.training.lora.base_sha256]
     same = check_same_base({name: answered[name].get("base_model", {}) for name in unstated})
     if model is not None:
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
+    here += archive.result()
     here += check_chat_template(federation.path(federation.model), datasets)
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
 
