@@ -287,6 +287,8 @@ def open_dataset(path: Path | str) -> PreparedDataset:
     version = raw.get("format") if isinstance(raw, dict) else None
     if type(version) is not int:
         raise DatasetError(f"{file} is not a dataset's manifest: expected an object with an integer `format`")
+    if version < 1:
+        raise DatasetError(f"{file} has format {version}, expected 1 to {FORMAT}: prepare the dataset again")
     if version > FORMAT:
         raise DatasetError(f"{file} has format {version}, this version reads up to {FORMAT}: update CrossFed here")
     try:

@@ -38,13 +38,13 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.companions import OWN
-from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.errors import InputError, ManifestError, NewerFormat
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.messages.strict_json import parse_json
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import check_format, parse, validated
 
 FORMAT = 1
 CLIPS = "clips.json"
@@ -255,7 +255,11 @@ class Archive:
     def read_round(self, number: int) -> RoundFile:
         path = self.round_directory(number) / "round.json"
         try:
-            return parse(RoundFile, _mapping(path), file=path)
+            raw = _mapping(path)
+            check_format(raw, FORMAT, file=path)
+            return parse(RoundFile, raw, file=path)
+        except NewerFormat:  # going back would not help
+            raise
         except (OSError, ValueError) as error:
             back = f"or go back: `crossfed rewind --to {number}` repeats round {number}"
             raise _unreadable(path, error, back) from None

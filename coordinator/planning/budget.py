@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import check_format, parse, validated
 
 
 @validated(frozen=True, kw_only=True)
@@ -187,6 +187,7 @@ def budget_from_json(raw: Mapping[str, Any], *, file: Path | str | None = None) 
 
     An entry may name a `plan` file instead of its seconds and samples; it is read from beside this one.
     """
+    check_format(raw, 1, file=file)
     unknown = set(raw) - {"facilities", "round_samples", "format"}
     if unknown:
         raise ConfigurationError(

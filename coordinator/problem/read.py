@@ -25,7 +25,7 @@ from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import read_values
 from facility.exchange.messages.emulation import Emulation
-from facility.exchange.validation import parse
+from facility.exchange.validation import check_format, parse
 
 MOST_UNITS = 100_000
 """Equal units that one entry may stand for."""
@@ -109,13 +109,12 @@ _PLAIN = (*_NUMBERS, *_TEXTS, "micro_batch_samples", "stages", "replicas", "sche
 
 
 def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
+    check_format(raw, FORMAT, file=file)
     # A measured profile may say more (`profile`); the planner reads what it needs.
     _known(raw, "problem", ("format", "devices", "links", "units", "codecs", "runtime", "stalls", "profile", *_PLAIN))
     for key in ("devices", "links", "units"):
         if key not in raw:
             raise ConfigurationError(f"the problem lacks {key}", file=file, key=key)
-    if isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
-        raise ConfigurationError(f"format {raw['format']} is newer than {FORMAT}: update CrossFed", file=file)
     devices = tuple(_device(row, n, file) for n, row in enumerate(_rows(raw["devices"], "devices")))
     units: list[Unit] = []
     for n, row in enumerate(_rows(raw["units"], "units")):

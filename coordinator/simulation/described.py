@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import read_values
-from facility.exchange.validation import NonNegative, parse, validated
+from facility.exchange.validation import NonNegative, check_format, parse, validated
 
 Array = NDArray[np.float64]
 FORMAT = 1
@@ -175,7 +175,5 @@ class Federation:
 def read_federation(path: Path) -> Federation:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
     raw = read_values(path)
-    federation = parse(Federation, raw, file=path)
-    if federation.format > FORMAT:
-        raise ConfigurationError(f"format {federation.format} is newer than {FORMAT}: update CrossFed", file=path)
-    return federation
+    check_format(raw, FORMAT, file=path)
+    return parse(Federation, raw, file=path)

@@ -3,6 +3,7 @@
     CrossFedError                 every error a user can see; the message says what was found, expected, and what to do
     ├── InputError (ValueError)   fix the input: trying again will not help
     │   ├── ConfigurationError    a settings file; carries file and line
+    │   │   └── NewerFormat       a file of a newer version of CrossFed
     │   ├── CheckpointError       a checkpoint or one of its files
     │   │   └── ManifestError     a directory that is not what its manifest says
     │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
@@ -41,6 +42,10 @@ class ConfigurationError(InputError):
         self.message, self.file, self.line, self.key = message, file, line, key
         place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
         super().__init__(place + message)
+
+
+class NewerFormat(ConfigurationError):
+    """A file's `format` is newer than this version of CrossFed reads."""
 
 
 class CheckpointError(InputError):

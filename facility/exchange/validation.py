@@ -27,7 +27,7 @@ import pydantic.dataclasses
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError
 
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, NewerFormat
 from facility.exchange.field_texts import field_text
 from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits
 
@@ -112,6 +112,25 @@ def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None =
         return kind.__pydantic_validator__.validate_python(raw)  # type: ignore[attr-defined]
     except ValidationError as error:
         raise _translated(error, kind, raw, where, file) from None
+
+
+def check_format(
+    raw: Any, newest: int, *, file: Path | str | None = None, update: str = "update CrossFed here"
+) -> None:
+    """Raise `ConfigurationError` where the mapping `raw` states a `format` that is no whole number from 1 to `newest`;
+    `NewerFormat`, with the advice `update`, where it is above.
+
+    To be called before the keys are read: a newer format has some that are unknown here. What states no format passes.
+    """
+    if not isinstance(raw, dict) or "format" not in raw:
+        return
+    found = raw["format"]
+    if type(found) is not int or found < 1:
+        raise ConfigurationError(
+            f"format is {found!r:.40}, expected a whole number from 1 to {newest}", file=file, key="format"
+        )
+    if found > newest:
+        raise NewerFormat(f"format {found} is newer than {newest}: {update}", file=file, key="format")
 
 
 def with_settings(entries: list[dict[str, Any]], *kinds: type) -> list[dict[str, Any]]:

@@ -87,7 +87,11 @@ def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
     signer = verify(directory, manifest.facility, signers)
     path = directory / KEYS
-    found = Fields(raw=read_json(path, most_bytes=64_000), where=str(path)).only(_names(Keys) - {"told"})
+    found = (
+        Fields(raw=read_json(path, most_bytes=64_000), where=str(path))
+        .of_format(KEYS_FORMAT)
+        .only(_names(Keys) - {"told"})
+    )
     extra = Fields(raw=manifest.extra, where=str(directory / NAME))
     keys = Keys(
         federation=found.text("federation"),
@@ -225,7 +229,9 @@ def check_size(roster: Roster, settings: MaskingSettings, least: int) -> None:
 def read_agreement(directory: Path) -> Agreement:
     """Raises `ManifestError`."""
     path = directory / AGREEMENT
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Agreement))
+    found = (
+        Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Agreement))
+    )
     clips = Fields(raw=found.mapping("clips", MOST_TENSORS), where=f"{path}: clips")
     agreement = Agreement(
         federation=found.text("federation"),

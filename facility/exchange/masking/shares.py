@@ -56,7 +56,7 @@ def write_shares(directory: Path, shares: Shares) -> None:
 def read_shares(path: Path) -> Shares:
     """Raises `ManifestError`."""
     known = [field.name for field in dataclasses.fields(Shares)]
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(known)
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
     return Shares(
         facility=found.text("facility"),
         round=found.whole("round"),

@@ -54,7 +54,7 @@ def read_request(directory: Path) -> UnmaskRequest:
     """Raises `ManifestError`."""
     path = directory / REQUEST
     known = [field.name for field in dataclasses.fields(UnmaskRequest)]
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(known)
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
     survivors = found.items("survivors", MOST_MEMBERS, Fields.text)
     if survivors != sorted(set(survivors)):
         raise ManifestError(f"{path} names its survivors twice or out of order")
@@ -112,7 +112,7 @@ def read_answer(directory: Path, signers: Path) -> Answer:
     verify(directory, manifest.facility, signers)
     path = directory / ANSWER
     known = [field.name for field in dataclasses.fields(Answer)]
-    found = Fields(raw=read_json(path, most_bytes=4 * MOST_BYTES), where=str(path)).only(known)
+    found = Fields(raw=read_json(path, most_bytes=4 * MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
     pairs = Fields(raw=found.mapping("pairs", MOST_MEMBERS), where=str(path))
     answer = Answer(
         federation=found.text("federation"),

@@ -18,7 +18,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.scheduling.draws import uniform
-from facility.exchange.validation import NonNegative, Positive, ShareOrNone, validated
+from facility.exchange.validation import NonNegative, Positive, ShareOrNone, check_format, validated
 
 FORMAT = 1
 
@@ -90,6 +90,7 @@ def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
     """Read `{"format": 1, "workers": {"0": [[second, factor], ...]}}`. Raises `ConfigurationError`."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        check_format(raw, FORMAT, file=path)
         if not isinstance(raw, dict) or set(raw) != {"format", "workers"} or raw["format"] != FORMAT:
             raise ConfigurationError(f'expected {{"format": {FORMAT}, "workers": {{...}}}}', file=path)
         trace = {

@@ -21,7 +21,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.scheduling.policies import POLICIES
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import check_format, parse, validated
 
 FORMAT = 1
 
@@ -260,10 +260,7 @@ class Plan:
 
 def plan_from_json(raw: Any, *, file: Path | str | None = None) -> Plan:
     """Build a plan from plain values; raises `ConfigurationError` naming the key."""
-    if isinstance(raw, dict) and isinstance(raw.get("format"), int) and raw["format"] > FORMAT:
-        raise ConfigurationError(
-            f"format {raw['format']} is newer than {FORMAT}: update CrossFed where this plan is read", file=file
-        )
+    check_format(raw, FORMAT, file=file, update="update CrossFed where this plan is read")
     return parse(Plan, raw, file=file)
 
 

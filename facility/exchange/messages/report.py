@@ -107,7 +107,7 @@ def write(directory: Path, message: Report | Failure) -> None:
 def read_report(directory: Path) -> Report:
     """Raises `ManifestError` unless report.json is there and every field has its type and a possible value."""
     path = Path(directory) / REPORT
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Report))
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Report))
     seconds = found.inside("seconds").only(_names(Seconds))
     versions = Fields(raw=found.mapping("versions", 200), where=f"{path}: versions")
     return Report(
@@ -184,7 +184,7 @@ def read_failure(directory: Path) -> Failure | None:
     path = Path(directory) / FAILURE
     if not os.path.lexists(path):
         return None
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).only(_names(Failure))
+    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Failure))
     return Failure(
         facility=found.text("facility"),
         round=found.whole("round", most=MOST_ROUNDS),

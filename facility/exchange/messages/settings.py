@@ -22,7 +22,16 @@ from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.one_of import either
 from facility.exchange.text import Line, Name, Pattern
-from facility.exchange.validation import NonNegative, Positive, Share, ShareOrNone, parse, validated, with_settings
+from facility.exchange.validation import (
+    NonNegative,
+    Positive,
+    Share,
+    ShareOrNone,
+    check_format,
+    parse,
+    validated,
+    with_settings,
+)
 
 FORMAT = 1
 MOST_BYTES = 8 << 20
@@ -357,11 +366,8 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
         raise ConfigurationError(f"cannot be read: {error}", file=path) from None
     if len(content) > MOST_BYTES:
         raise ConfigurationError(f"cannot be read: it is larger than {MOST_BYTES} bytes", file=path)
-    settings = parse(kind, raw, file=path)
-    found = getattr(settings, "format")  # noqa: B009 (every rendered dataclass has one)
-    if found > newest:
-        raise ConfigurationError(f"format {found} is newer than {newest}: {advice}", file=path)
-    return settings
+    check_format(raw, newest, file=path, update=advice)
+    return parse(kind, raw, file=path)
 
 
 def read_facility_settings(path: Path) -> FacilitySettings:

@@ -118,6 +118,15 @@ class Fields:
             )
         return self
 
+    def of_format(self, newest: int) -> Fields:
+        """Refuse a newer `format` than `newest`, before its keys are refused as unknown."""
+        found = self.raw.get("format")
+        if type(found) is int and found > newest:
+            raise ManifestError(
+                f"{self.where} has format {found}, this version reads up to {newest}: update CrossFed here"
+            )
+        return self
+
     def whole(self, name: str, default: int | None = None, *, least: int = 0, most: int = LARGEST_WHOLE) -> int:
         value = self._take(name, default)
         if type(value) is not int or not least <= value <= most:

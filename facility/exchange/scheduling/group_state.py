@@ -14,6 +14,7 @@ from typing import Any, Self
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.scheduling.arrivals import Arrivals
 from facility.exchange.scheduling.group import Group, GroupRules, Member
+from facility.exchange.validation import check_format
 
 FORMAT = 1
 RECENT = 8
@@ -237,6 +238,7 @@ class GroupState:
     def restore(cls, state: dict[str, Any]) -> Self:
         """The scheduler whose `snapshot` this is. Raises `ConfigurationError` for anything else."""
         try:
+            check_format(state, FORMAT)
             if state["format"] != FORMAT:
                 raise ConfigurationError(f"format {state['format']} of the scheduler's state, expected {FORMAT}")
             scheduler = cls(rules=GroupRules(**state["rules"]))

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.errors import CheckpointError, ConfigurationError, NewerFormat
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import check_format, parse, validated
 from facility.rounds.kept import latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
 from facility.training.optimizers.protocol import Optimizer, Shape
@@ -152,11 +152,13 @@ def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | 
     if not (path / NAME).is_file():
         return None, f"{path} is absent (this facility sat out that round, or its state was moved)"
     try:
-        state = parse(RoundState, json.loads((path / NAME).read_text(encoding="utf-8")), file=path / NAME)
+        raw = json.loads((path / NAME).read_text(encoding="utf-8"))
+        check_format(raw, FORMAT, file=path / NAME)
+        state = parse(RoundState, raw, file=path / NAME)
+    except NewerFormat as error:
+        raise CheckpointError(str(error)) from None
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(f"{path / NAME} is unreadable: {error}; remove {path} to start afresh") from None
-    if state.format > FORMAT:
-        raise CheckpointError(f"{path / NAME} has format {state.format}, this version reads up to {FORMAT}")
     mine = (settings.federation, settings.facility, settings.seed)
     if (state.federation, state.facility, state.seed) != mine:
         return None, f"{path} belongs to {(state.federation, state.facility, state.seed)}, this run is {mine}"
@@ -344,7 +346,7 @@ def read_checkpoint(
         return None
     try:
         raw = json.loads(file.read_text(encoding="utf-8"))
-        if raw.get("format") != PAUSE_FORMAT:
+        if isinstance(raw, dict) and raw.get("format") != PAUSE_FORMAT:
             return None
         pause = parse(MidRoundCheckpoint, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
