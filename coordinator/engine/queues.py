@@ -107,6 +107,11 @@ class Queue:
                 text, code = asyncio.run(within(ANSWER_SECONDS, _login(self, line)))
             else:
                 text, code = _here(line)
+        except (TimeoutError, subprocess.TimeoutExpired):
+            raise TryAgain(
+                f"{self.facility} does not answer: `{command}` did not end within {ANSWER_SECONDS} s; try it by hand "
+                "there, where the login node or its scheduler may hang, then give the same command again"
+            ) from None
         except Exception as error:
             raise TryAgain(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
         if len(text) > ANSWER_BYTES:

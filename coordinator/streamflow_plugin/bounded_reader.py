@@ -29,6 +29,15 @@ class AnswerTooLong(WorkflowExecutionException):
     """More than was to be read; nothing of it is kept."""
 
 
+def unanswered(deployment: str, shown: str, seconds: float | None) -> WorkflowExecutionException:
+    """The error for a command that took too long there. `shown`: the command as a person knows it, without the shell
+    lines around it."""
+    return WorkflowExecutionException(
+        f"{deployment} does not answer: `{shown:.100}` did not end within {seconds} s; try it by hand there, where the "
+        "login node or a file system may hang"
+    )
+
+
 def not_begun(error: WorkflowExecutionException) -> bool:
     """True where nothing of the command was sent, so that any may be given again."""
     return isinstance(error.__cause__, NotBegun) or str(error) == TERMINATED

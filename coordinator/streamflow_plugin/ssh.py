@@ -23,7 +23,7 @@ from streamflow.log_handler import logger
 from coordinator.config.deployments import FACILITY
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
-from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun
+from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun, unanswered
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, SHELL, ShellDialect, after_noise
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
@@ -155,6 +155,7 @@ class ParallelSSHConnector(SSHConnector):
 
         Raises `ConnectionBroke` where its answer was lost, and it may not be given again or that was of no help.
         """
+        shown, limit = " ".join(command), timeout or COMMAND_SECONDS
         stays = self._login is not None  # else one question is asked, and a shell would be a second login to be refused
         for _ in range(ATTEMPTS if stdin is None and stays else 0):
             try:
@@ -169,24 +170,28 @@ class ParallelSSHConnector(SSHConnector):
                     environment=environment,
                     workdir=workdir,
                     capture_output=capture_output,
-                    timeout=timeout or COMMAND_SECONDS,
+                    timeout=limit,
                 )
             except WorkflowExecutionException as error:
                 self._drop(location, shell)
                 if not_begun(error):
                     continue
                 if not may_be_repeated.get():
-                    raise ConnectionBroke(f"the connection to {self.deployment_name} broke during a command") from error
+                    raise ConnectionBroke(
+                        f"the connection to {self.deployment_name} broke during `{shown:.100}`"
+                    ) from error
+                if isinstance(error.__cause__, TimeoutError):
+                    raise unanswered(self.deployment_name, shown, limit) from error
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
         text = self._get_command(location, command, environment, workdir, stdin)
         line = in_any_shell(f"exec 2>&1; {ANNOUNCE}{text}")
         line = line if stdin is not None else in_login_shell(line)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
-            said, code = await self.end_of(location, line, COMMAND_BYTES, timeout or COMMAND_SECONDS, apart=True)
+            said, code = await self.end_of(location, line, COMMAND_BYTES, limit, apart=True, shown=shown)
             if code is not None:
                 return (after_noise(said), code) if capture_output else None
-        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{text:.100}`")
+        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{shown:.100}`")
 
     def _drop(self, location: ExecutionLocation, shell: Shell) -> None:
         """Give no further command to a shell that failed: what it still prints would be taken for its answer."""
@@ -201,11 +206,19 @@ class ParallelSSHConnector(SSHConnector):
         task.add_done_callback(self._closing.discard)
 
     async def end_of(
-        self, location: ExecutionLocation, text: str, most: int, timeout: int | None, *, apart: bool = False
+        self,
+        location: ExecutionLocation,
+        text: str,
+        most: int,
+        timeout: int | None,
+        *,
+        apart: bool = False,
+        shown: str = "",
     ) -> tuple[str, int | None]:
         """The last `most` bytes of what a command prints, and its code; None where the connection broke.
 
-        `apart`: its standard error counts only where it printed nothing else.
+        `apart`: its standard error counts only where it printed nothing else. `shown`: the command as a person knows
+        it, of which `text` is the line that is sent; absent: `text` itself.
         """
         said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
         async with self._get_ssh_client_process(
@@ -217,9 +230,7 @@ class ParallelSSHConnector(SSHConnector):
                         said = (said + block)[-most:]
                     result = await process.wait()
             except TimeoutError:
-                raise WorkflowExecutionException(
-                    f"{self.deployment_name} did not answer `{text:.100}` within {timeout} s"
-                ) from None
+                raise unanswered(self.deployment_name, shown or text, timeout) from None
             except asyncssh.Error:
                 return said.decode(errors="replace").strip(), None
         said = said or (result.stderr or b"")[-most:]

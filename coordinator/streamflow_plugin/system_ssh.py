@@ -293,10 +293,17 @@ class SystemSSHConnector(ParallelSSHConnector):
         return self._logins[config.hostname]
 
     async def end_of(
-        self, location: ExecutionLocation, text: str, most: int, timeout: int | None, *, apart: bool = False
+        self,
+        location: ExecutionLocation,
+        text: str,
+        most: int,
+        timeout: int | None,
+        *,
+        apart: bool = False,
+        shown: str = "",
     ) -> tuple[str, int | None]:
         """As the original; ssh's own words stand in the answer here."""
-        said, code = await super().end_of(location, text, most, timeout, apart=apart)
+        said, code = await super().end_of(location, text, most, timeout, apart=apart, shown=shown)
         if code is None and NO_SESSION.decode() in said:
             self._factory(self.nodes[location.name], 1, 1).fewer()
         return said, code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -128,3 +129,19 @@ def test_a_queue_on_this_machine_that_prints_too_much_does_not_answer(monkeypatc
     queue = Queue(facility="a", kind="slurm", job_name="cf", ssh={}, directory=tmp_path)
     with pytest.raises(TryAgain, match=f"more than {ANSWER_BYTES} bytes"):
         queue.jobs()
+
+
+def test_a_queue_on_this_machine_that_hangs_is_told_with_the_schedulers_command(
+    monkeypatch: pytest.MonkeyPatch, tmp_path
+):
+    """The error was that of `subprocess`, with the whole shell line around it."""
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexec sleep 5\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr("coordinator.engine.queues.ANSWER_SECONDS", 0.2)
+    queue = Queue(facility="a", kind="slurm", job_name="cf", ssh={}, directory=tmp_path)
+    with pytest.raises(
+        TryAgain, match="^a does not answer: `squeue [^`]*` did not end within 0.2 s; try it by hand"
+    ) as e:
+        queue.jobs()
+    assert "sh" not in str(e.value).split() and "2>&1" not in str(e.value)

@@ -95,6 +95,37 @@ def test_what_may_not_be_repeated_is_given_once():
         may_be_repeated.reset(token)
 
 
+def test_a_timeout_names_the_command_that_a_person_knows():
+    """It named the line that was sent, whose script is packed, or no command at all."""
+
+    class Hangs:
+        async def read(self, *_: Any) -> bytes:
+            await asyncio.sleep(60)
+            raise AssertionError("nobody waits for it")
+
+    @asynccontextmanager
+    async def session(**_: Any):
+        yield SimpleNamespace(stdout=Hangs())
+
+    login = SimpleNamespace(_get_ssh_client_process=session, deployment_name="facility_a")
+
+    async def end_of(*words: Any, **more: Any) -> Any:
+        return await ParallelSSHConnector.end_of(login, *words[:3], 0, **more)  # type: ignore[arg-type]
+
+    async def timed_out(**_: Any) -> None:
+        raise WorkflowExecutionException("Command timeout after 5s") from TimeoutError()
+
+    shell = SimpleNamespace(execute=timed_out)
+
+    async def get_shell(**_: Any) -> Any:
+        return shell
+
+    for stdin, opened in (("here", connector([])), (None, connector([]))):
+        opened.end_of, opened.get_shell = end_of, get_shell
+        with pytest.raises(WorkflowExecutionException, match="a does not answer: `squeue` did not end within . s; try"):
+            given(opened, stdin)
+
+
 def test_a_session_that_is_lost_has_no_code():
     class Process:
         stdout = Lost()
