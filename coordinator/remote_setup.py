@@ -19,8 +19,9 @@ from coordinator.bundle import copy_code
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
-from coordinator.preflight.remote import check_connection, ssh_command
+from coordinator.preflight.remote import check_connection, refused, ssh_command
 from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
@@ -33,7 +34,8 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     """Send the code and run setup.sh with the environment, template and placeholders of federation.yml.
 
     `bundle`: folder made by `crossfed bundle`. `arguments`: further ones for setup.sh, such as `-- --input ...`.
-    Raises `InputError` for a facility that cannot be set up so, `TryAgain` when the connection or setup.sh fails.
+    Raises `InputError` for a facility that cannot be set up so, a login that stays refused and what setup.sh says is to
+    be changed; `TryAgain` when the host does not answer or setup.sh fails otherwise.
     """
     deployment = _facility(federation, name).deployment
     if deployment.type == FIRECREST:
@@ -45,7 +47,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     if deployment.environment.image or deployment.environment.venv:
         raise InputError(f"facility {name!r} brings its own environment (image or venv): there is nothing to set up")
     if (row := check_connection(name, deployment)).verdict != "ok":
-        raise TryAgain(f"{name}: {row.found}; {row.fix}")
+        raise refused(row, f"{name}: {row.found}; {row.fix}")
     with tempfile.TemporaryDirectory(prefix="crossfed-setup-") as scratch:
         folder = Path(scratch)
         copy_code(folder / "crossfed")
@@ -56,7 +58,8 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     command = shlex.join(["bash", "-lc", setup_command(deployment, wheelhouse=bundle is not None, arguments=arguments)])
     code = subprocess.run([*ssh_command(deployment), command], stdin=subprocess.DEVNULL).returncode
     if code:
-        raise TryAgain(f"facility/setup.sh at {name} ended with code {code}; its last lines above say why")
+        said = f"facility/setup.sh at {name} ended with code {code}; its last lines above say why"
+        raise InputError(f"{said}, and what to change") if code == ExitCode.INPUT else TryAgain(said)
 
 
 def _facility(federation: Federation, name: str) -> Facility:

@@ -34,6 +34,7 @@ TEXT
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+again() { printf 'error: %s\n' "$*" >&2; exit 75; }  # nothing is to be changed: the same command may succeed later
 
 if [ -z "${HOME:-}" ]; then unset HOME; HOME=$(echo ~); export HOME; fi  # cron and containers set none: the account's
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -95,7 +96,7 @@ locked=0
 flock -n 9 || locked=$?
 case $locked in
     0) ;;
-    1) fail "another setup.sh works in $home; wait for it" ;;
+    1) again "another setup.sh works in $home; wait for it" ;;
     *) say "lock: $home is on a file system without locks; let no second setup.sh work there meanwhile" ;;
 esac
 
@@ -200,12 +201,12 @@ PYTHON
             say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
         fi
         if [ -n "$got" ] && [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
-            [ "$torch" = cpu ] || fail "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index, or make room in $home"
+            [ "$torch" = cpu ] || again "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index, or make room in $home"
             say "packages: $torch_index gives none; taking the default index's torch, which runs on CPUs too"
         fi
         if [ -z "$got" ] || ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
             base=$python
-            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || fail "pip could not install, see above: $home has no room (disk, quota), or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || again "pip could not install, see above: $home has no room (disk, quota), or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
             say "packages: pip could not install what is asked for, see above; using those of $base, which has what a facility needs (as --as-is does)"
             run=$base as_is=yes
         fi

@@ -15,6 +15,7 @@ from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run
 from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
+from facility.exchange.errors import InputError, TryAgain
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
@@ -78,6 +79,12 @@ def answer_of(words: Sequence[str], *, data: bytes, seconds: float) -> Answer:
     except FileNotFoundError:
         return Answer(code=127, out="", error=f"there is no {words[0]} command on this machine")
     return Answer(code=code, out=out.decode(errors="replace"), error=error.decode(errors="replace"))
+
+
+def refused(row: Row, text: str) -> InputError | TryAgain:
+    """The error `text` for a login that failed as `row` says: a host that does not answer, or does not take a key yet,
+    may do so later; a key file, a host key or a gate stays as it is until a person here changes something."""
+    return TryAgain(text) if row.check in ("connection", "login") else InputError(text)
 
 
 def check_connection(name: str, deployment: Deployment) -> Row:

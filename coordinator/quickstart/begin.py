@@ -16,7 +16,7 @@ from coordinator.config.schema import NAME, write_schema
 from coordinator.demo import make
 from coordinator.memory.figures import model_figures
 from coordinator.model import convert
-from coordinator.preflight.remote import check_connection
+from coordinator.preflight.remote import check_connection, refused
 from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import Round, federation_text
 from coordinator.quickstart.dialog import Dialog
@@ -27,6 +27,7 @@ from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
 from coordinator.share import share
 from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS
@@ -189,7 +190,7 @@ def _told(survey: Survey) -> str:
 
 
 def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
-    """Test the login; returns a gate's summary of its policy, None for a shell. Raises `TryAgain`.
+    """Test the login; returns a gate's summary of its policy, None for a shell. Raises `InputError`, `TryAgain`.
 
     An unknown host key is accepted only by its fingerprint.
     """
@@ -200,7 +201,7 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
         return None
     if row.check == "gate" and (found := ask_gate(login)) is not None:
         return found
-    raise TryAgain(f"{name}: {row.found}; {row.fix}; then give the same command again")
+    raise refused(row, f"{name}: {row.found}; {row.fix}; then give the same command again")
 
 
 def _signing_key(request: Request, dialog: Dialog) -> str:
@@ -253,6 +254,7 @@ def _set_up(
         try:
             blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder))
         except subprocess.CalledProcessError as error:
-            raise TryAgain(f"{facility.name}: facility.prepare ended with code {error.returncode}, see above") from None
+            said = f"{facility.name}: facility.prepare ended with code {error.returncode}, see above"
+            raise (InputError(said) if error.returncode == ExitCode.INPUT else TryAgain(said)) from None
     if (fitted := fit_batch(federation.file, blocks, request.plan.batch_sequences)) is not None:
         log.info("%s", fitted)

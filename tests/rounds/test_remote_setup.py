@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.preflight.row import ok
+from coordinator.preflight.row import fail, ok
 from coordinator.remote_setup import set_up
 from coordinator.share import share
 from facility.exchange.errors import InputError, TryAgain
@@ -81,8 +81,32 @@ def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
         set_up(federation, "fra", bundle=None, arguments=[])
     with pytest.raises(InputError, match="holds no bundle.json"):
         set_up(federation, "far", bundle=tmp_path, arguments=[])
-    with pytest.raises(TryAgain, match="ended with code 2"):
-        set_up(federation, "far", bundle=None, arguments=["--python", "no-such-python"])
+    for wrong in (["--python", "no-such-python"], ["--no-such-option"], ["--torch", "tpu"]):
+        with pytest.raises(InputError, match="ended with code 2; its last lines above say why, and what to change"):
+            set_up(federation, "far", bundle=None, arguments=wrong)
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, InputError), (75, TryAgain), (255, TryAgain), (137, TryAgain)])
+def test_only_what_may_go_away_by_itself_is_to_be_tried_again(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
+):
+    monkeypatch.setattr("coordinator.remote_setup._send", lambda *_: None)
+    monkeypatch.setattr("coordinator.remote_setup.setup_command", lambda *_, **__: f"exit {code}")
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with pytest.raises(error, match=f"ended with code {code}"):
+        set_up(federation, "far", bundle=None, arguments=[])
+
+
+@pytest.mark.parametrize(
+    ("check", "error"), [("connection", TryAgain), ("key", InputError), ("host key", InputError), ("login", TryAgain)]
+)
+def test_a_login_that_stays_refused_is_no_transient_error(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, error: type[Exception]
+):
+    monkeypatch.setattr("coordinator.remote_setup.check_connection", lambda *_: fail("far", check, "no", "mend it"))
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with pytest.raises(error, match="far: no; mend it"):
+        set_up(federation, "far", bundle=None, arguments=[])
 
 
 @pytest.mark.parametrize(

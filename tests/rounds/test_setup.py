@@ -694,7 +694,7 @@ def test_a_shell_that_looks_for_directories_elsewhere_changes_nothing(tmp_path: 
     assert f"PYTHONPATH={ROOT}\n" in (tmp_path / "home" / "env.sh").read_text()
 
 
-@pytest.mark.parametrize(("code", "ends"), [(1, 2), (71, 0)])
+@pytest.mark.parametrize(("code", "ends"), [(1, 75), (71, 0)])
 def test_a_file_system_without_locks_is_not_taken_for_another_set_up(
     tmp_path: Path, python: Path, code: int, ends: int
 ):
