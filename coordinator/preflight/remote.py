@@ -15,7 +15,7 @@ from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run
 from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TryAgain
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
@@ -87,6 +87,22 @@ def refused(row: Row, text: str) -> InputError | TryAgain:
     return TryAgain(text) if row.check in ("connection", "login") else InputError(text)
 
 
+def _unread(name: str, deployment: Deployment) -> Row | None:
+    """A row where ~/.ssh/config has a line that ssh reads and a run, which does without ssh, cannot."""
+    from coordinator.streamflow_plugin.connection import address
+    from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+
+    hosts = [] if deployment.ssh == "system" else [deployment, deployment.tunnel, deployment.transfer]
+    for one in (one for one in hosts if one.host):
+        host, port = address(one.host)
+        try:
+            read_ssh_settings(host, one.user, port)
+        except ConfigurationError as error:
+            fix = "write that line without a comment behind it and without a condition, or set `ssh: system`"
+            return fail(name, "ssh settings", error.message, fix)
+    return None
+
+
 def check_connection(name: str, deployment: Deployment) -> Row:
     """Can the facility be reached, is it the right host, and does it let us in?"""
     if not deployment.host:
@@ -106,6 +122,8 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             f"{key} can be read by others (mode {key.stat().st_mode & 0o777:o}), so ssh refuses it",
             f"chmod 600 {key}",
         )
+    if (row := _unread(name, deployment)) is not None:
+        return row
     answer = run(
         deployment, "echo crossfed-reached\n", seconds=min(deployment.connect_seconds, 30) + 30, verbose=key is not None
     )

@@ -10,6 +10,7 @@ from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
+from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
 
 CIPHERS = ["aes128-gcm@openssh.com", "aes256-ctr", "aes192-ctr", "aes128-ctr"]
 """As StreamFlow asks for."""
@@ -30,21 +31,24 @@ class CarefulContext(SSHContext):
     async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
         """As the original, but for what it does not pass on: addresses of IPv6, questions whether the other side still
         lives, the user's ssh-agent out of a facility's reach whatever ~/.ssh/config says, and a connection to the jump
-        host that ends with the one through it."""
+        host that ends with the one through it. What the federation leaves out, user, port, key or jump host, is what
+        ~/.ssh/config says, as for ssh itself."""
         if config is None:
             return None
         host, port = address(config.hostname)
-        tunnel = await self._get_connection(config.tunnel)
+        said = read_ssh_settings(host, config.username or "", port)
+        tunnel = await self._get_connection(config.tunnel or jump_of(config, said.jumps))
         try:
             connection = await asyncssh.connect(
                 host,
-                port=port,
+                port=port or (),
                 tunnel=tunnel,
-                username=config.username,
-                client_keys=config.client_keys,
+                username=config.username or (),
+                client_keys=config.client_keys or said.keys,
+                ignore_encrypted=not config.client_keys,  # ssh-agent may have them
                 passphrase=get_param_from_file(config.ssh_key_passphrase_file, self._streamflow_config_dir),
                 password=get_param_from_file(config.password_file, self._streamflow_config_dir),
-                known_hosts=() if config.check_host_key else None,
+                known_hosts=said.known_hosts if config.check_host_key else None,
                 agent_forwarding=False,
                 compression_algs=None,
                 encryption_algs=CIPHERS,
@@ -102,10 +106,11 @@ class CarefulContext(SSHContext):
 
 
 def address(host: str) -> tuple[str, int]:
-    """Name or address, and port, of `name`, `name:port`, `[address of IPv6]` or `[address of IPv6]:port`."""
+    """Name or address, and port (0: none is said), of `name`, `name:port`, `[address of IPv6]` or the latter with
+    `:port`."""
     if host.startswith("["):
         bare, _, port = host[1:].partition("]")
         port = port.removeprefix(":")
     else:
         bare, _, port = host.partition(":")
-    return bare, int(port or 22)
+    return bare, int(port or 0)

@@ -142,9 +142,9 @@ def below(parent: int) -> list[int]:
 @pytest.mark.parametrize(
     ("host", "found"),
     [
-        ("login.example.org", ("login.example.org", 22)),
+        ("login.example.org", ("login.example.org", 0)),
         ("login.example.org:2222", ("login.example.org", 2222)),
-        ("[2001:db8::7]", ("2001:db8::7", 22)),
+        ("[2001:db8::7]", ("2001:db8::7", 0)),
         ("[2001:db8::7]:2222", ("2001:db8::7", 2222)),
     ],
 )

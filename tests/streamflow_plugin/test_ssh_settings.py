@@ -1,0 +1,91 @@
+"""A run logs in where `crossfed check`, which asks ssh itself, was let in: ~/.ssh/config counts for both alike."""
+
+from __future__ import annotations
+
+import asyncio
+import getpass
+from pathlib import Path
+
+import pytest
+from streamflow.core.deployment import ExecutionLocation
+
+from coordinator.preflight.remote import check_connection
+from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+from tests.deployments import read_deployment
+from tests.streamflow_plugin.local_sshd import SSHD, Site
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")]
+
+LOGIN = "  Port {port}\n  User {user}\n  IdentityFile {home}/.ssh/none\n  IdentityFile {key}\n"
+CONFIGS = {
+    "Port, User and IdentityFile, of which one does not exist": "Host centre\n  HostName 127.0.0.1\n" + LOGIN,
+    "HostKeyAlias": "Host centre\n  HostName localhost\n  HostKeyAlias [127.0.0.1]:{port}\n" + LOGIN,
+    "ProxyJump for all hosts": "Host centre jump\n  HostName 127.0.0.1\nHost jump\n  ProxyJump none\n"
+    "Host *\n  ProxyJump jump\n"
+    "  UserKnownHostsFile {home}/.ssh/known_hosts\n" + LOGIN,
+    "Include and Match": "Include conf.d/*\nMatch originalhost centre\n  HostName 127.0.0.1\n",
+}
+
+
+def configured(site: Site, text: str) -> None:
+    """Write ~/.ssh/config; a certificate lets in."""
+    site.sign("-1m:+1h")
+    folder = site.folder / ".ssh"
+    words = {"port": site.port, "user": getpass.getuser(), "key": site.key, "home": site.folder}
+    (folder / "conf.d").mkdir()
+    (folder / "conf.d" / "one").write_text(("Host *\n" + LOGIN).format(**words))
+    (folder / "config").write_text(text.format(**words))
+
+
+def ran() -> tuple[str, int] | None:
+    """What a command at `centre` says, about which federation.yml says no more than this name."""
+    connector = ParallelSSHConnector("facility-a-ssh", "/", nodes=["centre"], retries=1, waits_for_login=False)
+    location = ExecutionLocation(name="centre", deployment="facility-a-ssh", hostname="centre", local=False)
+
+    async def act() -> tuple[str, int] | None:
+        try:
+            return await connector.run(location, ["echo here"], capture_output=True)
+        finally:
+            await connector.undeploy(False)
+
+    return asyncio.run(act())
+
+
+def checked() -> str:
+    return check_connection("a", read_deployment({"type": "ssh", "host": "centre", "workdir": "/w"}, "d")).verdict
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_host_of_the_users_configuration_is_reached_by_check_and_by_the_run(site: Site, name: str):
+    configured(site, CONFIGS[name])
+    assert checked() == "ok"
+    assert ran() == ("here", 0)
+    logins = (site.folder / "sshd.log").read_text().count("Accepted publickey")
+    assert logins == (4 if "ProxyJump" in name else 2), "over the jump host where one is named, once"
+
+
+def test_no_file_of_known_hosts_is_no_leave_to_go_to_any_host(site: Site):
+    configured(site, "Host centre\n  HostName 127.0.0.1\n  UserKnownHostsFile none\n" + LOGIN)
+    with pytest.raises(Exception, match="host key"):
+        ran()
+
+
+def test_host_keys_that_the_machine_has_for_all_users_count(site: Site):
+    known = site.folder / ".ssh" / "known_hosts"
+    known.rename(site.folder / "all")
+    configured(site, "Host centre\n  HostName 127.0.0.1\n  GlobalKnownHostsFile {home}/all {home}/none\n" + LOGIN)
+    assert checked() == "ok"
+    assert ran() == ("here", 0)
+
+
+def test_a_line_that_a_run_cannot_read_fails_the_check_with_its_place(site: Site):
+    configured(site, "Host centre\n  HostName 127.0.0.1\n" + LOGIN.replace("{port}", "{port} # of the gateway"))
+    row = check_connection("a", read_deployment({"type": "ssh", "host": "centre", "workdir": "/w"}, "d"))
+    assert row.verdict == "fail" and "line 3" in row.found and "ssh: system" in row.fix, row
+
+
+def test_what_nothing_is_said_of_is_left_to_ssh(site: Site):
+    found = read_ssh_settings("elsewhere")
+    assert (found.name, found.port, list(found.keys), list(found.jumps)) == ("elsewhere", 0, [], [])
+    assert found.known_hosts == [str(site.folder / ".ssh" / "known_hosts")]
