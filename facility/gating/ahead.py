@@ -18,6 +18,7 @@ from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTE
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import confined
 from facility.gating.grammar import Request
+from facility.gating.held import EXCHANGED, paths_alone, places_of
 from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
 from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, template
 from facility.gating.ledger import DAY, changed, read_ledger
@@ -95,20 +96,27 @@ def hand_over(session: Session, request: Request) -> int:
         if entry.name != session.waiting_name(approved.federation):
             raise Refused(f"job {id} waits for another federation's round")
         clear_update(directory)
+        given = _give(session, approved, id, directory)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         _link(Path(entry.waited_in), GIVEN_UP)
         raise
-    if not _give(session, approved, id, directory):
+    if not given:
         return NOT_YET
     session.write("handed over", job=id, directory=str(directory), **approved.logged())
     return 0
 
 
 def _give(session: Session, approved: Approved, id: str, directory: Path) -> bool:
-    """Link the round's command to the name that the job looks for, and let the job's update be read."""
+    """Link the round's command to the name that the job looks for, and let the job's update be read.
+
+    Raises `Refused` where a link in the model was exchanged since it was approved.
+    """
     text = f"{command(session, approved, directory)}\n"
-    with changed(session.ledger) as (ledger, _):  # the one lock: of two rounds one is given, and the ledger says which
+    # The ledger's lock, too: of two rounds one is given, and the ledger says which.
+    with paths_alone(session), changed(session.ledger) as (ledger, _):
+        if places_of(approved.model) != approved.reads:
+            raise Refused(EXCHANGED.format(approved.model))
         entry = ledger.job(id)
         if entry is None or not _link(Path(entry.waited_in), text):
             return False

@@ -7,9 +7,11 @@ several places. Behind a gate nobody but the coordinator's requests can exchange
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from facility.exchange.files.locks import take_lock
 from facility.gating import queue
 from facility.gating.confine import below
 from facility.gating.ledger import RESERVED, RESERVED_SECONDS, JobEntry, changed, read_ledger
@@ -19,18 +21,89 @@ from facility.gating.session import Session
 MOST_LINKS = 100
 """In a model: the ledger holds where they lead, and is written for all that leaves."""
 
+EXCHANGED = "a link in the model {} was exchanged while its job was approved"
+
 
 def places_of(model: Path) -> list[str]:
-    """What a job reads of a model: its directory, and the files elsewhere that links in it lead to.
+    """What a job reads of a model: its directory, the files elsewhere that links in it lead to, and links on the way.
 
-    Raises `Refused` for more than `MOST_LINKS` of them.
+    Raises `Refused` for more than `MOST_LINKS` of them, and for a link that leads in a circle.
     """
     found = [str(model)]
-    for folder, directories, files in os.walk(model):
-        found += [os.path.realpath(one) for name in [*directories, *files] if os.path.islink(one := f"{folder}/{name}")]
+    for folder, directories, files in os.walk(model, followlinks=True):  # a circle has more links than may be
+        for one in (f"{folder}/{name}" for name in [*directories, *files]):
+            if os.path.islink(one):
+                found += [*_links_on(one), os.path.realpath(one)]
         if len(found) > MOST_LINKS:
             raise Refused(f"the model holds more than {MOST_LINKS} links, expected files")
-    return found
+    return list(dict.fromkeys(found))
+
+
+def _links_on(path: str) -> list[str]:
+    """Every link that is followed to open an absolute path, each where it lies itself: with another in its place the
+    path leads elsewhere. Raises `Refused` for a circle."""
+    links: list[str] = []
+    here, parts = "/", path.split("/")
+    while parts:
+        part = parts.pop(0)
+        if part in ("", "."):
+            continue
+        here = os.path.dirname(here) if part == ".." else os.path.join(here, part)
+        if os.path.islink(here):
+            links.append(here)
+            if len(links) > MOST_LINKS:
+                raise Refused(f"{path} leads over more than {MOST_LINKS} links, expected files")
+            target = os.readlink(here)
+            here, parts = "/" if target.startswith("/") else os.path.dirname(here), [*target.split("/"), *parts]
+    return links
+
+
+def check_places(session: Session, job: JobEntry, model: Path) -> None:
+    """Raise `Refused`, and drop the job, where its model is not read from what the ledger holds for it.
+
+    A link may have been exchanged after it was looked at, before the ledger said that a job reads there.
+    """
+    if places_of(model) == job.reads:
+        return
+    with changed(session.ledger) as (ledger, _):
+        ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
+    raise Refused(EXCHANGED.format(model))
+
+
+@contextmanager
+def paths_alone(session: Session) -> Iterator[None]:
+    """Nobody else's request changes what a path leads to between its check and its use."""
+    path = session.state / "paths.lock"
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        take_lock(lock, path)
+        yield
+    finally:
+        os.close(lock)
+
+
+class Target:
+    """What one request writes. `check` again before each write: a job that reads there may have come since."""
+
+    def __init__(self, word: str, session: Session) -> None:
+        self.word, self.session = word, session
+        self.seen = _version(session.ledger)
+        self.path = writable(word, session)
+
+    def check(self) -> None:
+        """Raise `Refused` where a job reads there by now, or the path leads elsewhere."""
+        if (now := _version(self.session.ledger)) != self.seen:
+            if writable(self.word, self.session) != self.path:
+                raise Refused(f"{self.word} leads elsewhere than when the request began")
+            self.seen = now
+
+
+def _version(ledger: Path) -> tuple[int, int] | None:
+    """Differs once the file was written again."""
+    try:
+        return (found := ledger.stat()).st_ino, found.st_mtime_ns
+    except FileNotFoundError:
+        return None
 
 
 def writable(word: str, session: Session) -> Path:

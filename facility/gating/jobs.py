@@ -23,6 +23,7 @@ from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, staying
 from facility.gating.grammar import Request
+from facility.gating.held import check_places, paths_alone
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -48,6 +49,8 @@ def submit(session: Session, request: Request) -> int:
         clear_update(directory)
         name = session.job_name(approved.federation)
         job = reserve(session, name, directory, run=approved.run, reads=approved.reads)
+        with paths_alone(session):
+            check_places(session, job, approved.model)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise

@@ -19,7 +19,8 @@ RESERVED = "reserved-"
 RESERVED_SECONDS = 600.0
 """Longer than any submission takes."""
 KEPT = 400
-"""Jobs that are remembered beside those that still count; older ones' updates cannot be read any more."""
+"""Jobs that are remembered beside those that still count, and as many refused ones; older ones' updates cannot be
+read any more."""
 
 
 @dataclass(kw_only=True)
@@ -103,7 +104,9 @@ class Ledger:
     def forget(self, now: float) -> None:
         """Drop what is oldest. What counts stays, however many requests were refused since."""
         others = [job for job in self.jobs if not self._counts(job, now)]
-        dropped = {id(job) for job in others[: max(0, len(others) - KEPT)]}
+        dropped: set[int] = set()
+        for kind in ([job for job in others if job.id], [job for job in others if not job.id]):
+            dropped |= {id(job) for job in kind[: max(0, len(kind) - KEPT)]}
         self.jobs = [job for job in self.jobs if id(job) not in dropped]
         self.runs, self.settings = self.runs[-KEPT:], self.settings[-KEPT:]
 

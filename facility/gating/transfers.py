@@ -16,10 +16,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from facility.exchange.files.durable import write_all
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
-from facility.gating.held import writable
+from facility.gating.held import Target, paths_alone, writable
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -70,8 +71,14 @@ def resolve(session: Session, request: Request) -> int:
 
 
 def sha1(session: Session, request: Request) -> int:
-    """The engine's checksum of a file."""
+    """The engine's checksum of a file that it sent.
+
+    Raises `Refused` for what a job printed or keeps. Whoever overwrites such a file byte by byte from its end, and asks
+    for the checksum after each, can read it.
+    """
     path = confined(request["path"], session.workdir, follow=True)
+    if any(job.id and path.is_relative_to(job.directory) for job in read_ledger(session.ledger).jobs):
+        readable(request["path"], session)
     if not path.is_file():
         return 1
     with open(path, "rb") as file:
@@ -92,15 +99,16 @@ def walk(session: Session, request: Request) -> int:
 def make(session: Session, request: Request) -> int:
     """Make directories, for this account alone."""
     for word in request.more:
-        path = confined(word, session.workdir)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with paths_alone(session):
+            confined(word, session.workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
     return 0
 
 
 def remove(session: Session, request: Request) -> int:
     """Remove files and directories that no job under way reads."""
     for word in request.more:
-        _clear(writable(word, session))
+        with paths_alone(session):
+            _clear(writable(word, session))
     return 0
 
 
@@ -113,18 +121,20 @@ def _clear(path: Path) -> None:
 
 def link(session: Session, request: Request) -> int:
     """Not to what may leave: a job would write there, its output for one, through the link."""
-    source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
-    target = writable(request["target"], session)
-    _clear(target)
-    os.symlink(source, target)
+    with paths_alone(session):
+        source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
+        target = writable(request["target"], session)
+        _clear(target)
+        os.symlink(source, target)
     return 0
 
 
 def put_tree(session: Session, request: Request) -> int:
     """A tar stream of directories and regular files becomes the directory; what stood there is replaced."""
-    place = writable(request["path"], session)
-    _clear(place)
-    place.mkdir(mode=0o700, parents=True)
+    with paths_alone(session):
+        target = Target(request["path"], session)
+        _clear(target.path)
+        target.path.mkdir(mode=0o700, parents=True)
     stream = _Bounded()
     try:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK) as archive:
@@ -132,7 +142,7 @@ def put_tree(session: Session, request: Request) -> int:
                 if count >= MOST_FILES:
                     raise Refused(f"more than {MOST_FILES} files come at once")
                 stream.left = min(member.size, MOST_SMALL) + MOST_HEADERS
-                _unpack(archive, member, place)
+                _unpack(archive, member, target)
     except (tarfile.TarError, EOFError) as error:
         raise Refused(f"what came is no tar stream: {error}") from None
     return 0
@@ -151,54 +161,65 @@ class _Bounded(io.RawIOBase):
         return block
 
 
-def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Path) -> None:
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Target) -> None:
     name = plain(member.name)
-    target = confined(f"{place}/{name}", place)
     if member.size > MOST_SMALL:
         raise Refused(f"{name} is too large to come whole")
     if member.isdir():
-        target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with paths_alone(place.session):
+            place.check()
+            confined(f"{place.path}/{name}", place.path).mkdir(mode=0o700, parents=True, exist_ok=True)
     elif member.isreg() and (source := archive.extractfile(member)) is not None:
-        _write(target, source, member.size)
+        with paths_alone(place.session):
+            place.check()
+            file = _new(confined(f"{place.path}/{name}", place.path))
+        if (written := _copy(source, file, place)) != member.size:
+            raise Refused(f"{name} came with {written} bytes, expected {member.size}")
     else:
         raise Refused(f"{name} is neither a directory nor a regular file")
 
 
-def _write(target: Path, source: IO[bytes], size: int) -> None:
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with os.fdopen(os.open(target, NEW, 0o600), "wb") as file:
-        shutil.copyfileobj(source, file, BLOCK)
-        if file.tell() != size:
-            raise Refused(f"{target} came with {file.tell()} bytes, expected {size}")
+def _new(path: Path) -> int:
+    """A descriptor of a new file, for this account alone."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return os.open(path, NEW, 0o600)
+
+
+def _copy(source: IO[bytes], file: int, target: Target) -> int:
+    """Write a stream of at most `MOST_SMALL` bytes into the descriptor, and close it; returns the bytes written."""
+    with os.fdopen(file, "wb", buffering=0) as out:
+        done = 0
+        while block := source.read(BLOCK):
+            done += len(block)
+            if done > MOST_SMALL:
+                raise Refused(f"{target.path} is larger than {MOST_SMALL} bytes, and has to come in pieces")
+            target.check()
+            write_all(out.fileno(), block)
+        return done
 
 
 def put_file(session: Session, request: Request) -> int:
     """The input becomes a file of at most `MOST_SMALL` bytes; what stood there is replaced."""
-    place = writable(request["path"], session)
-    _clear(place)
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with os.fdopen(os.open(place, NEW, 0o600), "wb") as file:
-        while block := _input().read(BLOCK):
-            if file.tell() + len(block) > MOST_SMALL:
-                raise Refused(f"{place} is larger than {MOST_SMALL} bytes, and has to come in pieces")
-            file.write(block)
+    with paths_alone(session):
+        target = Target(request["path"], session)
+        _clear(target.path)
+        file = _new(target.path)
+    _copy(_input(), file, target)
     return 0
 
 
 def put_piece(session: Session, request: Request) -> int:
     """A range of a file that put-tree or put-file made."""
-    place = writable(request["path"], session)
     offset, left = int(request["offset"]), int(request["length"])
-    seen = _version(session.ledger)
-    file = os.open(place, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    with paths_alone(session):
+        target = Target(request["path"], session)
+        file = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         while left:
             block = _input().read(min(BLOCK, left))
             if not block:
-                raise OSError(f"{place}: the connection ended {left} bytes too early")
-            if (now := _version(session.ledger)) != seen:  # a job may have been submitted since, which reads there
-                writable(request["path"], session)
-                seen = now
+                raise OSError(f"{target.path}: the connection ended {left} bytes too early")
+            target.check()
             done = 0
             while done < len(block):
                 done += os.pwrite(file, block[done:], offset + done)
@@ -207,14 +228,6 @@ def put_piece(session: Session, request: Request) -> int:
         os.close(file)
     _say(f"{ARRIVED}\n")
     return 0
-
-
-def _version(ledger: Path) -> tuple[int, int] | None:
-    """Differs once the file was written again."""
-    try:
-        return (found := ledger.stat()).st_ino, found.st_mtime_ns
-    except FileNotFoundError:
-        return None
 
 
 def sizes(session: Session, request: Request) -> int:

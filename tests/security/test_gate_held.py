@@ -152,6 +152,96 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
     assert code == 77 and "not among the policy's models" in error, error
 
 
+def linked(site: Gate) -> str:  # noqa: F811
+    """A model with a link to `b/f`, where `b` has become a link to `c`; returns the request that submits it."""
+    w = site.workdir
+    for request, data in (
+        ("put-tree {w}/b", packed(f=b"1234567")),
+        ("make {w}/in/model", b""),
+        ("link {w}/b/f {w}/in/model/linked.safetensors", b""),
+        ("remove {w}/b", b""),
+        ("put-tree {w}/c", packed(f=b"1234567")),
+        ("link {w}/c {w}/b", b""),
+    ):
+        assert site.ask(f"crossfed-gate {request.format(w=w)}", data)[0] == 0
+    return site.round()
+
+
+def test_a_link_on_the_way_to_a_models_file_stays_as_well(site: Gate):  # noqa: F811
+    """The file where it ends was held, and the link before it could be led to another."""
+    request = linked(site)
+    assert site.ask(request)[0] == 0
+    site.active = "17\n"
+    for attack, data in (("remove {w}/b", b""), ("put-tree {w}/b", packed(f=b"unlike!")), ("link {w}/in {w}/b", b"")):
+        code, _, error = site.ask(f"crossfed-gate {attack.format(w=site.workdir)}", data)
+        assert code == 77 and "which is not over" in error
+    assert (site.workdir / "in" / "model" / "linked.safetensors").read_bytes() == b"1234567"
+
+
+def test_a_linked_folder_of_a_model_is_held_with_the_links_in_it(site: Gate):  # noqa: F811
+    w, request = site.workdir, site.round()
+    for attack, data in (
+        ("put-tree {w}/e", packed(f=b"1234567")),
+        ("make {w}/d", b""),
+        ("link {w}/e/f {w}/d/f", b""),
+        ("link {w}/d {w}/in/model/folder", b""),
+    ):
+        assert site.ask(f"crossfed-gate {attack.format(w=w)}", data)[0] == 0
+    assert site.ask(request)[0] == 0
+    site.active = "17\n"
+    code, _, error = site.ask(f"crossfed-gate put-piece {w}/e/f 0 7", b"unlike!")
+    assert code == 77 and "which is not over" in error
+    assert (w / "in" / "model" / "folder" / "f").read_bytes() == b"1234567"
+
+
+def test_links_in_a_circle_are_refused(site: Gate):  # noqa: F811
+    request, model = site.round(), site.workdir / "in" / "model"
+    (model / "round").symlink_to(model)
+    code, _, error = site.ask(request)
+    assert code == 77 and "links, expected files" in error
+
+
+def test_a_link_that_is_exchanged_while_its_job_is_approved_is_noticed(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    request, real = linked(site), queue.note_ends
+
+    def exchange(session: Session) -> None:
+        (site.workdir / "b").unlink(missing_ok=True)
+        (site.workdir / "b").symlink_to(site.workdir / "in")
+        real(session)
+
+    monkeypatch.setattr(queue, "note_ends", exchange)
+    code, _, error = site.ask(request)
+    assert code == 77 and "was exchanged while its job was approved" in error
+    assert not [job for job in read_ledger(site.home / "gate" / "ledger.json").jobs if job.id]
+
+
+@pytest.mark.parametrize("verb", ["put-tree {}", "put-file {}/more 600"])
+def test_a_stream_that_began_before_its_job_adds_nothing_to_its_model(
+    site: Gate,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+):
+    """An index of other weights, say, which came once the job had compared the files that the manifest names."""
+    model = site.workdir / "in" / "model"
+    request = site.round()
+    files = {path.name: path.read_bytes() for path in model.iterdir()}
+    data = packed(**files, more=b"unlike!") if "tree" in verb else b"unlike!"
+    stream, done = io.BytesIO(data), []
+    real = transfers._copy
+
+    def late(source, file, target):
+        if not done and target.path.name != "model" or len(list(model.iterdir())) == len(files) + 1:
+            done.append(True)
+            assert queue_job(site, request)
+        return real(source, file, target)
+
+    monkeypatch.setattr(transfers, "_input", lambda: stream)
+    monkeypatch.setattr(transfers, "_copy", late)
+    code, _, error = site.ask(f"crossfed-gate {verb.format(model)}")
+    assert code == 77 and "which is not over" in error
+    assert b"unlike!" not in [path.read_bytes() for path in model.iterdir()]
+
+
 def test_a_model_of_many_links_is_refused(site: Gate):  # noqa: F811
     """Where each leads would stand in the ledger, which is written anew for every piece that leaves."""
     request, model = site.round(), site.workdir / "in" / "model"

@@ -52,7 +52,27 @@ def test_what_no_longer_counts_is_forgotten(tmp_path: Path):
             book.jobs.append(JobEntry(id=id, name="n", directory="/d", submitted=float(number), ended=number + 1.0))
         book.jobs.append(JobEntry(id="9999", name="n", directory="/d", submitted=now - 60, hours=1.0))
     jobs = read_ledger(path).jobs
-    assert len(jobs) == ledger.KEPT + 1 and jobs[-1].id == "9999" and jobs[0].submitted == 2.0 * ledger.KEPT
+    assert len(jobs) == 2 * ledger.KEPT + 1 and jobs[-1].id == "9999" and jobs[0].submitted == ledger.KEPT
+    assert sum(not job.id for job in jobs) == ledger.KEPT, "refused requests push no job out"
+
+
+def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """Byte by byte: a zero more at the end of the file for each checksum, and each tells one byte of it."""
+    monkeypatch.setattr(ledger, "KEPT", 5)
+    site.policy(job_output=False, bytes_out_per_day=0)
+    place, link = site.workdir / "job", site.workdir / "short"
+    assert site.ask(site.round())[0] == 0
+    (place / "slurm-17.out").write_bytes(SECRET)
+    site.active = ""
+    with changed(site.home / "gate" / "ledger.json", lambda: 1e10) as (book, _):
+        book.jobs[0].ended = 1.0
+    for _ in range(12):
+        assert site.ask(site.round().replace(f"{site.home}/data", "/etc"))[0] == 77
+    assert site.ask(f"crossfed-gate link {place}/slurm-17.out {link}")[0] == 0
+    for path in (place / "slurm-17.out", link):
+        code, out, error = site.ask(f"crossfed-gate sha1 {path}")
+        assert (code, out) == (77, b"") and "nothing else leaves through this gate" in error
+    assert site.ask(f"crossfed-gate sha1 {site.workdir}/in/alpha.json")[0] == 0, "what the engine sent"
 
 
 def test_a_jobs_directory_lies_in_no_other_jobs_update(site: Gate):
