@@ -84,7 +84,7 @@ def first(job: Job) -> int:
         ending = Ending(code=2, reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
-        cause = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else repr(error)
+        cause = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else report.text_of(error)
         ending = Ending(code=1, reason=f"the round's own command failed: {cause}", tail=tail)
     if ending.code == Outcome.DONE:
         return Outcome.DONE
@@ -184,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         tail = traceback.format_exc()
         log.error("%s", tail)
         if tasks.first:
-            reason = f"the round's own command failed: {error!r}"
+            reason = f"the round's own command failed: {report.text_of(error)}"
             fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
         return Outcome.SKIPPED
 

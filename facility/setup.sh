@@ -285,11 +285,13 @@ if [ -n "$gate" ]; then
         fail "$place/policy.yml does not exist; $place/policy-example.yml explains every key: copy and edit it, then run this again"
     fi
     {
-        echo '#!/bin/bash'
+        echo '#!/bin/bash -p'  # neither BASH_ENV nor functions out of the environment
         echo "# Written by facility/setup.sh --gate; sshd runs it in place of whatever the coordinator asks for."
         echo '# Variables that a client may send (AcceptEnv) and that lead Python, the loader, the scheduler or a job astray.'
         echo 'for name in $(compgen -e); do'
-        echo '    case $name in BASH_*|ENV|IFS|PS4|LD_*|PYTHON*|CROSSFED_*|SLURM_*|SBATCH_*|SQUEUE_*|SCANCEL_*|SACCT_*|SCONTROL_*|PBS_*|FLUX_*|HF_*|TRANSFORMERS_*|TORCH*|TRITON_*|CUDA_*|NCCL_*) unset "$name" ;; esac'
+        echo '    case $name in BASH_*|ENV|IFS|PS4|LD_*|PYTHON*|CROSSFED_*|SLURM_*|SBATCH_*|SQUEUE_*|SCANCEL_*|SACCT_*|SCONTROL_*|PBS_*|FLUX_*|HF_*|TRANSFORMERS_*|TORCH*|TRITON_*|CUDA_*|NCCL_*|RCCL_*|GLOO_*) unset "$name" ;; esac'
+        echo '    case $name in TMPDIR|TMP|TEMP|XDG_*_HOME|XDG_*_DIRS|CC|CXX|*FLAGS|GCONV_PATH|LOCPATH|PERL*|SSL_*|OPENSSL_*|SSH_ASKPASS*|*_proxy|*_PROXY) unset "$name" ;; esac'
+        echo '    case $name in WANDB_*|MLFLOW_*|MASTER_*|RANK|LOCAL_RANK|WORLD_SIZE) unset "$name" ;; esac'
         echo 'done'
         for name in SLURM_CONF PBS_CONF_FILE PBS_EXEC PBS_SERVER FLUX_URI; do  # where the scheduler is, as it is known here
             [ -z "${!name:-}" ] || echo "export $name=$(quote "${!name}")"

@@ -202,6 +202,8 @@ def line(session: Session, words: Sequence[str], exports: Mapping[str, object], 
     """
     own = scratch(session)
     all_exports = {"HOME": own, "TMPDIR": own, NOTES: own, "PYTHONSAFEPATH": 1, "PYTHONNOUSERSITE": 1} | dict(exports)
+    if not session.policy.job_output:
+        all_exports[report.JOB_OUTPUT] = 0
     set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in all_exports.items())
     place = shlex.quote(str(own))
     return f"cd {shlex.quote(str(directory))} && mkdir -m 700 -p {place} && {set_up} && {shlex.join(words)} 2>&1"

@@ -23,6 +23,7 @@ from typing import BinaryIO
 from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.outcome import ENDING, Outcome
+from facility.exchange.messages.report import output_leaves
 from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
 
 log = logging.getLogger("facility.launch")
@@ -325,6 +326,8 @@ def _sentence(rank: _Rank, ranks: int) -> str:
         ),
         "",
     )
+    if error_line and not error_line.startswith("error: ") and not output_leaves():
+        error_line = error_line.partition(":")[0]  # of an error that is not ours, whose text may quote the data
     return f"{who} {how}" + (f": {error_line.removeprefix('error: ')}" if error_line else "")
 
 

@@ -33,7 +33,12 @@ def earliest(job: Job, ending: Ending) -> Ending:
 
 
 def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
-    """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest."""
+    """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest.
+
+    Without the end of the output where that stays at the facility.
+    """
+    if not report.output_leaves():
+        failure = replace(failure, log_tail="")
     clear(out)
     with new_directory(out) as temporary:
         report.write(temporary, failure)

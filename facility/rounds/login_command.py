@@ -37,7 +37,7 @@ def ending(work: Callable[[], None], settings: Path, round: int, out: Path) -> i
     except CrossFedError as error:
         reason = str(error)
     except Exception as error:  # a fault of ours must not hang the workflow either
-        reason = f"the command failed: {error!r}"
+        reason = f"the command failed: {report.text_of(error)}"
     log.error("%s", reason)
     try:
         facility = read_facility_settings(settings).facility

@@ -315,6 +315,20 @@ def test_a_killed_rank_takes_the_others_down_and_is_told(site: Site):
     assert gone(ranks)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_an_error_printed_leaves_only_where_a_jobs_output_may(site: Site, kept: bool):
+    """The text of an error can be a document, which `job_output: false` of a gate keeps here."""
+    write_settings(site.root / "settings.json", ranks=1)
+    command, job = site.command(site.send(), *STAND_IN)
+    environment = os.environ | site.environment | {"STAND_IN": "raise"}
+    environment |= {"CROSSFED_JOB_OUTPUT": "0"} if kept else {}
+    done = subprocess.run(command, cwd=job, env=environment, capture_output=True, text=True, timeout=60)
+    failure = read_failure(job / "update")
+    assert done.returncode == 7 and failure is not None and "told to fail" in done.stderr + done.stdout
+    assert failure.reason.startswith("the training process ended with exit code 1: RuntimeError")
+    assert ("told to fail" in failure.reason, "told to fail" in failure.log_tail) == (not kept, not kept)
+
+
 def task(number: int) -> dict[str, str]:
     """Environment of one of two tasks, one a node, of a Slurm job."""
     return {

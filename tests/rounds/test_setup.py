@@ -293,6 +293,7 @@ def what_a_client_sends_reaches_nothing(place: Path, setup: list[str]) -> None:
     evil.mkdir()
     for name in ("sitecustomize", "usercustomize", "yaml", "facility"):
         (evil / f"{name}.py").write_text(f"open({str(place / 'ran')!r}, 'w')")
+    (evil / "profile").write_text(f"touch {place}/ran\n")
     sent = {
         "SSH_ORIGINAL_COMMAND": "crossfed-gate test-job",
         "HOME": str(place),
@@ -305,6 +306,14 @@ def what_a_client_sends_reaches_nothing(place: Path, setup: list[str]) -> None:
         "CROSSFED_STATE": str(evil),
         "CROSSFED_MINIMUM_SUM": "1",
         "HF_HOME": str(evil),
+        "BASH_ENV": f"{evil}/profile",
+        "BASH_FUNC_compgen%%": f"() {{ touch {place}/ran; }}",
+        "TMPDIR": str(evil),
+        "XDG_CACHE_HOME": str(evil),
+        "CC": f"{evil}/cc",
+        "GCONV_PATH": str(evil),
+        "https_proxy": f"http://{evil}",
+        "WANDB_BASE_URL": f"http://{evil}",
     }
     done = subprocess.run([home / "crossfed-gate", policy["keys"][0]], env=sent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

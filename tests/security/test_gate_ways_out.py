@@ -75,6 +75,14 @@ def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.Mo
     assert site.ask(f"crossfed-gate sha1 {site.workdir}/in/alpha.json")[0] == 0, "what the engine sent"
 
 
+@pytest.mark.parametrize("job_output", [True, False])
+def test_what_a_job_prints_is_in_no_reason_either(site: Gate, job_output: bool):
+    site.policy(job_output=job_output)
+    assert site.ask(site.round())[0] == 0
+    script = next(text for command, text in site.calls if command[0] == "sbatch")
+    assert script is not None and ("export CROSSFED_JOB_OUTPUT=0" in script) is not job_output
+
+
 def test_a_jobs_directory_lies_in_no_other_jobs_update(site: Gate):
     """Else what the inner job prints and keeps would leave as the outer one's update."""
     site.policy(job_output=False, node_hours_per_day=100.0)

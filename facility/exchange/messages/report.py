@@ -31,6 +31,8 @@ ACCURACIES = ("accuracy_received", "accuracy_returned")
 """In `details`: share of right answers on the validation data, of the model as received and as returned."""
 TASK = "task"
 """In `details`: what the losses are of, one of `facility.exchange.task_words.KNOWN`."""
+JOB_OUTPUT = "CROSSFED_JOB_OUTPUT"
+"""Environment variable: 0 where nothing that a job prints may leave the facility."""
 MOST_REASON = 1000
 """Characters."""
 MOST_LOG = 20_000
@@ -97,6 +99,17 @@ class Failure:
     again: bool = False
     """True when time ran out and the same command goes on mid-round."""
     format: int = FORMAT
+
+
+def output_leaves() -> bool:
+    """Whether what this job prints may leave: the end of its output, and the text of errors that are not CrossFed's."""
+    return os.environ.get(JOB_OUTPUT) != "0"
+
+
+def text_of(error: BaseException) -> str:
+    """An unexpected error as a reason may name it: by its kind alone where what is printed stays, for its text may
+    quote the data."""
+    return repr(error) if output_leaves() else type(error).__name__
 
 
 def write(directory: Path, message: Report | Failure) -> None:
