@@ -1,7 +1,12 @@
-"""`python -m facility.audit verify FILE`: follow an audit log's chain; report the first broken line by its number.
+"""Follow an audit log's chain, and compare the log with what others were shown of it.
 
-Exits with 0 for a sound log and 1 for a broken one. `--head` (repeatable) names digests seen elsewhere, so that a log
-that was cut short is noticed: of the coordinator's log they stand in models' manifests, of a gate's in updates'.
+    python -m facility.audit verify FILE              the first broken line by its number; exits with 1 for a broken log
+    python -m facility.audit head FILE                LINES:SHA256, which binds all lines so far
+    python -m facility.audit compare FILE OTHER...    heads, copies of the log, or a gate's log, against FILE; exits
+                                                      with 1 where one is not shown to be of the same log
+
+`--head` (repeatable) of `verify` names heads or digests seen elsewhere, so that a log that was cut short is noticed: of
+the coordinator's log they stand in models' manifests, of a gate's in updates'.
 """
 
 from __future__ import annotations
@@ -10,30 +15,36 @@ import argparse
 import sys
 from pathlib import Path
 
-from facility.exchange.errors import InputError, exit_on_error
-from facility.exchange.files.audit_log import verify
+from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
+from facility.exchange.messages.audit_compare import checked, compared, head_of
 
 
 def report(file: Path, heads: list[str]) -> tuple[str, int]:
     """A sentence on the log and the exit code. Raises `InputError` when it cannot be read."""
-    try:
-        found = verify(file, heads)
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
+    found = checked(file, heads)
     return found.sentence(file), int(found.broken > 0)
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m facility.audit", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("command", choices=["verify"], help="what to do")
+    parser.add_argument("command", choices=["verify", "head", "compare"], help="what to do")
     parser.add_argument("file", type=Path, metavar="FILE", help="the log")
     parser.add_argument("--head", action="append", default=[], metavar="SHA256", help="digest seen before (repeat)")
+    parser.add_argument("others", nargs="*", metavar="OTHER", help="compare: a head, a copy of the log or a gate's log")
     add_log_options(parser)
-    arguments = parser.parse_args()
-    text, code = report(arguments.file, arguments.head)
+    arguments = parser.parse_args(argv)
+    if arguments.command != "compare" and arguments.others:
+        parser.error(f"{arguments.command} takes one log")
+    if arguments.command == "head":
+        print(head_of(arguments.file))
+        return 0
+    if arguments.command == "compare":
+        text, code = compared(arguments.file, arguments.others)
+    else:
+        text, code = report(arguments.file, arguments.head)
     print(text)
     return code
 

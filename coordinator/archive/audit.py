@@ -14,6 +14,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
+from facility.exchange.messages.audit_compare import checked
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,7 @@ def head() -> str:
 
 def verified(file: Path, heads: list[str]) -> tuple[str, int]:
     """A sentence on a log and the exit code. Raises `InputError` when it cannot be read."""
-    try:
-        found = audit_log.verify(file, heads)
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
+    found = checked(file, heads)
     return found.sentence(file), int(found.broken > 0)
 
 

@@ -130,19 +130,36 @@ def publish(
 
 @app.command(rich_help_panel=WATCH)
 def audit(
-    action: Annotated[str, typer.Argument(help="verify")],
+    action: Annotated[str, typer.Argument(help="verify, head or compare")],
     file: Annotated[Path, typer.Argument(help="An audit log: audit.jsonl of an archive or of a facility's gate.")],
     head: Annotated[list[str] | None, typer.Option(help="Digest of a line that was seen before (repeat).")] = None,
     archive: Annotated[
         Path | None, typer.Option(help="Archive whose log recorded heads of this facility's log, with --facility.")
     ] = None,
     facility: Annotated[str, typer.Option(help="Facility whose log FILE is.")] = "",
+    others: Annotated[
+        list[str] | None, typer.Argument(help="compare: heads, copies of the log, or the log of a facility's gate.")
+    ] = None,
 ) -> None:
-    """Follow an audit log's chain of digests; report the first broken line by number, and lines that were cut off."""
-    from coordinator.archive.audit import heads_of, verified
+    """Follow an audit log's chain of digests; report the first broken line by number, and lines that were cut off.
 
-    if action != "verify":
-        raise InputError(f"audit knows verify, not {action!r}: give `crossfed audit verify FILE`")
+    `head` prints LINES:SHA256, which binds all lines so far; `compare` says whether heads and copies that others were
+    shown are of the same log, with the first line that differs. Exit 1 where they are not shown to be.
+    """
+    from coordinator.archive.audit import heads_of, verified
+    from facility.exchange.messages.audit_compare import compared, head_of
+
+    if action not in ("verify", "head", "compare"):
+        raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")
+    if others and action != "compare":
+        raise InputError(f"audit {action} takes one log, and {others[0]!r} stands there as well")
+    if action == "head":
+        print(head_of(file))
+        return
+    if action == "compare":
+        text, code = compared(file, others or [])
+        print(text)
+        raise typer.Exit(code)
     if (archive is None) != (not facility):
         raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
     heads = [*(head or []), *(heads_of(archive, facility) if archive is not None else [])]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from coordinator.commands.watch import audit
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
 from facility.exchange.files.audit_log import append, head, verify
+from facility.exchange.messages.audit_compare import checked, compared, head_of
 
 
 @pytest.fixture
@@ -128,3 +131,71 @@ def test_a_comparison_with_nothing_is_none(log: Path, tmp_path: Path):
     with pytest.raises(typer.Exit) as end:
         audit("verify", log, None, archive, "alpha")
     assert end.value.exit_code == 0
+
+
+def copied(log: Path, name: str, lines: int, *more: str) -> Path:
+    """The log's first lines, and lines of its owner's making after them."""
+    path = log.with_name(name)
+    path.write_bytes(b"".join(log.read_bytes().splitlines(keepends=True)[:lines]))
+    for what in more:
+        append(path, what)
+    return path
+
+
+def compare(file: Path, *others: object) -> tuple[int, str]:
+    """Exit code and output of both commands, which say the same."""
+    words = ["compare", str(file), *map(str, others)]
+    results = [
+        subprocess.run([sys.executable, "-m", *command, *words], capture_output=True, text=True)
+        for command in (["facility.audit"], ["coordinator.cli", "audit"])
+    ]
+    assert len({(one.returncode, one.stdout, one.stderr) for one in results}) == 1, results
+    return results[0].returncode, results[0].stdout
+
+
+def test_two_facilities_that_exchange_heads_find_out_that_they_were_shown_two_logs(log: Path):
+    mine, early = copied(log, "mine", 5), copied(log, "early", 3)
+    forked = copied(log, "forked", 3, "ordered\x1b[2J", "ordered")
+    heads = {path: head_of(path) for path in (log, mine, early, forked)}
+    assert heads[early] == f"3:{head(early)}"
+    for path in (mine, early):
+        assert compared(log, [heads[path], str(path), head(path).upper()])[1] == 0
+        assert compared(path, [str(log)])[1] == 0, "the shorter is the beginning of the longer"
+    text, code = compared(log, [heads[forked]])
+    assert code == 1 and "TWO LOGS, which part at this line or before" in text
+    code, text = compare(log, heads[mine], forked)
+    assert code == 1 and "is line 5 of the 6" in text and "TWO LOGS: the first 3 lines" in text
+    assert "line 4 is ordered" in text and "event of 2" in text and "\x1b" not in text
+
+
+def test_a_head_that_nothing_can_be_said_of_yet_is_not_taken_for_the_same_log(log: Path):
+    early = copied(log, "early", 3)
+    for other, reason in ((head_of(log), f"too few to tell; compare {head_of(early)}"), (head(log), "no line of")):
+        text, code = compared(early, [other])
+        assert code == 1 and reason in text
+
+
+def test_heads_that_came_with_a_facilitys_orders_are_lines_of_the_copy_that_it_was_shown(log: Path, tmp_path: Path):
+    gate = tmp_path / "gate.jsonl"
+    for number, seen in enumerate([head(copied(log, "early", 2)), head(log)]):
+        append(gate, "approved", federation="heron", round=number, coordinators_head=seen)
+    code, text = compare(log, gate)
+    assert code == 0 and "all 2 heads" in text
+    text, code = compared(copied(log, "forked", 4, "ordered", "ordered"), [str(gate)])
+    assert code == 1 and "the order of heron, round 1 came with the head" in text
+
+
+def test_what_is_no_head_and_no_log_is_told(log: Path, tmp_path: Path):
+    broken = copied(log, "broken", 6)
+    broken.write_bytes(broken.read_bytes().replace(b'"value": 2', b'"value": 3'))
+    for others, reason in (
+        ([], "nothing to compare with"),
+        (["7:abc"], "cannot be read"),
+        ([str(broken)], "line 4 is broken"),
+        ([str(tmp_path)], "cannot be read"),
+    ):
+        with pytest.raises(InputError, match=reason):
+            compared(log, others)
+    assert checked(log, [head_of(log)]).broken == 0
+    with pytest.raises(InputError, match="is no head, expected LINES:SHA256"):
+        checked(log, ["latest"])

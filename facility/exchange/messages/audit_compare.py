@@ -1,0 +1,126 @@
+"""Are two copies of an audit log one log? A coordinator could keep two, and show each facility its own.
+
+    17:5d41...    # a head, as `audit head` prints it: the number of lines, and the digest of the last
+
+Each line holds the digest of the line before, so that a head binds all lines up to its own: institutions that exchange
+heads by a way that does not lead through the log's owner see whether they were shown the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from facility.exchange.errors import InputError
+from facility.exchange.files.audit_log import Verdict, digest_of, verify
+from facility.exchange.messages.strict_json import clean
+
+HEAD = re.compile(r"(?:([1-9]\d{0,14}):)?([0-9a-fA-F]{64})")
+SEEN = "coordinators_head"
+"""In a gate's log: head of the coordinator's log, as the order of an approved round held it."""
+
+
+def digest_in(head: str) -> str:
+    """The digest in a head, with or without its number of lines. Raises `InputError` for anything else."""
+    if (found := HEAD.fullmatch(head)) is None:
+        raise InputError(f"{head!r:.100} is no head, expected LINES:SHA256 as `audit head` prints it, or a sha256")
+    return found[2].lower()
+
+
+def checked(file: Path, heads: list[str]) -> Verdict:
+    """`verify`, of heads of either form. Raises `InputError` where the log cannot be read."""
+    try:
+        return verify(file, [digest_in(one) for one in heads])
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
+
+
+def head_of(file: Path) -> str:
+    """The head of a sound log. Raises `InputError` for one that is broken or cannot be read."""
+    found = checked(file, [])
+    if found.broken:
+        raise InputError(found.sentence(file))
+    return f"{found.lines}:{found.head}"
+
+
+def compared(file: Path, others: list[str]) -> tuple[str, int]:
+    """A sentence on each of `others`, and the exit code: 1 unless each is the beginning of the log, or it of them.
+
+    An other is a head, a copy of the log, or a gate's log, whose approved rounds hold the heads that came with their
+    orders. Raises `InputError` for a log that is broken or cannot be read.
+    """
+    if not others:
+        raise InputError("nothing to compare with, expected `audit compare FILE OTHER...`: heads, or copies of the log")
+    mine = _lines_of(file)
+    results = [_of_head(file, mine, one) if HEAD.fullmatch(one) else _of_file(file, mine, Path(one)) for one in others]
+    return "\n".join(text for text, _ in results), int(not all(good for _, good in results))
+
+
+def _lines_of(file: Path) -> list[bytes]:
+    head_of(file)
+    return file.read_bytes().removesuffix(b"\n").split(b"\n")
+
+
+def _of_head(file: Path, mine: list[bytes], other: str) -> tuple[str, bool]:
+    found = HEAD.fullmatch(other)
+    assert found is not None
+    digest, lines = found[2].lower(), len(mine)
+    if found[1] is None:
+        at = next((number for number, line in enumerate(mine, 1) if digest_of(line) == digest), 0)
+        if at:
+            return f"{other}: is line {at} of the {lines} of {file}", True
+        return f"{other}: no line of {file} has this digest: another log, or a later line of this one", False
+    number = int(found[1])
+    if number > lines:
+        own = f"{lines}:{digest_of(mine[-1])}"
+        return f"{other}: {file} has {lines} lines, too few to tell; compare {own} with the longer log", False
+    if (here := digest_of(mine[number - 1])) == digest:
+        return f"{other}: is line {number} of the {lines} of {file}", True
+    return f"{other}: line {number} of {file} has the digest {here}: TWO LOGS, which part at this line or before", False
+
+
+def _of_file(file: Path, mine: list[bytes], other: Path) -> tuple[str, bool]:
+    theirs = _lines_of(other)
+    same = next((at for at, (one, two) in enumerate(zip(mine, theirs, strict=False)) if one != two), None)
+    if same is None:
+        shorter, longer = sorted((len(mine), len(theirs)))
+        return f"{other}: one log with {file}: the first {shorter} lines of {longer} are the same", True
+    if same == 0 and (seen := _seen_in(theirs)):
+        return _of_seen(file, mine, other, seen)
+    parting = f"line {same + 1} is {_told(theirs[same])} there, {_told(mine[same])} in {file}"
+    return f"{other}: TWO LOGS: the first {same} lines are those of {file}; {parting}", False
+
+
+def _of_seen(file: Path, mine: list[bytes], other: Path, seen: dict[str, dict[str, Any]]) -> tuple[str, bool]:
+    known = {digest_of(line) for line in mine}
+    for head, entry in seen.items():
+        if head not in known:
+            round = clean(f"{entry.get('federation')}, round {entry.get('round')}", 100)
+            return (
+                f"{other}: the order of {round} came with the head {clean(head, 64)}, which no line of {file} has: "
+                "TWO LOGS, or this copy is older than that order",
+                False,
+            )
+    return f"{other}: all {len(seen)} heads that came with its orders are lines of {file}", True
+
+
+def _seen_in(lines: list[bytes]) -> dict[str, dict[str, Any]]:
+    """Entries of a gate's log by the head of the coordinator's log that they hold."""
+    entries = (_entry(line) for line in lines)
+    return {str(entry[SEEN]).lower(): entry for entry in entries if entry.get(SEEN)}
+
+
+def _entry(line: bytes) -> dict[str, Any]:
+    """A line of a sound log; {} for one that was cut off while it was written."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _told(line: bytes) -> str:
+    entry = _entry(line)
+    return clean(f"{entry.get('what')} of {entry.get('time')}", 100)
