@@ -336,7 +336,9 @@ def _blame(part: _Part, piece: slice, dtype: str) -> None:
         values, bits = base + row, np.empty(len(row), np.uint32)
         if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
             raise NotFinite(part.name, dtype, number)
-    raise NotFinite(part.name, dtype, None)
+    largest = np.abs(steps).max(axis=1)  # of one that is finite, the square may not be, which an optimizer keeps
+    squares = part.slots and largest.max() > np.sqrt(np.finfo(steps.dtype).max)
+    raise NotFinite(part.name, dtype, int(largest.argmax()) if squares else None)
 
 
 def _refuse_not_finite(name: str, dtype: str, steps: Array | None) -> None:
@@ -357,8 +359,9 @@ class _Outputs:
             self._block = buffers.output.view(STORAGE[self.dtype])[: cut.count]
 
     def put(self, piece: slice, master: Array, slots: Sequence[Array], scratch: Array) -> bool:
-        """Round the model into its block and write the state; False when a value of the model is not finite."""
-        if not narrow(master, self.dtype, self._block[piece], scratch):
+        """Round the model into its block and write the state; False when a value of either is not finite."""
+        finite = narrow(master, self.dtype, self._block[piece], scratch)
+        if not finite or not all(np.isfinite(values).all() for values in slots):
             return False
         for writer, values in zip(self._states, (master, *slots), strict=False):
             dtype = writer.places[self._cut.name][2].dtype

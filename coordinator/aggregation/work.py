@@ -121,13 +121,14 @@ class Passed:
 
 
 class NotFinite(InputError):
-    """A value of the next model is NaN or infinity, or does not fit its dtype; `update` says whose fault it is."""
+    """A value of the next model, or of its optimizer's state, is NaN or infinity, or does not fit its dtype; `update`
+    says whose fault it is."""
 
     def __init__(self, name: str, dtype: str, update: int | None) -> None:
         self.name, self.dtype, self.update = name, dtype, update
         super().__init__(
-            f"tensor {name!r} of the next model holds NaN or infinity, or does not fit {dtype}: "
-            "an update diverged, or the server learning rate is too large"
+            f"tensor {name!r} of the next model, or of its optimizer's state, holds NaN or infinity, or does not fit "
+            f"{dtype}: an update diverged, or the server learning rate is too large"
         )
 
 

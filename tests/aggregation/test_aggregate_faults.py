@@ -180,6 +180,21 @@ def test_a_value_that_does_not_fit_the_output(tmp_path: Path):
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.parametrize("rule", ["fedadam", "fedyogi", "fedadagrad"])
+def test_a_value_whose_square_the_optimizer_could_not_keep_is_its_facilitys_fault(rule: str, tmp_path: Path):
+    """An infinite second moment would hold its weight where it is, in this round and in all that follow."""
+    base = make.model(tmp_path / "base", {"w": torch.zeros(3)})
+    sound = make.update(tmp_path / "u0", {"w": torch.ones(3)}, base=base, facility="near")
+    far = make.update(tmp_path / "u1", {"w": torch.tensor([1.0, 1e20, 1.0])}, base=base, facility="far")
+    settings = AggregationSettings(rule=rule)
+    with pytest.raises(UpdateRefused, match="'far'.*'w'.*absurdly large"):
+        aggregate(base=base, updates=[sound, far], out=tmp_path / "out", settings=settings)
+    assert nothing_left(tmp_path)
+    out, state = tmp_path / "out", tmp_path / "state"
+    record = aggregate(base=base, updates=[sound, far], out=out, state_out=state, settings=settings, drop_refused=True)
+    assert list(record.dropped) == ["far"] and make.read_all(state / "second_moment")["w"].isfinite().all()
+
+
 def test_a_state_of_another_round_or_model(round0, tmp_path: Path):
     base, updates = round0
     aggregate(base=base, updates=updates, out=tmp_path / "m1", state_out=tmp_path / "s1")
