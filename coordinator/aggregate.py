@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from coordinator.aggregation.record import RoundRecord
@@ -49,13 +49,14 @@ def aggregate(
     verify_base: bool = False,
     verify_updates: bool = False,
     work: Mapping[str, float] | None = None,
+    facilities: Collection[str] | None = None,
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
     `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
     train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base` and `verify_updates`:
     compare the base and the updates with their manifests as they are read. `work`: of each facility, where that differs
-    by intention. round.json is written to `record`, by
+    by intention. `facilities`: all of the federation. round.json is written to `record`, by
     default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
     facility.
 
@@ -80,6 +81,7 @@ def aggregate(
             verify_base=verify_base,
             verify_updates=verify_updates,
             work=work,
+            facilities=facilities,
         )
     )
 

@@ -108,7 +108,14 @@ def make_mean_walk(aggregation: Aggregation, model: Path, state: Path | None, st
         return None
     last = last_mean(aggregation)
     norms = _norms(aggregation)
-    plan = plan_walk(aggregation.opened, aggregation.weights, last.members, number=aggregation.number, norms=norms)
+    plan = plan_walk(
+        aggregation.opened,
+        aggregation.weights,
+        last.members,
+        number=aggregation.number,
+        norms=norms,
+        facilities=aggregation.request.facilities,
+    )
     if plan is None:
         return None
     aggregation.walk = details_of(plan)

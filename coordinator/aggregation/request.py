@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,5 +40,7 @@ class Request:
     """Go on without an update that is refused, instead of raising."""
     work: Mapping[str, float] | None = None
     """What each facility did in the round, in any unit, where that is not the same for all (`rounds.steps`)."""
+    facilities: Collection[str] | None = None
+    """All of the federation, whoever delivered in this round; None: not known."""
     minimum_updates: int = 1
     """Fewer left than this is an error."""

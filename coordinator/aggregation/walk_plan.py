@@ -7,8 +7,9 @@ its learning rates r_i is w_i + a - a_i, where w_i is its new walk; an update wi
 
 keeps the exact mean, each walk with the weight that its facility had beside the others when it joined, and the
 coordinator needs to know no facility's walk (SCAFFOLD, arXiv 1910.06378, algorithm 1, lines 16 and 17). Facilities that
-are absent or late stay in the mean with their last walk. Where a facility has lost its own walk, the mean starts again
-from zero.
+are absent or late stay in the mean with their last walk. Where a facility has lost its own walk, or has left the
+federation, the mean starts again from zero: the walk of one that has left would move all others by the same vector for
+ever, since nobody is corrected by it.
 
 Every facility is moved by the mean, whatever the clipping of steps makes of its own. So a step that is far longer over
 its learning rates than the median one is not counted; and each facility compares the correction with its own walk
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -81,10 +82,12 @@ def plan_walk(
     *,
     number: int,
     norms: Sequence[float] | None = None,
+    facilities: Collection[str] | None = None,
 ) -> WalkPlan | None:
     """The plan for round `number`; None where no update reports a walk.
 
-    `shares`: of the updates in the round; `norms`: L2 norms of their steps, where they are known by now.
+    `shares`: of the updates in the round; `norms`: L2 norms of their steps, where they are known by now; `facilities`:
+    all of the federation, None where nobody says.
     """
     reports = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
     if not any(reports):
@@ -94,7 +97,7 @@ def plan_walk(
     if norms is not None:
         counted = _of_usual_length(counted, norms)
     nothing = WalkPlan(kept=0.0, sent=0.0, coefficients=[0.0] * len(updates), members=Members(), reason="")
-    if reason := _contradiction(updates, reports, counted, members):
+    if reason := _left(members, facilities) or _contradiction(updates, reports, counted, members):
         return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
     pairs = [(update.facility, share) for update, share in zip(updates, shares, strict=True)]
     weights, scale = dict(members.weights), _scale(pairs, members)
@@ -138,6 +141,12 @@ def _of_usual_length(counted: Sequence[DriftReport | None], norms: Sequence[floa
     return [
         one if length is not None and length <= longest else None for one, length in zip(counted, lengths, strict=True)
     ]
+
+
+def _left(members: Members, facilities: Collection[str] | None) -> str:
+    """Who of the mean has left the federation, as a sentence; empty: nobody."""
+    gone = sorted(set(members.rounds) - set(facilities)) if facilities is not None else []
+    return f"{', '.join(gone)} left the federation" if gone else ""
 
 
 def _contradiction(

@@ -248,6 +248,7 @@ def write_model(round: Commit, directory: Path) -> None:
         verify_base=True,
         verify_updates=verified_as_averaged(settings),
         work=work_of_round(round),
+        facilities=settings.facilities,
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())

@@ -72,6 +72,16 @@ def test_whose_walk_is_lost_ends_the_mean_and_the_next_round_begins_another():
     assert anew is not None and anew.members.rounds == {"a": 5, "b": 5} and (anew.kept, anew.sent) == (0.0, 0.0)
 
 
+def test_whoever_leaves_the_federation_ends_the_mean():
+    """Its walk would stay in the mean, and nobody is corrected by it: the corrections of the others cancel no more."""
+    members = Members(rounds={"a": 3, "b": 3, "c": 2}, weights={"a": 0.4, "b": 0.4, "c": 0.2})
+    there = [update("a", corrected=True), update("b", corrected=True)]
+    absent = plan_walk(there, [0.5, 0.5], members, number=4, facilities=["a", "b", "c"])
+    assert absent is not None and absent.members.weights == members.weights
+    left = plan_walk(there, [0.5, 0.5], members, number=4, facilities=["a", "b"])
+    assert left is not None and not left.makes_mean and left.reason.startswith("c left the federation: the mean walk")
+
+
 def test_rates_far_below_the_others_are_not_counted():
     updates = [update("a"), update("b"), update("c", rates=1e-6)]
     plan = plan_walk(updates, [1 / 3] * 3, Members(), number=0)

@@ -22,7 +22,9 @@ from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
 from facility.exchange.checkpoints.delta import FILE, encode
-from facility.exchange.messages import report
+from facility.exchange.checkpoints.mean_walk import has_mean_walk
+from facility.exchange.messages import drift, report
+from facility.exchange.messages.drift import DriftReport
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.privacy import DETAILS, RELEASED
 from facility.exchange.messages.report import Failure, read_report
@@ -85,6 +87,26 @@ def test_a_failed_facility_is_told_and_the_round_goes_on(begun: tuple[Archive, P
     close(archive, model, [write_update(tmp_path / "a", model, "a"), failure(tmp_path / "b", "b")])
     rows = {row.facility: row for row in archive.read_round(0).facilities}
     assert (rows["b"].status, rows["b"].reason, rows["a"].weight) == ("failed", "the node burnt down", 1.0)
+
+
+def test_the_mean_walk_ends_with_a_facility_that_leaves(begun: tuple[Archive, Path], tmp_path: Path):
+    """Drift is corrected by the mean of all facilities' walks; one that was removed from federation.yml has none."""
+    archive, model = begun
+    settings = dataclasses.replace(SETTINGS, rounds=4, facilities=["a", "b", "c"])
+    for number, there in enumerate(("abc", "ab", "ab")):
+        updates = []
+        for name in there:
+            updates.append(write_update(tmp_path / f"{name}{number}", model, name, round=number))
+            told = DriftReport(rates=0.1, corrected=number > 0, share=0.0, reason="")
+            report.write(
+                updates[-1], dataclasses.replace(read_report(updates[-1]), details={drift.KEY: told.to_json()})
+            )
+            write_manifest(updates[-1], read_manifest(updates[-1]))
+        now = dataclasses.replace(settings, facilities=["a", "b"]) if number == 2 else settings
+        model, _, _ = close(archive, model, updates, now, number)
+        assert has_mean_walk(model) == (number < 2)
+    walk = archive.read_round(2).aggregation["details"]["mean_walk"]
+    assert walk["reason"].startswith("c left the federation")
 
 
 def test_a_message_that_cannot_be_decoded_is_the_absence_of_its_facility(begun: tuple[Archive, Path], tmp_path: Path):
