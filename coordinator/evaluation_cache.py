@@ -17,13 +17,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from facility.exchange.errors import InputError, TryAgain, exit_on_error
+from facility.exchange.errors import InputError, TryAgain, exit_on_error, first_line
+from facility.exchange.exit_codes import ExitCode
+from facility.exchange.hub import hub, silence
 from facility.exchange.logs import add_log_options
 
 FOLDER = "evaluation"
 """In a bundle: what `facility/setup.sh` adds to the facility's Hugging Face cache."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LAST_LINES = 3
+ERROR = "error: "
+"""Begins the one line that a command says of an error that it knows."""
+
+WHERE = "give the same command where there is a network, or name a proxy by HTTPS_PROXY"
+"""What to do where the hub does not answer."""
 
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
@@ -31,7 +38,8 @@ Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[
 def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
     """Fetch what the tasks read into `out`/evaluation; returns that folder. `include`: folder with YAML files of tasks.
 
-    Raises `InputError` without lm-eval, `TryAgain` where the tasks cannot be loaded, with or without the network.
+    Raises `InputError` without lm-eval or for a task that it does not know, `TryAgain` where the tasks cannot be
+    loaded, with or without the network.
     """
     if run is None and importlib.util.find_spec("lm_eval") is None:
         raise InputError("--eval needs lm-eval on this machine: pip install lm-eval")
@@ -45,6 +53,9 @@ def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: R
         done = (run or _run)(command, environment)
         if done.returncode:
             said = (done.stdout or "").strip().splitlines()[-LAST_LINES:]
+            if said and said[-1].startswith(ERROR) and done.returncode in (ExitCode.INPUT, ExitCode.TRANSIENT):
+                known = InputError if done.returncode == ExitCode.INPUT else TryAgain
+                raise known(said[-1].removeprefix(ERROR))
             raise TryAgain(f"the tasks {', '.join(tasks)} cannot be loaded {where}: {' / '.join(said) or 'no reason'}")
     for lock in [*place.rglob("*.lock"), *place.rglob(".locks")]:
         shutil.rmtree(lock) if lock.is_dir() else lock.unlink(missing_ok=True)
@@ -69,13 +80,32 @@ def main() -> int:
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
     add_log_options(parser)
     arguments = parser.parse_args()
+    if arguments.include is None and _nothing_is_here() and (silent := silence()):
+        raise TryAgain(f"{silent}: {WHERE}")  # before lm-eval has read its thousands of tasks
     from lm_eval.tasks import TaskManager, get_task_dict
 
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
     if unknown := [name for name in arguments.tasks if name not in manager.all_tasks]:
         raise InputError(f"lm-eval knows no task {', '.join(unknown)}: `lm-eval ls tasks` lists them")
-    get_task_dict(arguments.tasks, manager)
+    load(lambda: get_task_dict(arguments.tasks, manager))
     return 0
+
+
+def load(tasks: Callable[[], object]) -> None:
+    """Call `tasks`, which loads them with their data. Raises `TryAgain` soon where the hub does not answer and what is
+    here already does not suffice: its libraries would ask for each file again and again, for minutes."""
+    with hub() as silent:
+        try:
+            tasks()
+        except Exception as error:
+            if not silent:
+                raise
+            raise TryAgain(f"{silent}, and not all data are here already ({first_line(error)}): {WHERE}") from None
+
+
+def _nothing_is_here() -> bool:
+    """Whether $HF_HOME holds no file, so that every task of lm-eval's own has to be fetched."""
+    return not any(path.is_file() for path in Path(os.environ.get("HF_HOME") or os.devnull).rglob("*"))
 
 
 if __name__ == "__main__":

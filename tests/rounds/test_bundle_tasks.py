@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from coordinator import evaluation_cache
 from coordinator.bundle import bundle, download
 from coordinator.bundle_contents import SUMS
 from coordinator.evaluation_cache import OFFLINE, fill
@@ -66,3 +69,35 @@ def test_a_cache_that_does_not_suffice_is_an_error_here_and_not_there(tmp_path: 
     assert [one["HF_HOME"] for one in asked] == [str(tmp_path / "evaluation")] * (fails + 1)
     offline = [all(one.get(name) == value for name, value in OFFLINE.items()) for one in asked]
     assert offline == [False, True][: fails + 1]
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, InputError), (75, TryAgain)])
+def test_an_error_that_is_known_is_told_as_it_is(tmp_path: Path, code: int, error: type[Exception]):
+    """A task that lm-eval does not know was to be tried again, behind the last lines of what was printed."""
+
+    def run(command, environment):
+        return subprocess.CompletedProcess(command, code, stdout="a warning\nerror: lm-eval knows no task arc_eazy")
+
+    with pytest.raises(error, match="^lm-eval knows no task arc_eazy$"):
+        fill(tmp_path, ["arc_eazy"], run=run)
+
+
+def test_a_hub_that_does_not_answer_is_told_before_anything_is_tried(tmp_path: Path):
+    """The libraries asked again and again, for minutes, and ended in a traceback."""
+    command = [sys.executable, "-X", "importtime", "-m", "coordinator.evaluation_cache", "arc_easy"]
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("import time")]
+    assert done.returncode == 75 and len(lines) == 1
+    assert lines[0].startswith("error: http://127.0.0.1:9 does not answer") and "HTTPS_PROXY" in lines[0]
+    assert "lm_eval" not in done.stderr.replace(lines[0], "")
+
+
+def test_data_that_are_here_are_read_and_what_is_missing_is_told_with_why(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "the hub does not answer")
+    evaluation_cache.load(lambda: None)
+    with pytest.raises(TryAgain, match=r"^the hub does not answer, and not all data are here already \(no arc\): give"):
+        evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())
+    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "")
+    with pytest.raises(ConnectionError):
+        evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())
