@@ -34,9 +34,10 @@ def rewind(archive: Archive, to: int) -> Path:
     The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that
     round `to` starts from was pruned or is damaged itself.
     """
-    completed, done = finish(archive), archive.rounds()
-    if completed and to == len(done):  # the same command again
-        return archive.path / str(archive.read_note(REWOUND)["aside"])
+    finish(archive)
+    done, before = archive.rounds(), archive.read_note(REWOUND)  # there until a round is complete
+    if before.get("round") == to == len(done):  # the same command again
+        return archive.path / str(before["aside"])
     if not 0 <= to < len(done):
         raise InputError(f"cannot go back to round {to}: {archive.path} holds rounds {_span(done)}")
     model = archive.model_for(to)
@@ -49,7 +50,6 @@ def rewind(archive: Archive, to: int) -> Path:
     aside = archive.path / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S')}"
     while aside.exists():  # the second within a second
         aside = aside.with_name(f"{aside.name}-again")
-    before = archive.read_note(REWOUND)  # there until a round is complete: of a rewind just before this one
     gone = len(done) - to + (int(before.get("gone", 0)) if before.get("round") == len(done) else 0)
     note = {"round": to, "stateless": stateless(archive, to), "gone": gone, "aside": aside.name, CANCELLED: False}
     archive.write_note(REWOUND, note | {MOVING: True})

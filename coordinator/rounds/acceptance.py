@@ -54,8 +54,12 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
     changes = changes_since(archive, described)
     if not is_accepted(archive, described, changes):
         raise refusal(changes)
-    if changes:
-        archive.write_note(CHANGES, {"round": len(archive.rounds()), "told": [*told(archive), *map(str, changes)]})
+    waiting = _taken_over(archive)
+    if every := list(dict.fromkeys([*waiting, *map(str, changes)])):
+        note = {"round": len(archive.rounds()), "told": every, "before": waiting, "under": digest_of(described)}
+        archive.write_note(CHANGES, note)
+    else:
+        archive.drop_note(CHANGES)
     if described:
         archive.write_note(NOTE, dict(described))
     archive.drop_note(ACCEPTED)
@@ -66,6 +70,14 @@ def told(archive: Archive) -> list[str]:
     """The changes that are not yet in a round's file: a commit that is killed leaves the note of those that are."""
     note, following = archive.read_note(CHANGES), len(archive.rounds())
     return [str(one) for one in note.get("told", [])] if note.get("round", following) == following else []
+
+
+def _taken_over(archive: Archive) -> list[str]:
+    """Of the changes that are not yet in a round's file, those that a start went on under: one that was killed before
+    it took the description over has told changes that may have been undone since, or are found anew."""
+    note = archive.read_note(CHANGES)
+    killed = "under" in note and note["under"] != digest_of(archive.read_note(NOTE))
+    return [str(one) for one in note.get("before", [])] if killed and told(archive) else told(archive)
 
 
 def drop_told(archive: Archive) -> None:

@@ -21,6 +21,7 @@ from coordinator.config.described import described, digest_of
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.engine.render import write
+from coordinator.rounds import acceptance
 from coordinator.rounds.acceptance import NOTE, changes_since, take_over
 from coordinator.rounds.changes import Change, changes_of
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
@@ -29,6 +30,7 @@ from coordinator.steps.start import start
 from facility.exchange.errors import InputError
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
+from tests.pico import save_pico
 from tests.steps.test_aggregate_step import close
 
 BEFORE: dict[str, Any] = {
@@ -164,6 +166,38 @@ def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_w
     start(archive, tmp_path / "model", fewer)
     close(archive, archive.model_for(2), [write_update(tmp_path / "a2", archive.model_for(2), "a", round=2)], fewer, 2)
     assert archive.read_round(2).changes == [], "told once"
+
+
+@pytest.mark.parametrize("undone", [False, True])
+def test_killed_while_it_takes_a_change_over_a_start_tells_it_once_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undone: bool
+):
+    """Told twice where the change stands, and told though it was undone before any round was made under it."""
+    archive = Archive(tmp_path / "archive")
+    archive.begin(save_pico(tmp_path / "model", dtype="bfloat16"), "f")
+    archive.write_note(NOTE, BEFORE)
+    monkeypatch.setattr(Archive, "rounds", lambda self: [0, 1])
+    now = copy.deepcopy(BEFORE)
+    now["federation"]["stop.patience"] = 2
+    take_over(archive, now)
+    now["federation"]["keep_rounds"] = 5
+    with monkeypatch.context() as patch:
+        write = Archive.write_note
+        patch.setattr(Archive, "write_note", lambda self, name, *one: name == NOTE and _die() or write(self, name, *one))
+        with pytest.raises(KeyboardInterrupt):
+            take_over(archive, now)
+    if undone:
+        del now["federation"]["keep_rounds"]
+    take_over(archive, now)
+    for upgraded in range(2):  # keys that an earlier version did not write down are no changes
+        now["federation"][f"of_a_later_version_{upgraded}"] = ""
+        take_over(archive, now)
+    keys = [one.partition(":")[0] for one in acceptance.told(archive)]
+    assert keys == ["stop.patience", *([] if undone else ["keep_rounds"])]
+
+
+def _die() -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_round_that_comes_after_a_rewind_says_so_and_the_next_one_does_not(tmp_path: Path):
