@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,6 +65,15 @@ class Pending:
     def drop(self) -> None:
         """Forget all requests: the round is complete."""
         shutil.rmtree(self.archive.path / FOLDER, ignore_errors=True)
+
+
+def forget_complete(archive: Archive, following: int) -> None:
+    """Remove requests of rounds before `following`, which are in the archive: their coordinator was killed between."""
+    for path in (archive.path / FOLDER).glob("round-*"):
+        if (number := path.name.removeprefix("round-")).isdigit() and int(number) < following:
+            shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):  # another one is pending, or there is none
+        (archive.path / FOLDER).rmdir()
 
 
 def write_request_directory(directory: Path, request: UnmaskRequest, roster: Path, updates: Mapping[str, Path]) -> None:

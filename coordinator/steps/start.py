@@ -18,6 +18,7 @@ from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.events.outputs import write_outputs
+from coordinator.masking.pending import forget_complete
 from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_discounted, forget_jobs
 from coordinator.rounds.order import OUTPUT, order
@@ -69,6 +70,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     kept = best_round(losses_known(history)) if settings.limits else None
     archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
+    forget_complete(archive, following)
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
     if number_of_attempt(archive, following) == 1:

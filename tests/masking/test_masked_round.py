@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.masking.pending import Pending
+from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import read_manifest, sha256_of
@@ -157,6 +160,26 @@ def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answer
     assert federation.close(again, {}, answers)[1:] == (1, True)
     assert error(moved(federation, 0), mean_of(told, dict.fromkeys(federation.names, 1.0))) < 1e-5
     assert not (federation.archive.path / "unmasking").exists()
+
+
+def test_a_coordinator_killed_between_the_round_and_its_request_forgets_the_request_at_its_next_start(
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """After the last round nothing else would: a masked update of every facility stayed in the archive."""
+    federation = Masking(root=tmp_path, signers=signers, changes={"rounds": 1, "final_evaluation": False})
+    with monkeypatch.context() as patch:
+        patch.setattr(Pending, "drop", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            federation.round(steps(federation.names))
+    pending = federation.archive.path / "unmasking"
+    assert federation.archive.rounds() == [0] and (pending / "round-0000" / "updates" / "alpha").is_dir()
+    asked = pending / "round-0001"  # of the round under way, were there one more: it stays
+    shutil.copytree(pending / "round-0000", asked)
+    assert not start(federation.archive, tmp_path / "initial", federation.settings).proceed
+    assert [path.name for path in pending.iterdir()] == ["round-0001"]
+    shutil.rmtree(asked)
+    start(federation.archive, tmp_path / "initial", federation.settings)
+    assert not pending.exists()
 
 
 def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_told_and_not_used(
