@@ -1,8 +1,9 @@
 """Jobs that a run which was killed left, and that are of no use any more.
 
 Those of facilities that have left federation.yml, or are reached elsewhere now: nothing would look for them, and their
-queues stand in what was rendered before, and nowhere else. And those of rounds that `crossfed rewind` set aside: the
-next job of their facility would wait for their end, for an update of a model that is no more.
+queues stand in what was rendered before, of which the latest run keeps a copy (`remember_queues`). And those of rounds
+that `crossfed rewind` set aside: the next job of their facility would wait for their end, for an update of a model that
+is no more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ from coordinator.engine.queues import Answers, Queue, at_all, read_queues, rende
 from coordinator.engine.render import streamflow
 from coordinator.rounds.late import WORKDIR, remembered_job
 from coordinator.schedulers.scheduler import Job
+from facility.exchange.files.durable import write_text
+
+RENDERED = "streamflow.yml"
+"""Beside federation.yml."""
+QUEUES = "queues.yml"
+"""In the work directory: a copy of it, of the latest run."""
 
 
 def cancel_left(federation: Federation, console: Console) -> None:
@@ -59,20 +66,29 @@ def cancel_set_aside(federation: Federation, archive: Archive, console: Console)
     )
 
 
+def remember_queues(federation: Federation) -> None:
+    """Keep what is rendered now in the work directory: `crossfed render` may replace it before the next run."""
+    write_text(federation.workdir_path / QUEUES, (federation.file.parent / RENDERED).read_text(encoding="utf-8"))
+
+
 def queues_left(federation: Federation, now: dict[str, Queue]) -> list[Queue]:
-    """Queues that the last rendering of this federation names and that are not the facility's own `now`."""
+    """Queues that this federation had before and that are not the facility's own `now`."""
     return [
         one for one in _queues_before(federation) if one.facility not in now or _place(one) != _place(now[one.facility])
     ]
 
 
 def _queues_before(federation: Federation) -> list[Queue]:
-    """Queues of this federation that the last rendering names."""
-    try:
-        before = read_queues(federation.file.parent / "streamflow.yml")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
-        return []  # there was no run, or the file is no longer what was rendered
-    return [one for one in before if one.federation == federation.name]
+    """Queues of this federation that the last rendering and that of the latest run name, each once."""
+    folder = federation.file.parent
+    found: dict[tuple[object, ...], Queue] = {}
+    for path in (federation.workdir_path / QUEUES, folder / RENDERED):
+        try:
+            before = read_queues(path, folder=folder)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, yaml.YAMLError):
+            continue  # there was no run, or the file is no longer what was rendered
+        found |= {(one.facility, _place(one)): one for one in before if one.federation == federation.name}
+    return list(found.values())
 
 
 def _place(queue: Queue) -> tuple[object, ...]:

@@ -167,9 +167,12 @@ async def _request(queue: Queue, command: str) -> tuple[str, int]:
     return answer or ("", 1)
 
 
-def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> list[Queue]:
+def read_queues(
+    streamflow: Path, patience: dict[str, float] | None = None, *, folder: Path | None = None
+) -> list[Queue]:
     """The queues named in a rendered streamflow.yml, and the hosts without one; a deployment without a job name is left
-    out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`.
+    out: their jobs cannot be distinguished from other people's. `patience`: seconds by facility, see `Queue`; `folder`:
+    where it was rendered, if the file is a copy.
 
     Raises `InputError` where nothing was rendered yet.
     """
@@ -179,7 +182,8 @@ def read_queues(streamflow: Path, patience: dict[str, float] | None = None) -> l
             "only writes it"
         )
     data = yaml.safe_load(streamflow.read_text(encoding="utf-8"))
-    return rendered_queues(data, streamflow.parent, patience, ahead=_ahead(streamflow, data))
+    place = streamflow.parent if folder is None else folder
+    return rendered_queues(data, place, patience, ahead=_ahead(place / "streamflow.yml", data))
 
 
 def rendered_queues(

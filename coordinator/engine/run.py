@@ -31,7 +31,7 @@ from coordinator.config.federation import Federation, check_paths, read_federati
 from coordinator.engine.console_log import lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
-from coordinator.engine.left_jobs import cancel_left, cancel_set_aside
+from coordinator.engine.left_jobs import cancel_left, cancel_set_aside, remember_queues
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
@@ -76,6 +76,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         cancel_left(federation, console)
         cancel_set_aside(federation, archive, console)
         write(federation)
+        remember_queues(federation)
         done = len(archive.rounds())
         console.print(
             f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "

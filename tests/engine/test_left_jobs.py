@@ -15,9 +15,10 @@ from rich.console import Console
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
-from coordinator.engine.left_jobs import cancel_left, cancel_set_aside
+from coordinator.engine.left_jobs import cancel_left, cancel_set_aside, remember_queues
 from coordinator.engine.queues import Queue
 from coordinator.engine.render import write
+from coordinator.engine.run import render_alone
 from coordinator.rounds.late import LateJob, remember_job
 from facility.exchange.files.durable import write_json
 from tests.federations import write_federation
@@ -115,6 +116,28 @@ def test_its_job_is_cancelled_and_told_and_no_other(tmp_path: Path, monkeypatch:
     calls.write_text("")
     cancel_left(read_federation(file), console)
     assert not calls.read_text(), "what another federation rendered here is none of this one's"
+
+
+def test_a_facility_that_left_before_somebody_rendered_leaves_no_job_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`crossfed render` after the edit replaces what names the queue: its job was looked for nowhere, and ran."""
+    file, calls = rendered(tmp_path, ["stays", "gone"], monkeypatch, FLUX)
+    federation = read_federation(file)
+    federation.workdir_path.mkdir(parents=True)
+    remember_queues(federation)  # as a run does, which is killed then
+    described = yaml.safe_load(file.read_text())
+    described["facilities"] = described["facilities"][:1]
+    file.write_text(yaml.safe_dump(described))
+    render_alone(read_federation(file))
+    console = Console(file=io.StringIO(), width=200)
+    cancel_left(read_federation(file), console)
+    assert "cancel f7" in calls.read_text() and "stays" not in calls.read_text()
+    assert console.file.getvalue().splitlines() == ["cancelled job f7 (SCHED) at gone, which has left the federation"]
+    remember_queues(read_federation(file))
+    calls.write_text("")
+    cancel_left(read_federation(file), console)
+    assert not calls.read_text(), "once a run goes on without it, it is asked for nothing"
 
 
 @pytest.mark.parametrize(
