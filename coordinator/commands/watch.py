@@ -60,7 +60,8 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from rich.markup import escape
 
-    from coordinator.archive.summary import remarks, shown, table
+    from coordinator.archive.narrow import print_rounds
+    from coordinator.archive.summary import remarks, shown
     from coordinator.engine.stuck_jobs import lines_of
 
     console = command_console(140)
@@ -69,7 +70,7 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
         f"{escape(data['archive'])}"
     )
     if data["rounds"]:
-        console.print(table(data))
+        print_rounds(console, data)
     for line in remarks(data):
         console.print(line, markup=False, highlight=False)
     if data["stopped"]:

@@ -22,9 +22,10 @@ from rich.table import Table
 from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
+from coordinator.archive.narrow import print_rounds
 from coordinator.archive.rewind import finish
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, shown, shown_perplexity, summary, table
+from coordinator.archive.summary import remarks, shown, shown_perplexity, summary
 from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
@@ -104,7 +105,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
 def _show_end(federation: Federation, archive: Archive, console: Console, code: int, ended: str) -> int:
     """The summary of the archive, and what follows from the run's exit code, which is returned."""
     data = summary(archive)
-    console.print(table(data))
+    print_rounds(console, data)
     for line in remarks(data | {"aggregation": federation.chosen}):
         console.print(line, markup=False, highlight=False)
     if code == 0:

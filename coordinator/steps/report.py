@@ -9,8 +9,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from coordinator.archive.narrow import print_rounds
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, shown, summary, table
+from coordinator.archive.summary import remarks, shown, summary
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.console import command_console
 from coordinator.events.event import emit
@@ -54,7 +55,7 @@ def main() -> int:
         said = first_line(error)
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", said)
         emit("problem", text=f"the report page cannot be written ({said}): fix that, then run `crossfed report`")
-    command_console(140).print(table(data))
+    print_rounds(command_console(140), data)
     for line in remarks(data):
         print(line)
     if data["stopped"]:
