@@ -18,7 +18,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import is_storage, located, sentence
+from facility.exchange.files.storage import is_storage, located, private, sentence
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
@@ -172,7 +172,7 @@ def main(argv: list[str] | None = None) -> int:
             dataset=dataset,
             notes=Notes(Path(os.environ.get(PLACE) or Path.cwd()), tasks.job, attempt_of(os.environ)),
             meter=Meter(tasks),
-            state=arguments.state or default_directory(settings, dataset),
+            state=private(arguments.state or default_directory(settings, dataset)),
         )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:

@@ -44,7 +44,7 @@ def only_run(federation: Federation) -> Iterator[tuple[int, ...]]:
     workdir = federation.workdir_path
     with ExitStack() as stack:
         found = [stack.enter_context(only_one(federation)), *stack.enter_context(only_renderer(federation))]
-        workdir.mkdir(parents=True, exist_ok=True)
+        workdir.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle = stack.enter_context(open(workdir / WORKDIR_LOCK, "a", encoding="utf-8"))
         held = (
             f"another `crossfed run` works in {workdir} (it holds {WORKDIR_LOCK} there); wait for it or stop it, or "

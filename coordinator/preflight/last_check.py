@@ -16,6 +16,7 @@ from coordinator.config.federation import Federation
 from coordinator.preflight.coordinator import ME
 from coordinator.preflight.row import Row
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.storage import private
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.strict_json import clean
 
@@ -37,7 +38,7 @@ def remember(federation: Federation, file: Path, rows: Sequence[Row]) -> None:
     with contextlib.suppress(OSError):  # the rows have been shown; a directory that cannot be written is one of them
         path.unlink(missing_ok=True)
         if kept:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private(path.parent)
             write_json(path, {"federation": sha256_of(file), "time": time.time(), "failing": kept})
 
 

@@ -6,8 +6,9 @@ import hashlib
 import itertools
 import os
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,24 +45,37 @@ class Prepared:
 def published(out: Path) -> Iterator[Path]:
     """A temporary directory that becomes `out` at the end; an `out` that exists is there, whole, until that moment.
 
-    A link is followed: what it leads to is made or replaced.
+    A link is followed: what it leads to is made or replaced. The directory is its owner's alone; one that was there,
+    were it empty, hands on its group and mode.
     """
     out = Path(os.path.realpath(out))
+    before = out.stat() if out.is_dir() else None
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
     if not out.exists():
-        with new_directory(out) as directory:
+        with new_directory(out, mode=0o700) as directory:
+            _open_as(before, directory)
             yield directory
         return
     newer, older = _beside(out)
     for left in (newer, older):  # by a run that was killed around the two moves below
         if left.is_dir():
             shutil.rmtree(left)
-    with new_directory(newer) as directory:
+    with new_directory(newer, mode=0o700) as directory:
+        _open_as(before, directory)
         yield directory
     os.rename(out, older)
     os.rename(newer, out)
     shutil.rmtree(older)
+
+
+def _open_as(before: os.stat_result | None, directory: Path) -> None:
+    """Give the group of `before` what it had there; nobody more where that group cannot be given."""
+    if before is None:
+        return
+    with suppress(OSError):
+        os.chown(directory, -1, before.st_gid)
+        os.chmod(directory, stat.S_IMODE(before.st_mode) | stat.S_IRWXU)
 
 
 def finish_replacement(out: Path) -> None:

@@ -102,7 +102,7 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
 def _locked(directory: Path) -> int:
     """The descriptor of the folder, made where it is missing, whose lock this process holds. Raises `DatasetError`."""
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
             lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
         except FileNotFoundError:

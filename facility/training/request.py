@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import trained_from
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.storage import private
 from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
@@ -103,7 +104,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve(planned) if planned else None)
     manifest = manifest_if_any(arguments.model)
-    state = arguments.state or default_directory(settings, arguments.dataset)
+    state = private(arguments.state or default_directory(settings, arguments.dataset))
     bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None
     return RoundRequest(
         settings=settings,

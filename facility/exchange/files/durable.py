@@ -97,11 +97,12 @@ def write_json(path: Path, value: Any) -> None:
 
 
 @contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success sync every file in it and rename it to `path`.
 
     `path` must not exist yet. On any exception the temporary directory is removed and `path` stays absent. What killed
     processes left for the same `path` is removed first: a living one holds a lock on its temporary directory.
+    `mode`: of the directory, less what the umask takes away.
     """
     path = Path(path)
     if path.exists():
@@ -109,7 +110,7 @@ def new_directory(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path)
     temporary, lock = _locked_sibling(path)
-    os.chmod(temporary, as_umask_allows(0o755))
+    os.chmod(temporary, as_umask_allows(mode))
     try:
         with naming(path):
             yield temporary

@@ -7,7 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeGuard
 
@@ -95,6 +95,14 @@ def unwritable(folders: Sequence[Path]) -> str:
         except OSError as error:
             return sentence(OSError(error.errno, error.strerror), folder)
     return ""
+
+
+def private(folder: Path) -> Path:
+    """The folder, made for its owner alone where it is missing; one that is there keeps its mode, by which a person
+    opens it to a group. Where it cannot be made, whatever writes there says why."""
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 def located(error: OSError, folders: Sequence[Path]) -> OSError:
