@@ -16,6 +16,7 @@ from facility.exchange.checkpoints.adapters import is_adapter, loaded_as
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
+from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
 from facility.exchange.messages.strict_json import Fields, read_json
@@ -89,7 +90,9 @@ def load_base(base: Path) -> Any:
     try:
         configuration = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         factory = getattr(transformers, (configuration.architectures or ["AutoModelForCausalLM"])[0])
-        return factory.from_pretrained(base, dtype="auto", use_safetensors=True).eval()
+        return factory.from_pretrained(
+            base, dtype="auto", use_safetensors=True, attn_implementation=OWN_ATTENTION
+        ).eval()
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{base} is not a model that transformers loads: {first_line(error)}") from None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line
 
 
@@ -27,6 +28,7 @@ def load_published(
             revision=revision,
             trust_remote_code=False,
             use_safetensors=True,
+            attn_implementation=OWN_ATTENTION,
             output_loading_info=True,
             **options,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 import transformers
 
-from coordinator.adapter_export import write_merged
+from coordinator.adapter_export import load_base, write_merged
 from coordinator.archive.rounds import Archive
 from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import InputError
 from tests.cases import slow_but
 from tests.pico import pico_config, save_pico
@@ -41,6 +43,19 @@ def test_a_model_stays_what_its_configuration_names(tmp_path: Path, kind: str):
     given, found = open_checkpoint(tmp_path / "source"), open_checkpoint(tmp_path / "out")
     assert given.tensors.keys() == found.tensors.keys()
     assert all(given.read(name).equal(found.read(name)) for name in given.tensors)
+
+
+def test_a_kernel_of_the_hub_that_a_configuration_names_is_code_and_not_fetched(tmp_path: Path):
+    """transformers loads it wherever the caller names no attention of its own."""
+    source = save_pico(tmp_path / "source", "llama")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"attn_implementation": "kernels-community/flash-attn2"}))
+    with pytest.raises(ImportError, match="kernels"):
+        transformers.AutoModelForCausalLM.from_pretrained(source)
+    assert "every tensor has its place" in made(source, tmp_path / "out")
+    assert "kernels-community" not in (tmp_path / "out" / "config.json").read_text()
+    assert model_of(source).config._attn_implementation == "eager"
+    assert load_base(source).config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gpt2", "bert"]))

@@ -18,6 +18,10 @@ FACTORIES: dict[Task, str] = {
     "image-classification": "AutoModelForImageClassification",
 }
 
+OWN_ATTENTION = "eager"
+"""Attention of transformers itself, named wherever a model is made or loaded: else config.json decides, which may name
+a kernel of the hub, that is code."""
+
 
 def config_in(directory: Path) -> Any:
     """transformers' configuration of a checkpoint, from disk only. Raises `CheckpointError`."""
@@ -73,6 +77,7 @@ def model_of(directory: Path, task: Task | None = None) -> Any:
         )
     config.architectures = config.architectures or []  # transformers looks there where a family has several classes
     with torch.device("meta"):
-        model = kind.from_config(config) if named.startswith("AutoModel") else kind._from_config(config)
+        make = kind.from_config if named.startswith("AutoModel") else kind._from_config
+        model = make(config, attn_implementation=OWN_ATTENTION)
     model.tie_weights()
     return model
