@@ -14,6 +14,8 @@ ALWAYS = (
     "-o",
     "StrictHostKeyChecking=yes",
     "-o",
+    "NoHostAuthenticationForLocalhost=no",
+    "-o",
     "PasswordAuthentication=no",
     "-o",
     "ForwardAgent=no",

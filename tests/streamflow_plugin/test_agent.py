@@ -23,14 +23,14 @@ def answer(process: asyncssh.SSHServerProcess) -> None:
     process.exit(0)
 
 
-async def agent_at_the_facility(kind: type[SSHContext]) -> str:
-    """What a facility's process sees of the agent when `kind` logs in."""
+async def agent_at_the_facility(kind: type[SSHContext], *, check_host_key: bool = False) -> str:
+    """What a facility's process sees of the agent when `kind` logs in to a host whose key nobody knows."""
     key = asyncssh.generate_private_key("ssh-ed25519")
     async with await asyncssh.listen(
         "127.0.0.1", 0, server_factory=Anybody, server_host_keys=[key], process_factory=answer, agent_forwarding=True
     ) as server:
         config = SSHConfig(
-            check_host_key=False,
+            check_host_key=check_host_key,
             client_keys=[],
             connect_timeout=10,
             hostname=f"127.0.0.1:{server.get_port()}",
@@ -54,6 +54,26 @@ def test_no_agent_reaches_a_facility(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
     assert asyncio.run(agent_at_the_facility(SSHContext)) != "agent: None"
     assert asyncio.run(agent_at_the_facility(CarefulContext)) == "agent: None"
+
+
+@pytest.mark.parametrize("line", ["", "UserKnownHostsFile none", "UserKnownHostsFile /dev/null"])
+def test_a_host_key_is_checked_whatever_file_of_known_hosts_the_user_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
+):
+    """For asyncssh `none` is not to check; whoever sits in between would be taken for the facility."""
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Host *\n  {line}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(asyncssh.HostKeyNotVerifiable):
+        asyncio.run(agent_at_the_facility(CarefulContext, check_host_key=True))
+
+
+def test_the_systems_ssh_checks_the_key_of_this_machine_too():
+    """Another user can listen at the port of a tunnel that has ended."""
+    words = command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
+    assert "NoHostAuthenticationForLocalhost=no" in words
+    proxy = next(word for word in words if word.startswith("ProxyCommand="))
+    assert proxy.count("NoHostAuthenticationForLocalhost=no") == 1
 
 
 def test_the_systems_ssh_forwards_none_either():
