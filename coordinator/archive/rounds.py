@@ -15,6 +15,7 @@
         rewound.json              after `crossfed rewind`: to which round, and whether its state is gone
         stopped.json              why a run ended early for a reason that needs a person; removed by the next start
         attempts.json             how often the round under way was asked for
+        untold.json               the round that audit log and trackers are not told of yet
         federation.json           what federation.yml asked for, as of the latest start (coordinator.rounds.changes)
         under_way.json            since when the round under way is
         limited.json              after which round a deadline or a budget ended the federation

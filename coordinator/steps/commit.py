@@ -18,7 +18,6 @@ from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
-from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
 from coordinator.archive.rewind import tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
@@ -27,7 +26,6 @@ from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
-from coordinator.report.trackers import track_round
 from coordinator.rounds.acceptance import drop_told
 from coordinator.rounds.acceptance import told as changes_told
 from coordinator.rounds.late import read_wait
@@ -53,6 +51,7 @@ from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
 from coordinator.steps.schedule import decay_factor, with_rate
 from coordinator.steps.send import make_message
+from coordinator.steps.telling import feed_trackers, log_aggregated, note_untold
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run
@@ -299,6 +298,7 @@ def keep_beside(round: Commit) -> None:
     """Keep what lies beside the round in the archive before the round appears: a commit that is killed in between is
     made again only while the round is not there."""
     archive, number, limited = round.archive, round.number, round.limited
+    note_untold(archive, number)
     keep_updates(archive, round.settings, round.arrived.updates, round.left_out)
     if limited is not None:
         archive.write_note(LIMITED, {"after_round": number, "limit": limited.limit, "reason": limited.reason})
@@ -307,13 +307,7 @@ def keep_beside(round: Commit) -> None:
 def clean_up(round: Commit) -> None:
     """Log the round that is now in the archive, note what follows, and remove what it makes superfluous."""
     archive, number = round.archive, round.number
-    log_entry(
-        "aggregated",
-        round=number,
-        model=read_manifest(archive.model_for(number + 1)).content_sha256,
-        weights=round.weights,
-        left_out=round.left_out | {name: failure.reason for name, failure in round.arrived.failures.items()},
-    )
+    log_aggregated(round.round_file)
     archive.drop_note("attempts")
     drop_told(archive)
     archive.write_note(UNDER_WAY, {"round": number + 1, "since": time.time(), "whole": True})
@@ -328,10 +322,7 @@ def announce(round: Commit) -> None:
         log.info(round.watched.reason)
     log.info("round %d is complete: %s", round.number, round.decision.reason)
     emit("complete", round=round.number, decision=round.decision.reason)
-    settings = round.settings
-    for problem in track_round(round.archive.path, settings.federation, settings.trackers, round.round_file):
-        log.warning(problem)
-        emit("problem", text=problem)
+    feed_trackers(round.archive, round.settings, round.round_file)
 
 
 def following(round: Commit) -> NextRound:

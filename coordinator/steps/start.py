@@ -30,6 +30,7 @@ from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.next_round import NextRound
+from coordinator.steps.telling import tell_untold
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
@@ -64,6 +65,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
         emit("problem", text=f"changed: {change}")
     done = archive.rounds()
     archive.write_history()
+    tell_untold(archive, settings)
     history = archive.history()
     if any(change.key.startswith("stop.") for change in changes):
         reopen(archive, settings, history)

@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.archive import audit
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.engine.run import going_on
 from coordinator.rounds.late import LateJob, remember_job, remembered_job
+from coordinator.steps import commit, telling
 from coordinator.steps.start import start
 from facility.exchange.errors import CheckpointError, CrossFedError
+from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 from tests.steps.test_aggregate_step import close
@@ -154,3 +157,35 @@ def test_a_first_round_that_was_interrupted_keeps_its_late_jobs_and_another_arch
     assert remembered_job(place.parent, "a") == late, "killed before the first round was complete"
     start(Archive(tmp_path / "other"), model, settings)
     assert remembered_job(place.parent, "a") is None
+
+
+def test_a_round_whose_coordinator_was_killed_once_it_was_there_is_told_at_the_next_start(
+    two_rounds: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Audit log and trackers had never heard of it. A round that was not there yet is told when it is made again."""
+    fed: list[int] = []
+    monkeypatch.setattr(telling, "track_round", lambda archive, name, trackers, entry: fed.append(entry.round) or [])
+    monkeypatch.setenv(audit.VARIABLE, str(tmp_path / "audit.jsonl"))
+    model, number, _ = start(two_rounds, tmp_path / "model", SETTINGS)
+    update = write_update(tmp_path / "a2", model, "a", round=number)
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for place, complete in (
+        ("keep_updates", [0, 1]),
+        ("log_aggregated", [0, 1, 2]),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(commit, place, killed)
+            close(two_rounds, model, [update], SETTINGS, number)
+        assert two_rounds.rounds() == complete and fed == []
+        start(two_rounds, tmp_path / "model", SETTINGS)
+        assert fed == complete[2:]
+    start(two_rounds, tmp_path / "model", SETTINGS)
+    assert fed == [2], "once"
+    told = [json.loads(line) for line in (tmp_path / "audit.jsonl").read_text().splitlines()]
+    assert [(one["what"], one["round"], one["model"]) for one in told] == [
+        ("aggregated", 2, read_manifest(two_rounds.model_for(3)).content_sha256)
+    ]
+    assert told[0]["weights"] == {"a": 1.0}
