@@ -51,8 +51,12 @@ class Pending:
         agreement = read_agreement(self.request / ROSTER)
         if (agreement.run, agreement.base_sha256, agreement.round) == base_of(model):
             return True
-        shutil.rmtree(self.directory)
+        self.forget()
         return False
+
+    def forget(self) -> None:
+        """Remove this request alone."""
+        shutil.rmtree(self.directory)
 
     def write(self, request: UnmaskRequest, roster: Path, updates: Mapping[str, Path]) -> None:
         """Keep a request and its updates, atomically."""

@@ -54,9 +54,17 @@ def settle(
     arrived: Arrived,
     out: Path,
 ) -> UnmaskRequest:
-    """Write to `out` what the facilities are asked for. A request that is pending stays as it is."""
+    """Write to `out` what the facilities are asked for.
+
+    A request that is pending stays as it is, unless the settings were changed since and nobody would answer it:
+    facilities that have answered it refuse another one themselves.
+    """
     pending = Pending(archive=archive, round=number)
-    if number < settings.rounds and pending.find(model):
+    there = number < settings.rounds and pending.find(model)
+    if there and (reason := outdated(pending, settings)):
+        log.warning("round %d: the sum is asked for anew, the settings were changed since: %s", number, reason)
+        pending.forget()
+    elif there:
         link_tree(pending.request, out)
         return read_request(out)
     nothing = UnmaskRequest(federation=settings.federation, round=number, survivors=[])
@@ -70,6 +78,17 @@ def settle(
             pending.write(request, roster, arrived.updates)
     write_request_directory(out, request, roster, arrived.updates)
     return request
+
+
+def outdated(pending: Pending, settings: CoordinatorSettings) -> str:
+    """Why a pending request cannot be answered under these settings, which its facilities have as well; '': it can."""
+    try:
+        asked, roster = read_request(pending.request), open_roster(pending.request / ROSTER, settings)
+    except CrossFedError as error:
+        return clean(str(error), 300)
+    reasons = [f"{name}: {why}" for name in asked.survivors if (why := misfit(pending.update(name), name, roster))]
+    few = len(asked.survivors) < least_of(settings)
+    return "; ".join(reasons) or ("it is of fewer facilities than may be summed now" if few else "")
 
 
 def least_of(settings: CoordinatorSettings) -> int:

@@ -72,7 +72,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
     kept = best_round(losses_known(history)) if settings.limits else None
     archive.prune(settings.keep_rounds, also=kept)
     following = len(done)
-    forget_complete(archive, following)
+    forget_complete(archive, following if settings.masks else following + 1)  # + 1: masks were switched off
     if not done and not archive.read_note(UNDER_WAY):  # an interrupted first round keeps its late jobs
         forget_all(Path.cwd().parent)
     if number_of_attempt(archive, following) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -162,6 +163,52 @@ def test_the_same_request_is_asked_again_and_answered_again_after_too_few_answer
     assert not (federation.archive.path / "unmasking").exists()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"bits": 32},
+        {"privacy": {"minimum_sum": 3}},
+        {"privacy": {"threshold": 3}},
+        {"privacy": {"clip_norm": 1.0}},
+        {"names": ("alpha", "beta", "delta")},
+        {"names": NAMES},
+    ],
+    ids=["nothing", "bits", "minimum_sum", "threshold", "clip_norm", "one for another", "one more"],
+)
+@pytest.mark.parametrize("answered", [False, True])
+def test_settings_changed_while_a_sum_is_asked_for_hold_for_a_new_one_unless_it_was_answered(
+    tmp_path: Path, signers: Path, changes: dict[str, object], answered: bool
+):
+    """The old one was asked for again at every start, and nobody could answer it: no command led out of that."""
+    federation = Masking(root=tmp_path, signers=signers)
+    told = steps(NAMES)
+
+    def asked_of_all() -> tuple[Path, dict[str, Path]]:
+        roster = federation.roster([federation.keys(name) for name in federation.names])
+        updates = {
+            name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names
+        }
+        received = {name: federation.receive(name, update) for name, update in updates.items()}
+        return federation.settle(roster, received), received
+
+    request, _ = asked_of_all()  # and the coordinator is killed
+    if answered:
+        federation.answer("alpha", request)
+    for name, value in changes.items():
+        setattr(federation, name, value)
+    request, received = asked_of_all()
+    if answered and changes.keys() - {"privacy"} or "clip_norm" in str(changes) and answered:
+        with pytest.raises(InputError, match="expected the same facilities, settings, data and amounts as then"):
+            federation.answer("alpha", request)
+        return
+    answers = [federation.answer(name, request) for name in federation.names]
+    assert federation.close(request, received, answers)[1:] == (1, True)
+    assert {row.facility: row.status for row in federation.archive.read_round(0).facilities} == dict.fromkeys(
+        federation.names, "ok"
+    )
+
+
 def test_a_coordinator_killed_between_the_round_and_its_request_forgets_the_request_at_its_next_start(
     tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -177,9 +224,8 @@ def test_a_coordinator_killed_between_the_round_and_its_request_forgets_the_requ
     shutil.copytree(pending / "round-0000", asked)
     assert not start(federation.archive, tmp_path / "initial", federation.settings).proceed
     assert [path.name for path in pending.iterdir()] == ["round-0001"]
-    shutil.rmtree(asked)
-    start(federation.archive, tmp_path / "initial", federation.settings)
-    assert not pending.exists()
+    start(federation.archive, tmp_path / "initial", dataclasses.replace(federation.settings, privacy=None))
+    assert not pending.exists(), "nobody asks for it without masks"
 
 
 def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_told_and_not_used(
