@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -14,8 +15,10 @@ import pytest
 import torch
 import yaml
 
+from coordinator.aggregate import aggregate
 from coordinator.aggregation.rule_parameters import declared
-from coordinator.aggregation.rules.contract import MOMENTUM
+from coordinator.aggregation.rules import mean
+from coordinator.aggregation.rules.contract import MOMENTUM, Plan
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.contract import Step
 from coordinator.aggregation.server_optimizers.kept_arguments import with_kept_arguments
@@ -209,6 +212,32 @@ def test_an_optimizer_that_works_in_place_is_one_clear_error(outside: Path, comm
 def test_what_an_optimizer_changes_or_returns_is_held_to_its_contract(step: Step, words: str):
     with pytest.raises(InputError, match=f"the server optimizer odd .*{words}"):
         with_kept_arguments("odd", step)(np.ones(4, np.float32), np.ones(4, np.float32), [np.ones(4, np.float32)])
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(coefficients=[1.0]), r"coefficients \[1.0\], expected 2 finite numbers"),
+        (Plan(coefficients=[0.5, math.nan]), "expected 2 finite numbers"),
+        (Plan(coefficients=["a", "b"]), "expected 2 finite numbers"),  # type: ignore[list-item]
+        (Plan(tensor_coefficients=lambda tensor: [1.0] * 3), "for tensor 'w', expected 2 finite numbers"),
+        (Plan(combine=lambda steps, tensor, offset: steps[0, :1]), r"shape \(1,\).*expected a numpy array of 4"),
+        (Plan(combine=lambda steps, tensor, offset: steps), r"shape \(2, 4\).*expected a numpy array of 4"),
+        (Plan(combine=lambda steps, tensor, offset: list(steps[0])), "expected a numpy array of 4"),
+        (Plan(combine=lambda steps, tensor, offset: steps[0] > 0), "dtype bool; expected a numpy array of 4"),
+        (Plan(coefficients=[0.5, 0.5], details={"largest": np.float32(1)}), "details that round.json cannot hold"),
+    ],
+)
+def test_what_a_rule_decides_is_held_to_its_contract(
+    plan: Plan, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """One value for all of a tensor would be taken for each of them, and the model written."""
+    monkeypatch.setattr(mean, "plan", lambda updates: plan)
+    base = make.model(tmp_path / "base", {"w": torch.zeros(4)})
+    updates = [make.update(tmp_path / who, {"w": torch.ones(4)}, base=base, facility=who) for who in "ab"]
+    with pytest.raises(InputError, match=f"the rule mean .*{words}"):
+        aggregate(base=base, updates=updates, out=tmp_path / "out", settings=AggregationSettings(rule="mean"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_arguments_may_be_returned_as_they_are():
