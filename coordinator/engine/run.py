@@ -47,6 +47,7 @@ from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import unwritable
 
 log = logging.getLogger("coordinator.engine")
@@ -115,7 +116,8 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
         return 0
     reason = data["stopped"] or ended
     console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
-    console.print(f"The archive holds {len(data['rounds'])} complete rounds; the same command goes on from there.")
+    first = "; with that mended," if code == ExitCode.INPUT else ";"
+    console.print(f"Complete rounds in the archive: {len(data['rounds'])}{first} the same command goes on from there.")
     return code
 
 

@@ -31,6 +31,7 @@ from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.streamflow_plugin.names import STEP_SERVER
 from facility.exchange.child import end_with_parent
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import SAME_COMMAND
 
 log = logging.getLogger("coordinator.engine")
@@ -170,7 +171,8 @@ class Supervisor:
     _stopped: int = 0
 
     def run(self) -> tuple[int, str]:
-        """Exit code and reason: 0, StreamFlow's own last code (1: we ended it), or 128 + the signal given to `stop`."""
+        """Exit code and reason: 0, 2 where a person has to change something first, StreamFlow's own last code (1: we
+        ended it), or 128 + the signal given to `stop`."""
         watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
         with watch.going_on():
             return self._run()
@@ -187,7 +189,8 @@ class Supervisor:
             if decision.next == "done":
                 return self._end(0, decision.reason, [one for one in self.queues if one.ahead])
             if decision.next == "give up":
-                return self._end(max(1, self.attempts[-1].code), decision.reason)  # below 0: ended by us
+                last = self.attempts[-1]
+                return self._end(ExitCode.INPUT if last.fatal else max(1, last.code), decision.reason)  # < 0: by us
             log.warning("%s; starting again in %g s", decision.reason, decision.pause_seconds)
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:

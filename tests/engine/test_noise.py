@@ -14,7 +14,7 @@ OURS = [
     "12:00:01 site-a: job 17 was cancelled by the site; the round goes on without it",
     "12:00:02 the engine ended with code 1; starting again",
     "the run ended with code 75: archive is full: make room, then give the same command again",
-    "The archive holds 1 complete rounds; the same command goes on from there.",
+    "Complete rounds in the archive: 1; the same command goes on from there.",
     "│ 0 │ site-a │ ok │",
     "│ 0 │ site-a │ ok │",
 ]
