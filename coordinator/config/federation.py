@@ -37,6 +37,7 @@ from coordinator.config.evaluation import EvaluationPlan
 from coordinator.config.facility_names import check_names
 from coordinator.config.groups import KEY as GROUPS
 from coordinator.config.groups import without_groups
+from coordinator.config.locate import named_in_utf8
 from coordinator.config.masked_moments import obstacle
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy, check_switched
@@ -196,7 +197,7 @@ class Federation(FederationFile):
 
 def read_federation(file: Path) -> Federation:
     """Read and check federation.yml. Raises `ConfigurationError` with file and line; touches nothing else."""
-    lined = Lined(Path(file).resolve())
+    lined = Lined(named_in_utf8(Path(file)))
     try:
         return _build(lined)
     except ConfigurationError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 
 PLACES = ("federation.yml", "workflow/federation.yml")
 """Where a federation's file may be, relative to the working directory."""
@@ -21,3 +21,17 @@ def find_federation() -> Path:
         "--federation FILE, or make one by `crossfed init FOLDER --facility NAME=TEMPLATE` "
         "(`crossfed demo` makes and runs an example)"
     )
+
+
+def named_in_utf8(file: Path) -> Path:
+    """The file's whole path. Raises `ConfigurationError` for one with bytes that are not UTF-8: they cannot be written
+    into streamflow.yml and JSON, which name the places of a run."""
+    path = file.resolve()
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ConfigurationError(
+            f"the path {ascii(str(path))} holds bytes that are not UTF-8 (shown as \\udcXX), expected a path that can "
+            "be written into a text file: rename that folder, or move the federation elsewhere"
+        ) from None
+    return path

@@ -55,6 +55,8 @@ BROKE = 255
 """ssh's own exit code: the connection, not the command."""
 PIPE_BYTES = 1 << 20
 """Asked for each pipe; a system may give less."""
+LONGEST_FOLDER = 107 - 17 - len("/999")
+"""Bytes of the path of a folder of sockets: a socket's may have 107, and ssh appends 17 to it while it makes one."""
 END_SECONDS = 10.0
 """Seconds for a process to end after SIGTERM."""
 NO_SPLICE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -174,7 +176,7 @@ async def swift_lanes(
     if login is None or not count:
         yield []
         return
-    folder = Path(tempfile.mkdtemp(prefix="crossfed-"))  # mode 0700: whoever reaches a socket has our login
+    folder = _place_of_sockets()
     lanes: list[SwiftLane] = []
     with ThreadPoolExecutor(count * channels, thread_name_prefix="swift") as pool:
         try:
@@ -186,6 +188,16 @@ async def swift_lanes(
         finally:
             await asyncio.gather(*(lane.close() for lane in lanes))
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _place_of_sockets() -> Path:
+    """A new folder, mode 0700: whoever reaches a socket has our login. Below /tmp where the name of a socket in TMPDIR
+    would be longer than one may be (unix(7)): ssh would then make no connection."""
+    folder = Path(tempfile.mkdtemp(prefix="crossfed-"))
+    if len(os.fsencode(folder)) <= LONGEST_FOLDER:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="crossfed-", dir="/tmp"))
 
 
 async def _open(

@@ -327,3 +327,12 @@ def test_first_mistakes_are_told_at_their_line(tmp_path: Path, text: str, line: 
     with pytest.raises(ConfigurationError, match=words) as caught:
         read_federation(file)
     assert caught.value.line == line
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_told_as_the_file_is_read(tmp_path: Path):
+    """What names it, streamflow.yml and JSON, could not be written: the check broke, and the run began anew for ever."""
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/h\xe9me"))
+    folder.mkdir()
+    with pytest.raises(ConfigurationError, match="bytes that are not UTF-8") as told:
+        read(folder, GOOD)
+    assert "dce9me" in str(told.value) and str(told.value).isascii()

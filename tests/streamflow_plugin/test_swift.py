@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import random
 import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
 from coordinator.testbed.command import started_at, wait_until
 from facility.exchange.files.paths import CHECKOUT
+from tests.streamflow_plugin.local_sshd import SSHD
 
 CONTENT = random.Random(0).randbytes(3_000_001)
 OFFSET, LENGTH = 1_000_003, 1_500_007
@@ -227,3 +230,21 @@ def test_a_killed_coordinator_leaves_no_connection(far, tmp_path):
     pids = [int(word) for word in done.stdout.split()]
     assert len(pids) == 2
     wait_until(lambda: all(started_at(pid) is None for pid in pids), 10, "end of the connections")
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")
+def test_a_temporary_folder_with_a_long_name_costs_no_connection(site, tmp_path, monkeypatch):
+    """ssh refuses a socket whose path, with what it appends while it makes one, is longer than sockets' may be."""
+    site.sign("-1m:+1h")
+    long = tmp_path / ("x" * (100 - len(str(tmp_path))))
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    login = config(hostname=f"127.0.0.1:{site.port}", username=getpass.getuser(), client_keys=[str(site.key)])
+
+    async def count() -> int:
+        async with swift_lanes(login, 2, 2) as lanes:
+            return len(lanes)
+
+    assert asyncio.run(count()) == 2
+    assert list(long.iterdir()) == []
