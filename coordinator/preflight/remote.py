@@ -89,12 +89,11 @@ def refused(row: Row, text: str) -> InputError | TryAgain:
 
 def _unread(name: str, deployment: Deployment) -> Row | None:
     """A row where ~/.ssh/config has a line that ssh reads and a run, which does without ssh, cannot."""
-    from coordinator.streamflow_plugin.connection import address
     from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
 
     hosts = [] if deployment.ssh == "system" else [deployment, deployment.tunnel, deployment.transfer]
     for one in (one for one in hosts if one.host):
-        host, port = address(one.host)
+        host, port = openssh.address(one.host)
         try:
             read_ssh_settings(host, one.user, port)
         except ConfigurationError as error:

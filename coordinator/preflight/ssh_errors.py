@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.row import Row, fail
+from coordinator.streamflow_plugin.openssh import address
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,11 @@ def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: 
 
 def _words(deployment: Deployment, error: str) -> dict[str, str]:
     """What a complaint's sentences may name."""
-    bare, _, port = deployment.host.partition(":")
+    bare, port = address(deployment.host)
     return {
         "host": deployment.host,
         "bare": bare,
-        "known": f"[{bare}]:{port}" if port else deployment.host,
+        "known": f"[{bare}]:{port}" if port else bare,
         "scan": f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}",
         "user": deployment.user or "this user",
         "error": error,

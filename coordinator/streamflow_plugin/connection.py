@@ -9,6 +9,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param_from_file
 
 from coordinator.events.event import emit
+from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
 
@@ -103,14 +104,3 @@ class CarefulContext(SSHContext):
         """Let the next use connect anew, where the original would say for ever that it cannot."""
         await self.close()
         self._connect_event.clear()
-
-
-def address(host: str) -> tuple[str, int]:
-    """Name or address, and port (0: none is said), of `name`, `name:port`, `[address of IPv6]` or the latter with
-    `:port`."""
-    if host.startswith("["):
-        bare, _, port = host[1:].partition("]")
-        port = port.removeprefix(":")
-    else:
-        bare, _, port = host.partition(":")
-    return bare, int(port or 0)

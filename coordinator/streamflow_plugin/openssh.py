@@ -63,10 +63,16 @@ def _files(account: Path, *, with_keys: bool) -> list[str]:
 
 
 def _target(login: Login) -> list[str]:
-    host, port = login.host, ""
+    host, port = address(login.host)
+    return [*(["-p", str(port)] if port else []), *(["-l", login.user] if login.user else []), "--", host]
+
+
+def address(host: str) -> tuple[str, int]:
+    """Name or address, and port (0: none is said), of `name`, `name:port`, `[address of IPv6]` or the latter with
+    `:port`."""
     if host.startswith("["):
-        host, _, rest = host[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif ":" in host:
-        host, port = host.split(":")
-    return [*(["-p", port] if port else []), *(["-l", login.user] if login.user else []), "--", host]
+        bare, _, port = host[1:].partition("]")
+        port = port.removeprefix(":")
+    else:
+        bare, _, port = host.partition(":")
+    return bare, int(port or 0)

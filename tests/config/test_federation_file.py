@@ -330,7 +330,7 @@ def test_first_mistakes_are_told_at_their_line(tmp_path: Path, text: str, line: 
 
 
 def test_a_folder_whose_name_is_not_utf_8_is_told_as_the_file_is_read(tmp_path: Path):
-    """What names it, streamflow.yml and JSON, could not be written: the check broke, and the run began anew for ever."""
+    """What names it, streamflow.yml and JSON, could not be written: the check broke, the run began anew for ever."""
     folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/h\xe9me"))
     folder.mkdir()
     with pytest.raises(ConfigurationError, match="bytes that are not UTF-8") as told:

@@ -16,7 +16,8 @@ from streamflow.deployment.connector.ssh import SSHConfig
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin import connection, sessions
-from coordinator.streamflow_plugin.connection import CarefulContext, address
+from coordinator.streamflow_plugin.connection import CarefulContext
+from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.sessions import Given, Sessions
 from tests.streamflow_plugin.local_sshd import SSHD
 from tests.streamflow_plugin.test_patient_login import connector
