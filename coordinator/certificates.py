@@ -31,10 +31,14 @@ def read_ends(text: str) -> list[datetime]:
 
 
 def certificate_ends(deployment: Deployment) -> list[datetime]:
-    """Ends of the certificates that this login may use: beside its key, or else the agent's."""
-    if deployment.key:
-        path = Path(f"{Path(deployment.key).expanduser()}-cert.pub")
-        return read_ends(_said(["ssh-keygen", "-L", "-f", str(path)])) if path.is_file() else []
+    """Ends of the certificates that this login may use: beside its key or, without `key:`, those that ~/.ssh/config
+    names for the host, or else the agent's."""
+    from coordinator.streamflow_plugin.ssh_settings import certificates_of  # asyncssh takes a while to import
+
+    beside = [f"{Path(deployment.key).expanduser()}-cert.pub"] if deployment.key else []
+    files = [one for one in beside or certificates_of(deployment.host, deployment.user) if Path(one).is_file()]
+    if deployment.key or files:
+        return [end for file in files for end in read_ends(_said(["ssh-keygen", "-L", "-f", file]))]
     held = [line for line in _said(["ssh-add", "-L"]).splitlines() if "-cert-v01@openssh.com " in line]
     return read_ends(_said(["ssh-keygen", "-L", "-f", "-"], "\n".join(held) + "\n")) if held else []
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import shlex
 import time
-from collections.abc import Callable, MutableMapping, MutableSequence
+from collections.abc import Callable, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,7 @@ from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_she
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
+from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 from facility.exchange.messages.manifest import manifest_if_any
@@ -60,14 +61,20 @@ class ParallelSSHConnector(SSHConnector):
 
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
-        name, keys = self.deployment_name.removeprefix(FACILITY), [self.sshKey] if self.sshKey else []
-        self._login = PatientLogin(facility=name, files=keys) if waits_for_login else None
+        name = self.deployment_name.removeprefix(FACILITY)
+        self._login = PatientLogin(facility=name, files=self._renewed()) if waits_for_login else None
         self._cls_context = partial(CarefulContext, login=self._login)
         self._most_bytes: int | None = None
         self._given = Given(self.maxConcurrentSessions)
         self._lanes: dict[str, list[SSHContextFactory]] = {}
         self._worth: dict[str, asyncio.Future[int]] = {}
         self._closing: set[asyncio.Future[None]] = set()
+
+    def _renewed(self) -> Sequence[str]:
+        """Files that change as the login is renewed: the key, or else the certificates that ~/.ssh/config names."""
+        if self.sshKey:
+            return [self.sshKey]
+        return [one for node in self.nodes.values() for one in certificates_of(node.hostname, node.username or "")]
 
     async def get_available_locations(self, service: str | None = None) -> MutableMapping[str, AvailableLocation]:
         """The nodes, without asking them for cores and disks as the original does: the engine holds the lock of all

@@ -17,6 +17,7 @@ from typing import Any
 from asyncssh.config import ConfigParseError, SSHClientConfig
 from streamflow.deployment.connector.ssh import SSHConfig
 
+from coordinator.streamflow_plugin.openssh import address
 from facility.exchange.errors import ConfigurationError
 
 MOST_JUMPS = 8
@@ -37,6 +38,8 @@ class SSHSettings:
     port: int
     keys: Sequence[str]
     """Files of `IdentityFile` that can be read."""
+    certificates: Sequence[str]
+    """Files of `CertificateFile`, and those beside `keys`, whether they are there now or not."""
     jumps: Sequence[str]
     """`ProxyJump`: `user@host:port` each, the nearest first."""
     known_hosts: Sequence[str] | bytes
@@ -66,6 +69,7 @@ def read_ssh_settings(host: str, user: str = "", port: int = 0) -> SSHSettings:
         ) from None
     only = bool(found.get("IdentitiesOnly"))
     keys = [str(Path(key).expanduser()) for key in _listed(found.get("IdentityFile"))]
+    named = [str(Path(one).expanduser()) for one in _listed(found.get("CertificateFile"))]
     jump = str(found.get("ProxyJump") or "")
     user_files = found.get("UserKnownHostsFile", USER_KNOWN_HOSTS)
     global_files = found.get("GlobalKnownHostsFile", GLOBAL_KNOWN_HOSTS)
@@ -73,10 +77,20 @@ def read_ssh_settings(host: str, user: str = "", port: int = 0) -> SSHSettings:
     return SSHSettings(
         name=str(found.get("Hostname", host)),
         port=int(str(found.get("Port", 0))),
-        keys=[key for key in keys if _is_key(key, only)],
+        keys=(readable := [key for key in keys if _is_key(key, only)]),
+        certificates=[*named, *(f"{key}-cert.pub" for key in readable)],
         jumps=[one.strip() for one in jump.split(",") if one.strip()],
         known_hosts=[one for one in known if Path(one).is_file() and os.access(one, os.R_OK)] or NO_HOSTS,
     )
+
+
+def certificates_of(host: str, user: str = "") -> Sequence[str]:
+    """Files of the certificates that ~/.ssh/config gives a login; none where it cannot be read."""
+    name, port = address(host)
+    try:
+        return read_ssh_settings(name, user, port).certificates
+    except ConfigurationError:
+        return []
 
 
 def jump_of(config: SSHConfig, jumps: Sequence[str]) -> SSHConfig | None:

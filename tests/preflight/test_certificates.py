@@ -54,6 +54,18 @@ def test_a_certificate_is_ok_then_warned_of_then_fails(key: Path):
     assert [row.verdict for row in rows("a", described)] == ["fail"]
 
 
+@pytest.mark.parametrize("line", ["IdentityFile {key}", "CertificateFile {key}-cert.pub"])
+def test_a_certificate_that_the_users_configuration_names_for_the_host_is_told_of(key: Path, monkeypatch, line: str):
+    """Without `key:` the login is what ~/.ssh/config says; no agent holds this certificate."""
+    monkeypatch.setenv("HOME", str(key.parent))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (key.parent / ".ssh").mkdir()
+    (key.parent / ".ssh" / "config").write_text(f"Host login.a\n  {line.format(key=key)}\n")
+    sign(key, "-V", "-1m:+1h")
+    assert [row.verdict for row in rows("a", deployment())] == ["warning"]
+    assert rows("b", deployment(host="login.b")) == [], "another host's login has none"
+
+
 def test_a_comment_in_another_encoding_hides_no_certificate(key: Path, monkeypatch: pytest.MonkeyPatch):
     """A key's comment is whatever its owner typed, and where."""
     sign(key, "-V", "-1m:+1h")

@@ -89,3 +89,14 @@ def test_what_nothing_is_said_of_is_left_to_ssh(site: Site):
     found = read_ssh_settings("elsewhere")
     assert (found.name, found.port, list(found.keys), list(found.jumps)) == ("elsewhere", 0, [], [])
     assert found.known_hosts == [str(site.folder / ".ssh" / "known_hosts")]
+
+
+def test_a_certificate_that_is_renewed_is_seen_where_only_the_configuration_names_it(site: Site):
+    """A refused login is tried again as its files change, else once a minute."""
+    configured(site, "Host centre\n  HostName 127.0.0.1\n" + LOGIN)
+    login = ParallelSSHConnector("facility-a-ssh", "/", nodes=["centre"])._login
+    assert login is not None
+    before = login._renewed()
+    assert any(before)
+    site.sign("-1m:+2h")
+    assert login._renewed() != before
