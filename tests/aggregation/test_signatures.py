@@ -67,6 +67,24 @@ def test_what_is_not_verified(keys: Path, update: Path):
         verify(update, "alpha", keys / "allowed")
 
 
+@pytest.mark.parametrize("wrong", ["dangling", "garbage"])
+def test_a_file_of_revoked_keys_that_cannot_be_read_revokes_all_and_is_named(keys: Path, update: Path, wrong: str):
+    sign(update, keys / "alpha", kind="update")
+    revoked = keys / "allowed.revoked"
+    if wrong == "dangling":
+        revoked.symlink_to("/nowhere/revoked")
+    else:
+        revoked.write_text("alpha left\n")
+    with pytest.raises(ManifestError, match="allowed.revoked"):
+        verify(update, "alpha", keys / "allowed")
+
+
+def test_a_private_key_that_others_may_read_is_told_as_such(keys: Path, update: Path):
+    (keys / "alpha").chmod(0o644)
+    with pytest.raises(ConfigurationError, match="Permissions 0644 .* are too open"):
+        sign(update, keys / "alpha", kind="update")
+
+
 def test_a_signature_for_another_purpose_is_none(keys: Path, update: Path):
     path = str(update / "manifest.json")
     subprocess.run(

@@ -16,10 +16,12 @@ import os
 import re
 import subprocess
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.manifest import NAME, SIGNATURE, read_manifest
+from facility.exchange.messages.strict_json import clean
 
 NAMESPACE = "crossfed"
 """Keeps a signature made for CrossFed from being valid for anything else, and the other way round."""
@@ -73,14 +75,19 @@ def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
     if not signer or signer.startswith("-") or not signer.isprintable() or "," in signer or " " in signer:
         raise ManifestError(f"{signer!r} cannot be a signer's name")
     command = ["-Y", "verify", "-f", str(allowed_signers), "-I", signer, "-n", NAMESPACE, "-s", str(signature)]
-    revoked = allowed_signers.with_name(allowed_signers.name + REVOKED)
-    if revoked.exists():
-        command += ["-r", str(revoked)]
+    revoked, content = allowed_signers.with_name(allowed_signers.name + REVOKED), (directory / NAME).read_bytes()
+    last: list[str] = []
+    if os.path.lexists(revoked):  # a link that leads nowhere revokes all, as any file that cannot be read does
+        last = ["-r", str(revoked)]
     try:
-        said = _run(command, (directory / NAME).read_bytes(), "")
-    except ConfigurationError as error:
+        said = _run(command + last, content, "")
+    except ConfigurationError as refused:
+        error = str(refused)
+        with suppress(ConfigurationError):
+            if last and _run(command, content, ""):
+                error = f"{revoked} revokes the key, or is no list of public keys, one a line, and no KRL"
         raise ManifestError(
-            f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({str(error).strip()}): "
+            f"{directory}/{NAME} is not signed by {signer!r} as {allowed_signers} has it ({error.strip()}): "
             "altered, or signed with another key, or with one that is revoked or no longer valid"
         ) from None
     found = FINGERPRINT.search(said)
@@ -106,6 +113,7 @@ def _run(arguments: list[str], text: bytes, what: str) -> str:
     except subprocess.TimeoutExpired:
         raise ConfigurationError(f"{what}: ssh-keygen did not answer within {SECONDS} s") from None
     if done.returncode:
-        lines = (done.stderr or done.stdout).decode(errors="replace").strip().splitlines()
-        raise ConfigurationError(f"{what}: {lines[-1] if lines else 'no reason given'}".removeprefix(": "))
+        lines = (done.stderr or done.stdout).decode(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip("@ \r")]  # the last alone does not say which file is wrong
+        raise ConfigurationError(f"{what}: {clean('; '.join(said) or 'no reason given', 500)}".removeprefix(": "))
     return done.stdout.decode(errors="replace")
