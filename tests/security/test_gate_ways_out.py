@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import os
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,22 @@ def test_refused_requests_do_not_make_the_gate_forget_a_job_that_waits(site: Gat
     for _ in range(12):
         site.ask(request.replace(f"{site.home}/data", "/etc"))
     assert ahead(site)[0] == 77, "one a federation"
+
+
+def test_a_few_bytes_do_not_become_a_disk_full_or_hours_of_reading(site: Gate):
+    """A header of a sparse file, from which the gate would write out zeros; a byte at a far offset, to be hashed."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        entry = tarfile.TarInfo("hole")
+        entry.pax_headers = {"GNU.sparse.size": str(60 << 20), "GNU.sparse.numblocks": "0", "GNU.sparse.map": "0,0"}
+        archive.addfile(entry)
+    code, _, error = site.ask(f"crossfed-gate put-tree {site.workdir}/in", stream.getvalue())
+    assert code == 77 and "nor a regular file, written out" in error
+    assert not (site.workdir / "in" / "hole").exists()
+    assert site.ask(f"crossfed-gate put-file {site.workdir}/far 600")[0] == 0
+    assert site.ask(f"crossfed-gate put-piece {site.workdir}/far 900000000000 1", b"x")[0] == 0
+    code, out, error = site.ask(f"crossfed-gate sha1 {site.workdir}/far")
+    assert (code, out) == (77, b"") and "too large for a checksum" in error
 
 
 def test_what_no_longer_counts_is_forgotten(tmp_path: Path):
