@@ -14,7 +14,7 @@ from pathlib import Path
 from facility.exchange.files.locks import take_lock
 from facility.gating import queue
 from facility.gating.confine import below
-from facility.gating.ledger import RESERVED, RESERVED_SECONDS, JobEntry, changed, read_ledger
+from facility.gating.ledger import JobEntry, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
@@ -111,7 +111,7 @@ def writable(word: str, session: Session) -> Path:
     path = below(word, session.workdir)
     if _held(path, read_ledger(session.ledger).jobs) is None:
         return path
-    _note_ends(session)
+    queue.note_ends(session)
     if (job := _held(path, read_ledger(session.ledger).jobs)) is not None:
         raise Refused(f"{path} is, holds or lies in the model of job {job.id}, which is not over: it stays as it is")
     return path
@@ -125,22 +125,3 @@ def _held(path: Path, jobs: Iterable[JobEntry]) -> JobEntry | None:
                 if path == place or path.is_relative_to(place) or place.is_relative_to(path):
                     return job
     return None
-
-
-def _note_ends(session: Session) -> None:
-    """Note which jobs are over, on a host without a queue by its processes. Those that a gate was about to submit, or
-    to run, when it was killed are over once nothing of their name is left."""
-    queue.note_ends(session)
-    for name in session.names():
-        if session.policy.scheduler == "ssh":
-            there = bool(queue.processes(name))
-        else:
-            code, ids, _ = queue.ids_of(session, queue.table(session).active, name)
-            there = bool(code or ids)
-        if there:
-            continue
-        with changed(session.ledger) as (ledger, now):
-            for job in ledger.jobs:
-                begun = job.id.startswith(RESERVED) and now - job.submitted > RESERVED_SECONDS
-                if job.name == name and begun and not job.ended:
-                    job.ended = now

@@ -120,6 +120,13 @@ class Ledger:
             if job.id not in active and job.name == name and not job.ended and not job.id.startswith(RESERVED):
                 job.ended = now
 
+    def note_killed(self, name: str, now: float) -> None:
+        """Nothing of this name is there: what gates that were killed had entered for it has ended by now."""
+        for job in self.jobs:
+            begun = job.id.startswith(RESERVED) and now - job.submitted > RESERVED_SECONDS
+            if job.name == name and begun and not job.ended:
+                job.ended = now
+
 
 def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
     """Counts by hour with `count` more, without those that are older than a day."""

@@ -287,15 +287,22 @@ def _output_of(session: Session, id: str) -> Path | None:
 
 
 def note_ends(session: Session) -> None:
-    """Note which of our jobs have left the queue, so that they count with what they used."""
-    if session.policy.scheduler == "ssh":
-        return
+    """Note which of our jobs are over, so that they count with what they used: on a host without a queue by its
+    processes. Those that a gate was about to submit, or to run, when it was killed are over once nothing of their name
+    is left."""
+    scheduler = session.policy.scheduler
     known = {job.name for job in read_ledger(session.ledger).jobs if job.id and not job.ended}
     for name in [one for one in session.names() if one in known]:
-        code, ids, _ = ids_of(session, TABLE[session.policy.scheduler].active, name)
-        if code == 0:
-            with changed(session.ledger) as (ledger, now):
-                ledger.note_ended(name, ids, now)
+        if scheduler == "ssh":
+            code, there = 0, [str(pid) for pid in processes(name)]
+        else:
+            code, there, _ = ids_of(session, TABLE[scheduler].active, name)
+        if code:
+            continue
+        with changed(session.ledger) as (ledger, now):
+            ledger.note_ended(name, there, now)
+            if not there:
+                ledger.note_killed(name, now)
 
 
 def enqueue(session: Session, script: str, name: str, directory: Path) -> str:

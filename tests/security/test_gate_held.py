@@ -11,9 +11,10 @@ import pytest
 from facility import gate
 from facility.exchange.messages import order
 from facility.exchange.messages.manifest import read_manifest, with_run, write_manifest
-from facility.gating import approval, queue, transfers
+from facility.gating import approval, jobs, queue, transfers
 from facility.gating.ledger import changed, read_ledger
 from facility.gating.policy import read_policy
+from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from tests.security.test_gate import KEY, Gate, packed, site  # noqa: F401 (a fixture)
 
@@ -107,6 +108,30 @@ def test_a_job_that_a_killed_gate_never_submitted_holds_nothing_for_ever(site: G
     site.active = ""
     assert site.ask(remove)[0] == 0
     assert read_ledger(ledger).jobs[0].ended
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "ssh"])
+def test_a_job_that_a_killed_gate_never_submitted_uses_no_hours_of_the_day(
+    site: Gate,  # noqa: F811
+    scheduler: str,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """It counted with its whole time limit for a day, and the next jobs were refused."""
+    submitted(site)
+    site.active, there = "18\n", [1]
+    monkeypatch.setattr(queue, "processes", lambda name: there)
+    site.policy(node_hours_per_day=3.0, scheduler=scheduler)
+    with changed(site.home / "gate" / "ledger.json") as (found, _):
+        found.jobs[0].id, found.jobs[0].submitted = "reserved-1.0", found.jobs[0].submitted - 700
+    session = Session(policy=read_policy(site.home / "policy.yml"), key=KEY, state=site.home / "gate")
+    name = session.job_name("heron")
+    with pytest.raises(Refused, match="2.00 were used or reserved"):
+        jobs.reserve(session, name, site.workdir)
+    site.active = ""
+    there.clear()
+    assert jobs.reserve(session, name, site.workdir).id.startswith("reserved-")
+    with pytest.raises(Refused, match="2.19 were used or reserved"):
+        jobs.reserve(session, name, site.workdir)  # the one just entered may be about to be submitted
 
 
 def test_on_a_host_without_a_queue_processes_say_whether_it_is_over(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
