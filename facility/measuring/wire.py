@@ -59,29 +59,34 @@ class Wire:
         pair = (self.rank, target)
         begin = time.monotonic()
         rate = self.pretended.bytes_per_second.get(pair)
-        due = begin + self.pretended.latency_seconds.get(pair, 0.0) + (size / rate if rate else 0.0)
+        through = begin + (size / rate if rate else 0.0)
         for uplink in self.pretended.uplinks:
             if self.rank in uplink.sources and target in uplink.destinations:
-                due = max(due, self._book(uplink, size))
+                through = max(through, self._book(uplink, size))
+        due = through + self.pretended.latency_seconds.get(pair, 0.0)
         time.sleep(max(0.0, due - time.monotonic()))
 
     def _book(self, uplink: PretendedUplink, size: int) -> float:
-        """Pass `size` bytes through a shared uplink, piece by piece; returns when the last piece is through."""
+        """Pass `size` bytes through a shared uplink, piece by piece; returns when the last piece is through.
+
+        Time since `begin` in which nobody had booked the uplink is booked first: the message waited to go through then,
+        and only this process came late to say so.
+        """
         assert self.store is not None, "a shared uplink needs the ranks' store"
-        left, through = float(size), time.monotonic()
+        left, begin = float(size), time.monotonic()
+        through = begin
         while left > 0:
             piece = min(left, uplink.bytes_per_second * PIECE_SECONDS)
-            through = self._book_piece(f"uplink/{uplink.name}", piece / uplink.bytes_per_second)
+            through = self._book_piece(f"uplink/{uplink.name}", piece / uplink.bytes_per_second, begin)
             left -= piece
             time.sleep(max(0.0, through - time.monotonic()))
         return through
 
-    def _book_piece(self, key: str, seconds: float) -> float:
-        """Book `seconds` after what is booked already; atomically, by compare and set."""
+    def _book_piece(self, key: str, seconds: float, begin: float) -> float:
+        """Book `seconds` after what is booked already, not before `begin`; atomically, by compare and set."""
         known = ""
         while True:
-            now = time.monotonic()
-            until = max(now, float(known) if known else 0.0) + seconds
+            until = max(begin, float(known) if known else 0.0) + seconds
             answer = self.store.compare_set(key, known, repr(until)).decode()
             if answer == repr(until):
                 return until

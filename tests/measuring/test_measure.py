@@ -222,7 +222,7 @@ def command(arguments: list[str], world: int) -> list[subprocess.CompletedProces
     results = []
     try:
         for process in processes:
-            out, err = process.communicate(timeout=200)
+            out, err = process.communicate(timeout=280)
             results.append(subprocess.CompletedProcess(process.args, process.returncode, out, err))
     finally:
         for process in processes:
@@ -266,14 +266,23 @@ def test_other_architectures_are_measured_too(tmp_path: Path, family: str, task:
 
 @pytest.mark.slow
 def test_four_ranks_see_their_links_and_a_shared_way_out(tmp_path: Path):
+    """An emulated link can only be late, by what a busy machine takes to wake a process: here the links are so slow
+    that the smallest message takes 160 ms."""
     model = save_pico(tmp_path / "model", num_hidden_layers=1)
     slow = {
         "factors": [1, 1, 20, 1],
         "memory_factors": [1, 0.25],
         "links": {
-            "latency_ms": [[0, 1, 15, 15], [1, 0, 15, 15], [15, 15, 0, 1], [15, 15, 1, 0]],
-            "bandwidth_megabytes_per_second": [[0, 99, 4, 4], [99, 0, 4, 4], [2, 2, 0, 99], [2, 2, 99, 0]],
-            "shared": [{"name": "way", "bandwidth_megabytes_per_second": 4, "sources": [0, 1], "destinations": [2, 3]}],
+            "latency_ms": [[0, 1, 60, 60], [1, 0, 60, 60], [60, 60, 0, 1], [60, 60, 1, 0]],
+            "bandwidth_megabytes_per_second": [
+                [0, 9, 0.4, 0.4],
+                [9, 0, 0.4, 0.4],
+                [0.28, 0.28, 0, 9],
+                [0.28, 0.28, 9, 0],
+            ],
+            "shared": [
+                {"name": "way", "bandwidth_megabytes_per_second": 0.4, "sources": [0, 1], "destinations": [2, 3]}
+            ],
         },
     }
     (tmp_path / "pretend.json").write_text(json.dumps(slow))
@@ -285,21 +294,20 @@ def test_four_ranks_see_their_links_and_a_shared_way_out(tmp_path: Path):
     raw = json.loads(out.read_text())
     rate, latency = raw["links"]["bandwidth_megabytes_per_second"], raw["links"]["latency_ms"]
     for a, b in itertools.product((0, 1), (2, 3)):
-        assert rate[a][b] == pytest.approx(4, rel=0.2)
-        assert rate[b][a] == pytest.approx(2, rel=0.2)  # asymmetry is kept
-        assert 15 <= latency[a][b] < 30
-    assert latency[0][1] < 10
+        assert rate[a][b] == pytest.approx(0.4, rel=0.2)
+        assert rate[b][a] == pytest.approx(0.28, rel=0.2)  # asymmetry is kept
+        assert 60 <= latency[a][b] < 120 and latency[0][1] < latency[a][b] / 2
     (shared,) = raw["links"]["shared"]  # one way is shared, the way back is not
     assert (shared["name"], shared["sources"], shared["destinations"]) == ("a to b", [0, 1], [2, 3])
-    assert shared["bandwidth_megabytes_per_second"] == pytest.approx(4, rel=0.25)
+    assert shared["bandwidth_megabytes_per_second"] == pytest.approx(0.4, rel=0.25)
     assert raw["devices"][2]["slowdown"] > 5
     assert raw["devices"][1]["memory_bytes"] < 0.5 * raw["devices"][0]["memory_bytes"]
     assert len({d["id"] for d in raw["devices"]}) == 4
     problem = read_problem(out, defaults={"batch_samples": 8})
     assert isinstance(problem, Problem)
     assert problem.runtime.transport == "blocking" and not problem.runtime.overlap
-    assert 0 < problem.runtime.agreement_seconds < 1 and 0 < problem.runtime.pass_seconds < 1
-    assert 0 < problem.runtime.step_seconds < 1 and problem.units[1].update_seconds > 0
+    assert problem.runtime.agreement_seconds > 0 and problem.runtime.pass_seconds > 0
+    assert problem.runtime.step_seconds > 0 and problem.units[1].update_seconds > 0
 
 
 def test_bad_input_gets_one_error(tmp_path: Path):
