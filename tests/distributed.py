@@ -93,7 +93,7 @@ class Started:
         self.process = target(target=_module, args=(module, arguments, self.out, self.err, environment, directory))
         self.process.start()
 
-    def says(self, words: str, *, seconds: float = 120) -> bool:
+    def says(self, words: str, *, seconds: float = 200) -> bool:
         """Wait until stderr holds `words`; False where the process ends without."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -108,7 +108,7 @@ class Started:
     def signal(self, number: int) -> None:
         os.kill(self.process.pid, number)
 
-    def ended(self, *, seconds: float = 120) -> subprocess.CompletedProcess[str]:
+    def ended(self, *, seconds: float = 200) -> subprocess.CompletedProcess[str]:
         """Wait for the end; after `seconds` the process is killed and the test fails."""
         self.process.join(seconds)
         if self.process.exitcode is None:
@@ -139,7 +139,7 @@ def _module(
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 120) -> list[Any]:
+def run_distributed(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 250) -> list[Any]:
     """Call `function(rank, world, *arguments)` on `world` processes; results by rank, picklable and small.
 
     `function` must be importable (top level of a test module). A failing rank's traceback becomes an AssertionError.
@@ -182,7 +182,7 @@ class StayingRanks:
         self.calls = 0
         self.processes: list[Any] = []
 
-    def __call__(self, *arguments: Any, timeout: float = 120, grace: float = 5) -> dict[int, Any]:
+    def __call__(self, *arguments: Any, timeout: float = 200, grace: float = 60) -> dict[int, Any]:
         """What each rank returns, by rank; none of a rank that dies or is silent.
 
         `timeout`: seconds until the first answer; `grace`: seconds from one answer to the next.

@@ -360,7 +360,6 @@ def test_a_full_disk_is_one_clear_error(large: list[str], tmp_path: Path):
 
 
 @pytest.mark.parametrize("where", ["read", "write"])
-@pytest.mark.timeout(60)
 def test_an_error_in_one_thread_ends_the_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str):
     start = {f"t{i}": torch.ones(1 << 12) for i in range(40)}
     base = make.model(tmp_path / "base", start)

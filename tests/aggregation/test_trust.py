@@ -66,7 +66,6 @@ def test_what_is_refused_is_dropped_by_name_and_the_others_make_the_mean(round0,
     FAULTS[fault](tensors)
     bad = make.update(tmp_path / "bad", tensors, base=base, facility="bad")
     settings = AggregationSettings(rule=rule)
-    began = time.monotonic()
     record = aggregate(
         base=base,
         updates=updates | {"bad": bad},
@@ -75,12 +74,11 @@ def test_what_is_refused_is_dropped_by_name_and_the_others_make_the_mean(round0,
         drop_refused=True,
         state_out=tmp_path / "state",
     )
-    took = time.monotonic() - began
     gone = record.dropped | record.quarantined  # 1e30 is a number: an outlier
     assert list(gone) == ["bad"] and [p.facility for p in record.participants] == ["x", "y", "z"]
     aggregate(base=base, updates=updates, out=tmp_path / "without", settings=settings)
     assert read_manifest(tmp_path / "out").content_sha256 == read_manifest(tmp_path / "without").content_sha256
-    assert took < 10 and not list(tmp_path.glob(".*"))
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_too_few_that_are_left_is_an_error_with_the_reasons(round0, tmp_path: Path):

@@ -46,7 +46,7 @@ def test_no_text_is_taken_for_markup_or_for_the_name_of_a_picture(federation: Pa
 def test_a_terminal_that_lacks_letters_stops_no_command(federation: Path):
     environment = os.environ | {"PYTHONIOENCODING": "latin-1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "coordinator.cli", "status", "-f", str(federation)]
-    done = subprocess.run(command, env=environment, capture_output=True, timeout=100)
+    done = subprocess.run(command, env=environment, capture_output=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert REASON.replace("山", "\\u5c71").encode("latin-1") in done.stdout
 

@@ -141,7 +141,7 @@ def _fill(target: Path) -> None:
 
 def _remount(target: Path) -> None:
     """Read-only from now on; a file that is open for writing delays it."""
-    for _ in range(200):
+    for _ in range(6000):
         found = subprocess.run(["mount", "-o", "remount,ro,bind", str(target)], capture_output=True, text=True)
         if found.returncode == 0:
             return

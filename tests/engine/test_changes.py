@@ -49,7 +49,7 @@ def test_one_joins_and_one_leaves_once_it_is_accepted(tmp_path: Path):
     told = Archive(read_federation(path).archive_path).read_round(1).changes
     assert any("facilities[new]" in one for one in told) and any("facilities[b]" in one for one in told)
     process = crossfed("report", "-f", path, "--format", "json", "--out", tmp_path / "r.json", folder=engine)
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=200)
     assert process.returncode == 0, text
     data = json.loads((tmp_path / "r.json").read_text())
     assert set(data["facilities"]) == {"a", "new", "b"} and any("facilities[b]" in one for one in data["remarks"])

@@ -136,7 +136,7 @@ def test_killed_anywhere_the_same_command_ends_with_the_same_weights(
     assert weights(path) == weights(undisturbed)
     assert not list(archive_of(path).path.glob(".*.tmp"))
     again = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
-    text, _ = again.communicate(timeout=120)
+    text, _ = again.communicate(timeout=200)
     assert again.returncode == 0 and not re.search(r": (site-a.1|b_2) training", text), text
 
 

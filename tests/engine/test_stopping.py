@@ -45,14 +45,14 @@ def test_stopping_ends_the_training_of_a_local_facility(tmp_path: Path):
     result: list[tuple[int, str]] = []
     thread = threading.Thread(target=lambda: result.append(supervisor.run()), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while not any("facility.train" in line for line in processes(str(tmp_path))):
         assert time.monotonic() < deadline and thread.is_alive(), lines[-20:]
         time.sleep(0.2)
     supervisor.stop(signal.SIGTERM)
     thread.join(60)
     assert result == [(128 + signal.SIGTERM, "stopped")], lines[-20:]
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while left := processes(str(tmp_path)):
         assert time.monotonic() < deadline, left
         time.sleep(0.2)

@@ -153,7 +153,7 @@ def test_exit_code_and_interrupt(tmp_path):
     assert search.stdout is not None and search.stdout.readline().strip() == "searching"
     time.sleep(1)
     search.send_signal(signal.SIGINT)
-    assert search.wait(timeout=120) == 0
+    assert search.wait(timeout=200) == 0
     plan = read_plan(out)
     assert plan.interrupted
     plan.validate(world_size=8, layers=16)

@@ -86,7 +86,7 @@ def test_the_agents_certificates_are_read(key: Path, monkeypatch: pytest.MonkeyP
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", socket], stdout=subprocess.DEVNULL)
     try:
         monkeypatch.setenv("SSH_AUTH_SOCK", str(socket))
-        for _ in range(100):
+        for _ in range(4000):
             if socket.exists():
                 break
             time.sleep(0.05)
@@ -105,5 +105,8 @@ def test_while_a_federation_runs_each_is_told_once(key: Path):
     said = engine_messages()
     facility = SimpleNamespace(name="a", deployment=deployment(key=str(key)))
     with certificates_watched([facility], 0.05):  # type: ignore[list-item]
-        time.sleep(1.0)
+        deadline = time.monotonic() + 200
+        while not said and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # ten more looks
     assert len(said) == 1 and said[0].startswith("a: the ssh certificate ends at")

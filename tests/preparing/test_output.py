@@ -313,7 +313,7 @@ def test_workers_end_with_a_process_that_is_killed(tmp_path: Path):
     worker = int(started.stdout.readline())
     started.send_signal(signal.SIGKILL)
     started.wait()
-    for _ in range(200):
+    for _ in range(4000):
         if not Path(f"/proc/{worker}").exists() or "Z" in Path(f"/proc/{worker}/stat").read_text().split()[2]:
             return
         time.sleep(0.05)

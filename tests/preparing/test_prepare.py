@@ -202,7 +202,7 @@ def test_a_killed_run_leaves_no_dataset_and_the_next_one_succeeds(request_: Requ
         "32",
     ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while not list(tmp_path.glob(".out.*")) and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)

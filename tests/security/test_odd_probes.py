@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import random
-import time
 from pathlib import Path
 from typing import Any
 
@@ -143,22 +142,20 @@ def test_an_odd_gate_is_no_gate(key: str):
 
 def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     """By its size, long before its time; nothing of it is kept."""
-    begun = time.monotonic()
-    answer = answer_of(["sh", "-c", "yes crossfed"], data=b"", seconds=60)
+    answer = answer_of(["sh", "-c", "yes crossfed"], data=b"", seconds=10_000)
     assert answer.code == 125 and answer.out == "" and "MiB for an answer" in answer.error
-    assert time.monotonic() - begun < 30
 
 
-def test_commands_answer_as_before():
+def test_commands_answer_as_before(tmp_path: Path):
     """Code, both outputs, an input that is not read, and a time that is over though a child holds the output open."""
-    assert answer_of(["sh", "-c", "cat; echo oh >&2; exit 3"], data=b"in", seconds=20) == Answer(
+    assert answer_of(["sh", "-c", "cat; echo oh >&2; exit 3"], data=b"in", seconds=200) == Answer(
         code=3, out="in", error="oh\n"
     )
-    assert answer_of(["true"], data=bytes(1 << 20), seconds=20).code == 0
-    assert answer_of(["crossfed-no-such-program"], data=b"", seconds=5).code == 127
-    begun = time.monotonic()
-    assert answer_of(["sh", "-c", "sleep 20 & exit 0"], data=b"", seconds=1).code == 124
-    assert time.monotonic() - begun < 10
+    assert answer_of(["true"], data=bytes(1 << 20), seconds=200).code == 0
+    assert answer_of(["crossfed-no-such-program"], data=b"", seconds=200).code == 127
+    child = f"(sleep 60; touch '{tmp_path}/over') & exit 0"
+    assert answer_of(["sh", "-c", child], data=b"", seconds=1).code == 124
+    assert not (tmp_path / "over").exists()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("name", sorted(schedulers()))
 def test_no_answer_of_a_queue_is_an_option_a_fault_or_a_terminal_command(name: str):
-    queue, begun = scheduler(name), time.monotonic()
+    queue, begun = scheduler(name), time.process_time()
     for text in ANSWERS:
         told: list[tuple[str, ...]] = [
             (job.id, job.state, job.reason, queue.what_to_do(job)) for job in queue.read_listing(text)
@@ -69,7 +69,7 @@ def test_no_answer_of_a_queue_is_an_option_a_fault_or_a_terminal_command(name: s
         for one in told:
             assert all(part.isprintable() and len(part) < 1500 for part in one), (text[:60], one)
             assert not one[0].startswith("-") and not set(one[0]) & set("; $()") and len(one[0]) <= 100
-    assert time.monotonic() - begun < 10
+    assert time.process_time() - begun < 100, "of this process alone: a search that goes back and forth takes hours"
 
 
 def test_one_queue_whose_answers_make_no_sense_leaves_the_others_theirs(monkeypatch: pytest.MonkeyPatch):
@@ -97,7 +97,7 @@ QUEUE = {
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 def test_a_scheduler_that_names_no_job_or_an_odd_end_is_its_facilitys_absence(tmp_path: Path):
     """Under StreamFlow: the first ended the run for all."""
     programs = tmp_path / "engine" / "bin"
@@ -110,7 +110,7 @@ def test_a_scheduler_that_names_no_job_or_an_odd_end_is_its_facilitys_absence(tm
     deployment = {"type": "slurm", "template": str(template), "workdir": str(tmp_path / "site")}
     behaviours: dict[str, dict[str, object]] = {"nameless": {}, "odd-end": {}}
     path = attacked_federation(tmp_path / "fed", behaviours, deployment=deployment, minimum_facilities=1)
-    result = streamflow(path, tmp_path / "engine", timeout=100)
+    result = streamflow(path, tmp_path / "engine", timeout=500)
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok", rows
@@ -127,7 +127,7 @@ if any(word.endswith("/streamflow") for word in sys.orig_argv):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("state", "says"), [("RUNNING", "still runs"), ("PENDING", "still waits")])
 def test_a_queue_that_says_for_ever_that_a_job_runs_or_waits_is_its_facilitys_absence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, says: str
@@ -154,7 +154,7 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_or_waits_is_its_facilitys_ab
     path = attacked_federation(
         tmp_path / "fed", {"endless": {}}, deployment=deployment, minimum_facilities=1, rounds=rounds
     )
-    result = streamflow(path, tmp_path / "engine", timeout=100)
+    result = streamflow(path, tmp_path / "engine", timeout=500)
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok" and rows["endless"].status == "absent", rows
@@ -164,7 +164,7 @@ def test_a_queue_that_says_for_ever_that_a_job_runs_or_waits_is_its_facilitys_ab
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(600)
 def test_a_facility_where_no_directory_can_be_made_is_absent_and_ends_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -174,7 +174,7 @@ def test_a_facility_where_no_directory_can_be_made_is_absent_and_ends_no_run(
         path = attacked_federation(
             tmp_path / "fed", {"full": {}}, deployment=deployment | {"workdir": "/dev/null/below"}, minimum_facilities=1
         )
-        result = streamflow(path, tmp_path / "engine", timeout=200)
+        result = streamflow(path, tmp_path / "engine", timeout=500)
     assert result.returncode == 0, result.stdout[-3000:]
     rows = rows_of(path)
     assert rows[HONEST].status == "ok" and rows["full"].status == "absent", rows

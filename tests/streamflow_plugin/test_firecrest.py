@@ -32,8 +32,6 @@ from facility.exchange.errors import ConfigurationError, TryAgain
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Site]:
@@ -143,7 +141,7 @@ def ended(server: Site, tmp_path: Path, id: str):
 
 
 def wait_for_end(server: Site, tmp_path: Path, id: str):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while (found := ended(server, tmp_path, id)) is None:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -257,7 +255,7 @@ def test_a_refused_client_is_waited_for_and_who_only_looks_is_told(server, tmp_p
         asked = asyncio.create_task(one.run(PLACE, [f"test -d {tmp_path}"], capture_output=True))
         assert not (await asyncio.wait([asked], timeout=1.0))[0]
         (tmp_path / "secret").write_text(SECRET)
-        return await asyncio.wait_for(asked, 20)
+        return await asyncio.wait_for(asked, 200)
 
     assert act(server, tmp_path, wait) == [("", 0)]
     found = list(events.new())

@@ -18,7 +18,6 @@ from coordinator.streamflow_plugin.ssh import tethered
 from tests.streamflow_plugin.local_sshd import SSHD
 from tests.streamflow_plugin.test_patient_login import connector
 
-pytestmark = [pytest.mark.timeout(60)]
 SCRIPT = """printf '%s|' 'it'"'"'s' "a\\b!c" '\\\\' "$(id -un)" '\n'
 cat; if [ ! -e /nowhere ]; then exit 5; fi
 """

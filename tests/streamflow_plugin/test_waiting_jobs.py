@@ -105,7 +105,7 @@ async def run_jobs(scheduler: Any, jobs: list[tuple[str, int]], *, seed: int = 0
         tasks.append(asyncio.create_task(one(number, deployment, cores)))
         for _ in range(3):
             await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(200):
         await asyncio.gather(*tasks)
     return started
 

@@ -11,7 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-REAL_SECONDS = 60
+REAL_SECONDS = 200
 """How long a loop without timers waits for a thread or a process; longer is for ever."""
 
 

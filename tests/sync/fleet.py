@@ -12,7 +12,7 @@ from typing import Any
 from facility.exchange.messages.sync import SyncSettings
 from tests.distributed import free_port, processes_that_stay_imported
 
-QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 1.5, "timeout_seconds": 60.0}
+QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 30.0, "timeout_seconds": 60.0}
 
 
 def settings_of(**changes: Any) -> SyncSettings:
@@ -27,7 +27,7 @@ def _entry(function: Callable[..., Any], rank: int, port: int, world: int, argum
 
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=30))
+        store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timeout=timedelta(seconds=200))
         queue.put((rank, True, function(rank, world, store, *arguments)))
         code = 0
     except BaseException:
@@ -35,8 +35,8 @@ def _entry(function: Callable[..., Any], rank: int, port: int, world: int, argum
         code = 1
     queue.close()
     queue.join_thread()
-    if rank == 0:
-        time.sleep(0.3)  # the store's host leaves last
+    if rank == 0:  # the store's host leaves last: it is killed when the others have ended
+        time.sleep(600)
     os._exit(code)
 
 
@@ -55,7 +55,7 @@ class Fleet:
 
     def restart(self, rank: int) -> None:
         """Once the process of `rank` has died, start another in its place."""
-        self.processes[rank].join(timeout=30)
+        self.processes[rank].join(timeout=200)
         self.processes[rank] = self._start(args=self._arguments[rank])
         self.processes[rank].start()
 
@@ -63,13 +63,14 @@ class Fleet:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for process in self.processes:
-            process.join(timeout=0.5)
+        for rank, process in reversed(list(enumerate(self.processes))):
+            if rank > 0:
+                process.join(timeout=0.5)
             if process.is_alive():
                 process.kill()
             process.join()
 
-    def results(self, count: int, timeout: float = 60) -> dict[int, Any]:
+    def results(self, count: int, timeout: float = 200) -> dict[int, Any]:
         """The first `count` results; a rank that failed is an AssertionError with its traceback."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + timeout
@@ -80,7 +81,7 @@ class Fleet:
         return found
 
 
-def run_fleet(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 60) -> list[Any]:
+def run_fleet(function: Callable[..., Any], world: int, *arguments: Any, timeout: float = 200) -> list[Any]:
     with Fleet(function, world, *arguments) as fleet:
         found = fleet.results(world, timeout)
     return [found[rank] for rank in range(world)]

@@ -41,7 +41,7 @@ def test_a_killed_replica_leaves_and_the_others_go_on(policy: str, tmp_path):
     settings = settings_of(policy=policy, every=2)
     work = partial(solve, pause=0.01, log=tmp_path, started=partial(signal_self, victim=2, kind=signal.SIGKILL))
     with Fleet(work, 3, settings, 15) as fleet:
-        results = fleet.results(2, timeout=60)
+        results = fleet.results(2)
     assert results[0]["vector"] == results[1]["vector"]
     report = results[0]["report"]
     assert [(e["event"], e["replica"]) for e in report["membership"]] == [("left", 2)]
@@ -52,7 +52,7 @@ def test_a_death_changes_nothing_for_the_others_but_the_mean():
     """All-reduce, replica 2 dies before its fourth step: three steps about the mean of three, then of two."""
     work = partial(solve, pause=0.01, started=partial(signal_self, victim=2, kind=signal.SIGKILL))
     with Fleet(work, 3, settings_of(policy="allreduce"), 15) as fleet:
-        results = fleet.results(2, timeout=60)
+        results = fleet.results(2)
     x = torch.cat([p.detach().reshape(-1) for p in make_parameters()])
     for step in range(15):
         centre = sum(target(r) for r in range(3)) / 3 if step < 3 else (target(0) + target(1)) / 2
@@ -64,22 +64,22 @@ def test_a_death_changes_nothing_for_the_others_but_the_mean():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["partial_reduce", "allreduce", "local"])
 def test_a_stopped_replica_leaves_comes_back_and_is_brought_up_to_date(policy: str):
-    settings = settings_of(policy=policy, every=2, missing_seconds=0.8)
+    settings = settings_of(policy=policy, every=2, missing_seconds=3.0)
     work = partial(solve, pause=0.05, started=partial(signal_self, victim=1, kind=signal.SIGSTOP))
-    with Fleet(work, 3, settings, 60) as fleet:
+    with Fleet(work, 3, settings, 200) as fleet:
         victim = fleet.processes[1].pid
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while True:  # until it stands still
             if not fleet.processes[1].is_alive():
-                fleet.results(3, timeout=5)
+                fleet.results(3, timeout=30)
             state = open(f"/proc/{victim}/stat").read().rsplit(") ", 1)[1][0]
             if state == "T":
                 break
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        time.sleep(1.6)  # longer than missing_seconds: it has left
+        time.sleep(4.5)  # longer than missing_seconds: it has left
         os.kill(victim, signal.SIGCONT)
-        results = fleet.results(3, timeout=60)
+        results = fleet.results(3)
     events = [(e["event"], e["replica"]) for e in results[0]["report"]["membership"]]
     assert events == [("left", 1), ("came back", 1)]
     assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
@@ -97,7 +97,7 @@ def test_a_killed_replica_comes_back_in_a_new_process(policy: str, tmp_path: Pat
     work = partial(solve, pause=0.05, optimizer_name="adamw", started=die)
     with Fleet(work, 3, settings, 100) as fleet:
         fleet.restart(2)
-        results = fleet.results(3, timeout=60)
+        results = fleet.results(3)
     events = [(e["event"], e["replica"]) for e in results[0]["report"]["membership"]]
     assert events == [("left", 2), ("came back", 2)]
     assert results[0]["vector"] == results[1]["vector"] == results[2]["vector"]
@@ -110,7 +110,7 @@ def test_a_replica_that_comes_back_after_a_pause_counts_as_many_steps_as_the_oth
     work = partial(solve, pause=0.05, done=40, started=die)
     with Fleet(work, 3, settings_of(policy=policy, every=10), 100) as fleet:
         fleet.restart(2)
-        results = fleet.results(3, timeout=60)
+        results = fleet.results(3)
     assert [results[rank]["done"] for rank in range(3)] == [100] * 3
     assert 10 < results[2]["steps"] <= 60, "it makes those that are left once it is back"
     assert set(results[0]["report"]["updates"].values()) == {100}
@@ -125,7 +125,7 @@ def test_losing_one_rank_of_a_replica_drops_the_replica(policy: str):
     with Fleet(work, 6, settings, 15) as fleet:
         found = {}
         while len(found) < 5:
-            rank, good, value = fleet.queue.get(timeout=30)
+            rank, good, value = fleet.queue.get(timeout=200)
             found[rank] = (good, value)
     assert [good for _, (good, _) in sorted(found.items())] == [True] * 4 + [False]
     assert "has been without one of its ranks for 8.0 s" in found[4][1]
@@ -137,14 +137,14 @@ def test_without_a_scheduler_all_others_end_and_say_so():
     """Here it is a thread of the first rank; the trainer's is a process that outlives it."""
     work = partial(solve, pause=0.02, started=partial(signal_self, victim=0, kind=signal.SIGKILL))
     with Fleet(work, 3, settings_of(policy="partial_reduce"), 50) as fleet:
-        ends = [fleet.queue.get(timeout=30) for _ in range(2)]
+        ends = [fleet.queue.get(timeout=200) for _ in range(2)]
     assert all(not good and "the scheduler of the replicas is gone" in said for _, good, said in ends)
 
 
 def test_a_replica_that_never_starts_is_named():
     settings = settings_of(policy="partial_reduce", timeout_seconds=2.0)
     with Fleet(partial(solve, missing=1), 2, settings, 3) as fleet:
-        rank, good, trace = fleet.queue.get(timeout=30)
+        rank, good, trace = fleet.queue.get(timeout=200)
     assert not good and "all 2 replicas to start within 2.0 s" in trace
 
 
@@ -188,11 +188,11 @@ def test_a_stranger_is_refused():
     service.start("127.0.0.1")
     try:
         for hello in ({"t": "hello", "token": "guess", "replica": 1, "position": 0}, {"no": 1}, {"t": "ready"}):
-            with socket.create_connection((service.host, service.port), timeout=5) as stranger:
+            with socket.create_connection((service.host, service.port), timeout=60) as stranger:
                 stranger.sendall(wire.encode(hello))
                 assert stranger.recv(100) == b""
         good = {"t": "hello", "token": service.token, "replica": 7, "position": 0}
-        with socket.create_connection((service.host, service.port), timeout=5) as stranger:
+        with socket.create_connection((service.host, service.port), timeout=60) as stranger:
             stranger.sendall(wire.encode(good))
             assert stranger.recv(100) == b"", "there is no replica 7"
     finally:

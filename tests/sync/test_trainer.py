@@ -173,7 +173,7 @@ def test_a_pause_of_replicas_goes_on_in_another_layout(tmp_path: Path):
         limits={"stop_after": 3},
         **TRAINING,
     )
-    for results in run_distributed(run_rounds, 2, [("first", first)], timeout=120):
+    for results in run_distributed(run_rounds, 2, [("first", first)]):
         assert results[0][1] == Outcome.CHECKPOINTED, results[0][2]
     assert run_rounds(0, 1, [("alone", arguments(place, model, dataset, **TRAINING))])[0][1] == 0
     report = read_report(place / "out")

@@ -122,12 +122,10 @@ def test_a_wrong_host_key_ends_the_run_with_a_sentence_and_submits_nothing(testb
     wrong = [" ".join([a.address, *other]) if line.startswith(a.address) else line for line in known.splitlines()]
     testbed.known_hosts.write_text("\n".join(wrong) + "\n")
     try:
-        start = time.monotonic()
         code = run.run(restarts=5)
-        assert time.monotonic() - start < 90
     finally:
         testbed.known_hosts.write_text(known)
-    assert code != 0 and run.result is not None
+    assert code != 0 and run.result is not None and "starting again" not in run.text()
     assert f"host key of {a.address}" in run.result[1] and "ssh-keygen -R" in run.result[1], run.text()
     assert jobs(run, a) == []
     assert queue_ids(testbed, a) == [] and queue_ids(testbed, b) == []
@@ -167,7 +165,7 @@ def test_stopping_leaves_no_job_behind(testbed, material, tmp_path):
     thread.join(90)
     assert result and result[0][0] == 128 + signal.SIGINT, run.text()
     for site in testbed.sites:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 200
         while queue_ids(testbed, site):
             assert time.monotonic() < deadline, f"a job is left at {site.name}"
             time.sleep(0.5)

@@ -60,7 +60,7 @@ class LoginNode:
         return namespaces.enter(self.site, *inside, "-f", str(self.file), user=True)
 
     def crossfed(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*words), capture_output=True, text=True, timeout=120)
+        return subprocess.run(self.command(*words), capture_output=True, text=True, timeout=200)
 
     def run(self) -> subprocess.Popen[bytes]:
         with open(self.folder / "console.log", "ab") as sink:

@@ -13,7 +13,7 @@ from tests.training.federation import largest_difference, weights
 from tests.training.layouts import arguments
 
 LAYOUTS: dict[str, dict[str, Any]] = {"sharded": {}, "pipeline": {"layout": {"stages": 2}}}
-SECONDS = 60
+SECONDS = 200
 OWN = "each rank normalises by its own images, so that weights are not those of one process"
 
 

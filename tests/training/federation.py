@@ -98,7 +98,7 @@ def train(
     *,
     ranks: int = 1,
     round: int = 0,
-    timeout: float = 120,
+    timeout: float = 200,
     expect: int | None = 0,
     options: tuple[str, ...] = (),
     environment: dict[str, str] | None = None,

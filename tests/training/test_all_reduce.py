@@ -121,7 +121,7 @@ def three_replicas(rank: int, world: int) -> tuple[dict[str, float], dict[str, f
     ddp = same_bits(lambda clock: ddp_gradients(rank, world, clock))
     hsdp = same_bits(lambda clock: hsdp_gradients(rank, world, clock))
     clock = Clock(torch.device("cpu"))
-    ddp_gradients(rank, world, clock, late=0.5)
+    ddp_gradients(rank, world, clock, late=3.0)
     clock.settle()
     return ddp, hsdp, clock.seconds["all_reduce"]
 

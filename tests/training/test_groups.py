@@ -57,7 +57,7 @@ def found(rank: int, world: int) -> list[tuple[str, list[list[int]], list[list[i
 
 
 def test_groups_are_those_of_torchs_mesh_and_wait_no_longer_than_stated():
-    for rank, rows in enumerate(run_distributed(found, 4, timeout=120)):
+    for rank, rows in enumerate(run_distributed(found, 4)):
         for name, members, expected, limits in rows:
             assert [sorted(one) for one in members] == [sorted(one) for one in expected], (rank, name)
             assert limits and set(limits) == {SECONDS}, (rank, name)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.report import read_report
 from tests.forked_trainers import variables
-from tests.launching.test_launch import free_port, node, stragglers
+from tests.launching.test_launch import free_port, left_in, node
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments
 
@@ -63,11 +62,8 @@ def launch_and_lose(
         if "step 4/" in line:
             os.kill(process_of(launcher.pid, lose), how)
             break
-    rest, _ = launcher.communicate(timeout=120)
-    deadline = time.monotonic() + 10
-    while (left := stragglers(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert left == [], "the scheduler ends with its ranks"
+    rest, _ = launcher.communicate(timeout=200)
+    assert left_in(tmp_path) == [], "the scheduler ends with its ranks"
     return Run(launcher.returncode, "".join(said) + rest, tmp_path / "out", tmp_path / "state")
 
 
@@ -190,8 +186,8 @@ def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path
         if "step 4/" in line:
             os.kill(process_of(second.pid, 1), signal.SIGKILL)
             break
-    rest, _ = first.communicate(timeout=120)
-    lost, _ = second.communicate(timeout=60)
+    rest, _ = first.communicate(timeout=200)
+    lost, _ = second.communicate(timeout=200)
     assert (first.returncode, second.returncode) == (0, 0), "".join(said) + rest + lost
     assert "launch: replica 1 is lost" in lost
     (one,) = read_report(tmp_path / "out").details["lost_replicas"]

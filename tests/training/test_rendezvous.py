@@ -35,7 +35,7 @@ from facility.training.processes.ranks import from_environment
 from facility.training.processes.rendezvous import further_store, start
 from datetime import timedelta
 ranks = from_environment("cpu")
-start(ranks, threads=1, timeout_seconds=60)
+start(ranks, threads=1, timeout_seconds=200)
 store = further_store("more", ranks, timedelta(seconds=20))
 store.set(f"here/{ranks.rank}", "yes"); store.wait([f"here/{other}" for other in range(ranks.world)])
 shared = Path(sys.argv[1])
@@ -81,7 +81,7 @@ def children(pid: int) -> set[int]:
 
 def wait_until_met(job: subprocess.Popen[str], directory: Path) -> None:
     """Until both ranks have written where they met."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     while len(list(directory.glob("port-*"))) < 2 and job.poll() is None and time.monotonic() < deadline:
         time.sleep(0.1)
     assert job.poll() is None, job.communicate()[0]
@@ -105,7 +105,7 @@ def test_a_job_on_one_node_has_no_seat_for_a_stranger(tmp_path: Path):
         with pytest.raises((dist.DistError, OSError)):
             rendezvous.join("127.0.0.1", int(port), timedelta(seconds=1))
         (tmp_path / "go").touch()
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=200)
     finally:
         job.kill()
     assert job.returncode == 0, output
@@ -134,7 +134,7 @@ def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
         for name in ("default_pg/0//cpu//0/1", "default_pg/0//cpu//1/0", "store_based_barrier_key/0"):
             stranger.set(name, "stranger")
         (tmp_path / "go").touch()
-        output, _ = job.communicate(timeout=60)
+        output, _ = job.communicate(timeout=200)
     finally:
         job.kill()
     assert job.returncode == 0, output

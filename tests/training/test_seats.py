@@ -30,7 +30,7 @@ def write_plan(path: Path, grid: list[list[int]], units: list[list[int]], micro_
 
 
 def torchrun(
-    module: list[str], *, meeting: Path, nodes: int, ranks: int, timeout: float = 120
+    module: list[str], *, meeting: Path, nodes: int, ranks: int, timeout: float = 200
 ) -> list[subprocess.CompletedProcess[str]]:
     """`torchrun` as on so many hosts, all of them this machine; every host must end with 0. `meeting`: made here."""
     meeting.mkdir(mode=0o700)
@@ -66,7 +66,7 @@ def torchrun(
         for host in hosts:
             if host.poll() is None:
                 host.terminate()
-                host.wait(timeout=30)
+                host.wait(timeout=200)
     assert [r.returncode for r in results] == [0] * nodes, "\n".join(r.stdout for r in results)
     return results
 
