@@ -14,7 +14,7 @@ from pathlib import Path
 from facility.exchange.files.locks import take_lock
 from facility.gating import queue
 from facility.gating.confine import below
-from facility.gating.ledger import JobEntry, read_ledger
+from facility.gating.ledger import JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
