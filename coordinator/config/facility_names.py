@@ -9,7 +9,7 @@ from facility.exchange.messages.comparison import GLOBAL
 
 MADE = {"-ssh": "connection", "-api": "connection", "-ahead": "jobs ahead of their model", "-login": "login commands"}
 """What is made for a facility under its own name and a suffix: in streamflow.yml, in its queue, beside its template."""
-TAKEN = ("engine", "failing-check.json", "live.json", "logins", "outputs", "run.lock", "streamflow.log")
+TAKEN = ("engine", "failing-check.json", "live.json", "logins", "outputs", "queues.yml", "run.lock", "streamflow.log")
 """What a run itself makes, empties and removes in the federation's work directory, where a facility on this machine
 has a folder of its own name."""
 
