@@ -76,8 +76,8 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     """The problem with units as large as the training makes them, never smaller than the plan will state, and as fast.
 
     What is needed once on a device (a dequantised layer, logits of a chunk, a block that is computed again, gradients
-    on their way to the host) leaves its memory beforehand. With `layout.shards` a device of the problem stands for as
-    many ranks: its memory is that of one of them, its samples are those that one of them reads.
+    on their way to the host, one before it is added) leaves its memory beforehand. With `layout.shards` a device of the
+    problem stands for as many ranks: its memory is that of one of them, its samples are those that one of them reads.
     """
     training, dimensions = trained.training, dimensions_of(trained.model)
     if len(problem.units) != dimensions.blocks + 2:
@@ -97,7 +97,8 @@ def with_memory(problem: Problem, trained: Trained) -> Problem:
     gathered = [_gathered(unit, end=number in (0, head)) for number, unit in enumerate(units)]
     offloaded = shards > 1 and training.layout.offload and trained.device == "cuda"
     leaving = reduced_bytes(units[1:-1], shards, training) if offloaded else 0
-    working = 4 * max(unit.largest_in_bits for unit in units) + once + again + leaving
+    added = 4 * max(unit.largest_trained for unit in units) if shards == 1 else 0
+    working = 4 * max(unit.largest_in_bits for unit in units) + once + again + leaving + added
     replicated = training.sync.policy == "allreduce"
     return replace(
         problem,

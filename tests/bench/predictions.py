@@ -47,6 +47,8 @@ class Case:
     training: dict[str, Any] = field(default_factory=dict)
 
 
+PIPELINE: dict[str, Any] = {"ranks": 2, "micro_batch_sequences": 2, "layout": {"stages": 2}}
+ZERO_BUBBLE = {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_zero_bubble"}
 CASES = {
     "small": Case(hidden=256, layers=4),
     "medium": Case(hidden=512, layers=6),
@@ -57,6 +59,9 @@ CASES = {
     "fsdp-wide": Case(hidden=1024, layers=8, training={"ranks": 2}),
     "fsdp-lora": Case(hidden=512, layers=6, training={"ranks": 2, "lora": {"rank": 8}}),
     "ddp": Case(hidden=512, layers=6, training={"ranks": 2, "layout": {"sharding": "NO_SHARD"}}),
+    "pipeline": Case(hidden=512, layers=6, batch=8, training=PIPELINE),
+    "pipeline-bfloat16": Case(hidden=512, layers=6, batch=8, training=PIPELINE | {"compute_dtype": "bfloat16"}),
+    "zero-bubble": Case(hidden=512, layers=6, batch=8, training=PIPELINE | {"layout": ZERO_BUBBLE}),
     "checkpointing": Case(hidden=512, layers=6, training={"layout": {"activation_checkpointing": "full"}}),
     "lora": Case(hidden=512, layers=6, training={"lora": {"rank": 8}}),
     "lora-few-tokens": Case(hidden=512, layers=6, batch=1, training={"lora": {"rank": 8}}),

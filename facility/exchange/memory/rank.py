@@ -52,8 +52,9 @@ def rank_memory(
     `chunk_rows` positions where they are computed in chunks (then the weight's gradient exists a second time); in half
     precision the copies that autocast makes; under FSDP2 the weights that are gathered; the correction of drift and the
     proximal term (4 a trained weight each); what replicas with weights of their own exchange; one quantised layer in
-    float32, as it is loaded and as it is multiplied. What is offloaded counts while it is gathered, and the gradients
-    of one block while they are reduced.
+    float32, as it is loaded and as it is multiplied; of several micro-batches the largest tensor's gradient of one,
+    before it is added to the sum. What is offloaded counts while it is gathered, and the gradients of one block while
+    they are reduced.
     """
     chunks = [range(first, end) for first, end in layout.spans] or [range(len(units))]
     held = [units[unit] for chunk in chunks for unit in chunk]
@@ -84,6 +85,9 @@ def rank_memory(
         "proximal term": here * 4 * trained // layout.shards if training.proximal else 0,
         "exchange between replicas": exchanged_bytes(held, layout),
         "one layer dequantised": 4 * max((unit.largest_in_bits for unit in held), default=0),
+        "one gradient before it is added": 0
+        if layout.sharded or layout.micro_batches == 1
+        else 4 * max((unit.largest_trained for unit in held), default=0),
     }
     return parts | {name: value for name, value in more.items() if value}
 

@@ -66,6 +66,8 @@ class UnitMemory:
     """More than that, a token, where autocast casts (FSDP2 casts by itself)."""
     again: float = 0.0
     """While it is computed again in backward, a token."""
+    largest_trained: int = 0
+    """Of one of its tensors that is trained: number of weights."""
 
 
 CAST_BYTES = 12
@@ -119,6 +121,7 @@ def _memory_of_unit(
         kept=kept,
         cast=cast,
         again=again,
+        largest_trained=max((one.count for one in held if one.trained), default=0),
     )
 
 

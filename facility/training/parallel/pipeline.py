@@ -120,7 +120,9 @@ class Pipeline:
             assert target is not None
             extra["targets"] = target  # cut into micro-batches like the other inputs
         with self.clock("pipeline"), self.precision():
-            self.schedule.step(*arguments, target=target, losses=losses if self.tells_loss else None, **extra)
+            self.schedule.step(
+                *arguments, return_outputs=False, target=target, losses=losses if self.tells_loss else None, **extra
+            )
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack([loss.detach() for loss in losses]).sum() / weight
