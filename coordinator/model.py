@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
 
 DTYPES = ("bfloat16", "float16", "float32")
+HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+", re.ASCII)
+"""What the Hugging Face hub can have: a name, with its owner before it."""
 
 
 def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
@@ -62,6 +65,8 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
     elif source.startswith((".", "/", "~")):
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
+    elif not HUB_NAME.fullmatch(source):
+        raise InputError(f"{source!r} is neither a folder here nor a name of the hub; expected one like org/name")
     else:
         source_name = source
     with nullcontext("") if folder.exists() else hub() as silence:

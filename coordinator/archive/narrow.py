@@ -65,12 +65,12 @@ def _column(columns: Sequence[Column], header: str) -> Column:
 
 def _least_telling_first(columns: Sequence[Column]) -> list[Column]:
     """All that may be left out: neither rounds nor facilities nor what is said of them."""
-    amount = columns[columns.index(_column(columns, "status")) + 1].header  # tokens, or what else was trained on
-    order = ("weight", "seconds", amount, "staleness", "accuracy received", " received", "accuracy returned")
-    order = (*order, " returned", "global model")
+    amount = str(columns[columns.index(_column(columns, "status")) + 1].header)  # tokens, or what else was trained on
+    before = ("weight", "seconds", amount, "staleness", "accuracy received", " received", "accuracy returned")
+    order = (*before, " returned", "global model")
     found: list[Column] = []
     for ending in order:
-        found += [one for one in columns if str(one.header).endswith(str(ending)) and one not in found]
+        found += [one for one in columns if str(one.header).endswith(ending) and one not in found]
     return found
 
 

@@ -514,6 +514,14 @@ def test_models_that_cannot_be_used(tmp_path: Path):
     assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("name", ["a/b/c", "two words", "x:y", "https://huggingface.co/org/name", "ü/name"])
+def test_what_no_hub_can_have_is_refused_without_asking_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It was a transient error, behind the words of a library, and to be tried again."""
+    monkeypatch.setattr("coordinator.model.hub", lambda: pytest.fail("the hub is asked"))
+    with pytest.raises(InputError, match=f"'{name}' is neither a folder here nor a name of the hub"):
+        convert(name, tmp_path / "out", dtype="float32", revision="main")
+
+
 def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     file = init(tmp_path, "two", ["a=leonardo", "lumi", "here=local", "c=pbs"])
     text = file.read_text()
