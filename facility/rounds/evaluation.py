@@ -17,10 +17,12 @@ from typing import Any
 
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter
 from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
+from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.errors import CrossFedError, InputError, TryAgain
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
+from facility.exchange.messages.report import output_leaves
 from facility.exchange.messages.settings import FacilitySettings
 
 log = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ def evaluate(
     has_tokenizer = any((model / name).is_file() for name in TOKENIZERS)
     own = dataset / "tokenizer"
     tokenizer = own if not has_tokenizer and own.is_dir() else None
+    check_attention(model)
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
         links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
@@ -89,8 +92,17 @@ def evaluate(
             said = log.read().decode(errors="replace").strip().splitlines()
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
-            raise TryAgain(f"lm-eval ended with code {code}: {' / '.join(said[-3:]) or 'it said nothing'}")
+            raise TryAgain(f"lm-eval ended with code {code}: {_told(said[-3:])}")
         return scores_in(json.loads(files[-1].read_text(encoding="utf-8"))["results"])
+
+
+def _told(lines: list[str]) -> str:
+    """The end of its output, for the coordinator to read; where what jobs print stays here it is in this job's log."""
+    text = " / ".join(lines) or "it said nothing"
+    if output_leaves():
+        return text
+    log.warning("lm-eval said: %s", text)
+    return "what it said is in the log of this facility's job"
 
 
 def whole(model: Path, base: str, folder: Path) -> Path:

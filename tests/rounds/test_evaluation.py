@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TryAgain
 from facility.exchange.messages.comparison import FOLDERS, GLOBAL, INITIAL, MODELS, tasks_of, with_figures
 from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, FacilityEvaluation, Score, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.rounds import evaluation
 from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models, whole
 from tests.aggregation.test_adapter_export import logits, round_model
 from tests.pico import save_pico
@@ -148,6 +149,31 @@ def test_an_evaluation_that_fails_says_why(tmp_path: Path):
     pytest.importorskip("lm_eval")
     with pytest.raises(TryAgain, match="lm-eval ended with code"):
         evaluate(tmp_path, EvaluationSettings(tasks=["no_such_task"]), dataset=tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("place", ["top", "text_config"])
+def test_attention_of_the_hub_is_not_fetched_by_lm_eval_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+):
+    named = {"attn_implementation": "kernels-community/flash-attn2"}
+    (tmp_path / "config.json").write_text(json.dumps(named if place == "top" else {place: named}))
+    monkeypatch.setattr(evaluation, "command", lambda *_, **__: pytest.fail("it was loaded"))
+    with pytest.raises(CheckpointError, match="may be fetched from the hub, and is code"):
+        evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_lm_eval_said_leaves_only_where_a_jobs_output_may(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool
+):
+    """It may be a document of the site's own tasks."""
+    monkeypatch.setenv("CROSSFED_JOB_OUTPUT", "0" if kept else "1")
+    says = [sys.executable, "-c", "raise SystemExit('the patient of bed 7')"]
+    monkeypatch.setattr(evaluation, "command", lambda *_, **__: says)
+    with pytest.raises(TryAgain, match="lm-eval ended with code 1") as error:
+        evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+    assert ("bed 7" in str(error.value)) is not kept
+    assert ("bed 7" in caplog.text) is kept, "the site itself can read it in the job's log"
 
 
 def test_figures_are_taken_with_their_errors_and_nothing_else():

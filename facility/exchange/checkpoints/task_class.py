@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ OWN_ATTENTION = "eager"
 """Attention of transformers itself, named wherever a model is made or loaded: else config.json decides, which may name
 a kernel of the hub, that is code."""
 
+BUILT_IN = ("eager", "sdpa", "flex_attention")
+
 
 def config_in(directory: Path) -> Any:
     """transformers' configuration of a checkpoint, from disk only. Raises `CheckpointError`."""
@@ -31,6 +34,29 @@ def config_in(directory: Path) -> Any:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{directory}/config.json cannot be used: {first_line(error)}") from None
+
+
+def check_attention(directory: Path) -> None:
+    """Raise `CheckpointError` where config.json names attention that is not transformers' own, in whatever part.
+
+    For programs that load a model by its configuration alone. transformers itself writes no such key.
+    """
+    file = Path(directory) / "config.json"
+    if not file.is_file():
+        return
+    try:
+        parts = [json.loads(file.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            parts.append(value)
+            if key.endswith("attn_implementation") and value not in (None, *BUILT_IN):
+                raise CheckpointError(
+                    f"{file} has {key}: {str(value)[:100]!r}, expected none or {', '.join(BUILT_IN)}: another may be "
+                    "fetched from the hub, and is code; remove the key"
+                )
 
 
 def named_class(config: Any) -> str:
