@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -204,7 +205,22 @@ class _Reader:
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
         if policy.place.is_relative_to(self.file.resolve().parent / STATE):
             raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
+        self._check_private(policy, lines)
         return policy
+
+    def _check_private(self, policy: Policy, lines: dict[str, int]) -> None:
+        """Refuse what any other user of this host could write, and so decide what a coordinator may do."""
+        named = {"policy": self.file, "workdir": policy.workdir, "coordinators": policy.coordinators}
+        named |= {"peer_signers": policy.peer_signers} if policy.peer_signers else {}
+        named |= {"template": self.file.absolute().parent / policy.template} if policy.template else {}
+        for name, path in named.items():
+            for place in (path, path.absolute().parent):
+                try:
+                    mode = place.stat().st_mode
+                except OSError:  # what is absent is refused where it is used
+                    continue
+                if mode & stat.S_IWOTH and not (place != path and mode & stat.S_ISVTX):
+                    raise self.error(f"{name}: every user may write {place}; chmod o-w it", lines.get(name, 1))
 
     def _places(self, policy: Policy) -> Iterator[tuple[str, Path]]:
         """What a coordinator must neither alter nor see, by the key or the variable that names it."""

@@ -62,6 +62,17 @@ def test_a_few_bytes_do_not_become_a_disk_full_or_hours_of_reading(site: Gate):
     assert (code, out) == (77, b"") and "too large for a checksum" in error
 
 
+@pytest.mark.parametrize("place", ["policy.yml", "coordinators", "site.sh", ".", "../work", ".."])
+def test_a_gate_is_closed_where_every_user_may_write_what_it_goes_by(site: Gate, place: str):
+    path = site.home / place
+    mode = path.stat().st_mode
+    path.chmod(mode | 0o002)
+    with pytest.raises(ConfigurationError, match="every user may write .*; chmod o-w it"):
+        read_policy(site.home / "policy.yml")
+    path.chmod(mode)
+    assert read_policy(site.home / "policy.yml").facility == "alpha"
+
+
 def test_what_no_longer_counts_is_forgotten(tmp_path: Path):
     path, now = tmp_path / "ledger.json", 10 * ledger.DAY
     with changed(path, lambda: now) as (book, _):
