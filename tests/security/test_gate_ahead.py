@@ -15,6 +15,7 @@ from facility.ahead import give_up
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED
 from facility.exchange.messages.report import read_failure
+from facility.gating import ahead as gating_ahead
 from facility.gating.ledger import Ledger, read_ledger
 from facility.gating.policy import read_policy
 from tests.conftest import ROOT
@@ -129,6 +130,21 @@ def test_a_round_that_is_refused_ends_the_wait_and_leaves_its_reason(site: Gate)
     assert code == 77 and (place(site) / COMMAND).read_text() == GIVEN_UP, error
     failure = read_failure(site.workdir / "next" / "update")
     assert failure is not None and "refused by the facility's gate" in failure.reason
+
+
+def test_a_link_that_is_exchanged_before_the_round_is_given_ends_the_wait(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """What the job would read then is not what the ledger holds for it."""
+    request, clear = ordered(site), gating_ahead.clear_update
+    ahead(site)
+
+    def exchange(directory: Path) -> None:
+        (site.workdir / "in" / "model" / "linked.safetensors").symlink_to(site.workdir / "elsewhere")
+        clear(directory)
+
+    monkeypatch.setattr(gating_ahead, "clear_update", exchange)
+    code, _, error = site.ask(handing(site, request))
+    assert code == 77 and "was exchanged while its job was approved" in error
+    assert (place(site) / COMMAND).read_text() == GIVEN_UP
 
 
 @pytest.mark.parametrize(
