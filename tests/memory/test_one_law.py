@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,15 @@ def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized_base, "PACKAGE", "json")
 
 
+@functools.cache
+def inspected() -> Any:
+    """The units of the one model that all trainings here have."""
+    from facility.training.data.tasks import CausalLM
+    from facility.training.parallel.split import inspect_model
+
+    return inspect_model(pico_config(**WIDE), CausalLM().factory, "sdpa", TOKENS)
+
+
 @pytest.mark.usefixtures("without_the_package")
 @pytest.mark.parametrize("ranks", [{}, {"stages": 2}, {"shards": 2}], ids=["one", "stages", "shards"])
 @pytest.mark.parametrize("kind", list(TRAININGS))
@@ -108,7 +118,6 @@ def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict
     from facility.training.model import Attention
     from facility.training.parallel.arrange import layout_of_settings
     from facility.training.parallel.assemble import build_meta_model
-    from facility.training.parallel.split import inspect_model
     from facility.training.processes.ranks import Ranks
 
     training = settings(kind, layout={"stages": ranks.get("stages", 1)})
@@ -120,7 +129,7 @@ def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict
     for rank in range(world):
         here = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=torch.device("cpu"))
         layout = layout_of_settings(here, training, blocks=config.num_hidden_layers, block_tokens=TOKENS)
-        structure = inspect_model(config, CausalLM().factory, "sdpa", TOKENS) if layout.units else None
+        structure = inspected() if layout.units else None
         found.append(sum(predicted_bytes(skeleton, structure, layout, here, training, config).values()))
     assert max(found) == needed_bytes(model_figures(base), training, TOKENS, world, device="cpu")
 
