@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -82,9 +83,17 @@ def test_a_trainer_that_delivers_nothing_ends_the_trial_at_once(tmp_path, capsys
     }
 
 
-@pytest.mark.parametrize("keep", ["--keep={}", "--keep {}", "--ke {}"])
-def test_the_coordinator_reads_the_trials_arguments_as_the_trial_does(keep, tmp_path, monkeypatch, capfd):
-    """The trial's updates are where --keep names, in whichever spelling; --json alone is on stdout."""
+@pytest.mark.parametrize(("keep", "process"), [("--keep={}", False), ("--keep {}", False), ("--ke {}", True)])
+def test_the_coordinator_reads_the_trials_arguments_as_the_trial_does(keep, process, tmp_path, monkeypatch, capfd):
+    """The trial's updates are where --keep names, in whichever spelling; --json alone is on stdout. `process`: the
+    trial is a process of its own, as ever; else it is carried out here, which imports nothing again."""
+
+    def here(command: list[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
+        assert command[:3] == [sys.executable, "-m", "facility.conformance"] and not check
+        return subprocess.CompletedProcess(command, conformance(command[3:]))
+
+    if not process:
+        monkeypatch.setattr("coordinator.conformance.subprocess", SimpleNamespace(run=here))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("STAND_IN", "nothing")
     place = tmp_path / "trial"
