@@ -89,15 +89,15 @@ def refused(row: Row, text: str) -> InputError | TryAgain:
 
 def _unread(name: str, deployment: Deployment) -> Row | None:
     """A row where ~/.ssh/config has a line that ssh reads and a run, which does without ssh, cannot."""
-    from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+    from coordinator.streamflow_plugin.ssh_settings import check_jumps, read_ssh_settings
 
     hosts = [] if deployment.ssh == "system" else [deployment, deployment.tunnel, deployment.transfer]
     for one in (one for one in hosts if one.host):
         host, port = openssh.address(one.host)
         try:
-            read_ssh_settings(host, one.user, port)
+            check_jumps(one.host, read_ssh_settings(host, one.user, port).jumps)
         except ConfigurationError as error:
-            fix = "write that line without a comment behind it and without a condition, or set `ssh: system`"
+            fix = "correct that line (no comment behind it, no condition, no circle), or set `ssh: system`"
             return fail(name, "ssh settings", error.message, fix)
     return None
 

@@ -97,11 +97,12 @@ def jump_of(config: SSHConfig, jumps: Sequence[str]) -> SSHConfig | None:
     """The last of `jumps` as a login, reached through those before it; None without any.
 
     ~/.ssh/config says of each what `user@host:port` leaves out. A jump host that is `config`'s own host is none: with
-    `ProxyJump` below `Host *` that host itself is reached directly.
+    `ProxyJump` below `Host *` that host itself is reached directly. Raises `ConfigurationError` where they have no end.
     """
+    check_jumps(config.hostname, jumps)
     last: SSHConfig | None = None
     for jump in jumps[-MOST_JUMPS:]:
-        user, _, host = jump.removeprefix("ssh://").rpartition("@")
+        user, host = _login_of(jump)
         if host == config.hostname:
             continue
         last = SSHConfig(
@@ -115,6 +116,32 @@ def jump_of(config: SSHConfig, jumps: Sequence[str]) -> SSHConfig | None:
             tunnel=last,
         )
     return last
+
+
+def check_jumps(host: str, jumps: Sequence[str]) -> None:
+    """Raise `ConfigurationError` where the way to `host` over `jumps`, and theirs in turn, has no end."""
+    way = [host]
+    while jumps and (first := _login_of(jumps[0]))[1] != way[-1]:
+        user, named = first
+        way.append(named)
+        if len(way) > MOST_JUMPS:
+            raise ConfigurationError(
+                f"the jump hosts of {host} in ~/.ssh/config have no end: {' over '.join(way[:4])} and so on; expected "
+                "a `ProxyJump none` for the one that is reached directly"
+            )
+        jumps = read_ssh_settings(*_named(named, user)).jumps
+
+
+def _login_of(jump: str) -> tuple[str, str]:
+    """User ('' where none is said) and host, perhaps with a port, of an entry of `ProxyJump`."""
+    user, _, host = jump.removeprefix("ssh://").rpartition("@")
+    return user, host
+
+
+def _named(host: str, user: str) -> tuple[str, str, int]:
+    """What `read_ssh_settings` takes."""
+    bare, port = address(host)
+    return bare, user, port
 
 
 def _listed(value: object) -> list[str]:

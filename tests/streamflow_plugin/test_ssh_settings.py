@@ -12,6 +12,7 @@ from streamflow.core.deployment import ExecutionLocation
 from coordinator.preflight.remote import check_connection
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+from facility.exchange.errors import ConfigurationError
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
 
@@ -100,3 +101,15 @@ def test_a_certificate_that_is_renewed_is_seen_where_only_the_configuration_name
     assert any(before)
     site.sign("-1m:+2h")
     assert login._renewed() != before
+
+
+def test_jump_hosts_that_name_each_other_fail_the_check_and_the_login(site: Site):
+    """Both would be followed without end."""
+    configured(
+        site, "Host centre one two\n  HostName 127.0.0.1\nHost centre two\n  ProxyJump one\nHost one\n  ProxyJump two\n"
+    )
+    row = check_connection("a", read_deployment({"type": "ssh", "host": "centre", "workdir": "/w"}, "d"))
+    assert row.verdict == "fail" and row.check == "ssh settings"
+    assert "centre over one over two over one and so on" in row.found
+    with pytest.raises(ConfigurationError, match="have no end"):
+        ran()
