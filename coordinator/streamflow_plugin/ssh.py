@@ -163,6 +163,7 @@ class ParallelSSHConnector(SSHConnector):
         Raises `ConnectionBroke` where its answer was lost, and it may not be given again or that was of no help.
         """
         shown, limit = " ".join(command), timeout or COMMAND_SECONDS
+        broke = ConnectionBroke(f"the connection to {self.deployment_name} broke during `{shown:.100}`")
         stays = self._login is not None  # else one question is asked, and a shell would be a second login to be refused
         for _ in range(ATTEMPTS if stdin is None and stays else 0):
             try:
@@ -184,21 +185,18 @@ class ParallelSSHConnector(SSHConnector):
                 if not_begun(error):
                     continue
                 if not may_be_repeated.get():
-                    raise ConnectionBroke(
-                        f"the connection to {self.deployment_name} broke during `{shown:.100}`"
-                    ) from error
+                    raise broke from error
                 if isinstance(error.__cause__, TimeoutError):
                     raise unanswered(self.deployment_name, shown, limit) from error
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
-        text = self._get_command(location, command, environment, workdir, stdin)
-        line = in_any_shell(f"exec 2>&1; {ANNOUNCE}{text}")
+        line = in_any_shell(f"exec 2>&1; {ANNOUNCE}{self._get_command(location, command, environment, workdir, stdin)}")
         line = line if stdin is not None else in_login_shell(line)
         for _ in range(ATTEMPTS if stdin is None and may_be_repeated.get() else 1):
             said, code = await self.end_of(location, line, COMMAND_BYTES, limit, apart=True, shown=shown)
             if code is not None:
                 return (after_noise(said), code) if capture_output else None
-        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{shown:.100}`")
+        raise broke
 
     def _drop(self, location: ExecutionLocation, shell: Shell) -> None:
         """Give no further command to a shell that failed: what it still prints would be taken for its answer."""
@@ -228,9 +226,7 @@ class ParallelSSHConnector(SSHConnector):
         it, of which `text` is the line that is sent; absent: `text` itself.
         """
         said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
-        async with self._get_ssh_client_process(
-            location=location.name, command=text, stderr=errors, encoding=None
-        ) as process:
+        async with self._get_ssh_client_process(location.name, text, stderr=errors, encoding=None) as process:
             try:
                 async with asyncio.timeout(timeout):  # the wait for a login is not counted
                     while block := await process.stdout.read(BLOCK_BYTES):
