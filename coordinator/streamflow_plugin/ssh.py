@@ -80,14 +80,10 @@ class ParallelSSHConnector(SSHConnector):
         """The nodes, without asking them for cores and disks as the original does: the engine holds the lock of all
         scheduling meanwhile, so that one login that is away would hold up every facility."""
         return {
-            node.hostname: AvailableLocation(
-                name=node.hostname,
-                deployment=self.deployment_name,
-                service=service,
-                hostname=node.hostname,
-                slots=JOBS,
+            host: AvailableLocation(
+                name=host, deployment=self.deployment_name, service=service, hostname=host, slots=JOBS
             )
-            for node in self.nodes.values()
+            for host in (node.hostname for node in self.nodes.values())
         }
 
     def try_again(self) -> None:
@@ -226,7 +222,9 @@ class ParallelSSHConnector(SSHConnector):
         it, of which `text` is the line that is sent; absent: `text` itself.
         """
         said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
-        async with self._get_ssh_client_process(location.name, text, stderr=errors, encoding=None) as process:
+        async with self._get_ssh_client_process(
+            location=location.name, command=text, stderr=errors, encoding=None
+        ) as process:
             try:
                 async with asyncio.timeout(timeout):  # the wait for a login is not counted
                     while block := await process.stdout.read(BLOCK_BYTES):
