@@ -8,7 +8,7 @@ from typing import Any
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
-from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line
+from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line, named_line
 
 
 def load_published(
@@ -37,6 +37,17 @@ def load_published(
         raise known(f"{source} could not be loaded: {first_line(error)}") from None
     except ValueError as error:
         raise InputError(f"{source} is not {kind} that transformers knows: {first_line(error)}") from None
+    except Exception as error:  # whatever the values of config.json lead to
+        raise InputError(
+            f"transformers cannot make {kind} of {source}: {named_line(error)}; expected a config.json that fits its "
+            "weights"
+        ) from None
+    if (quantized := getattr(model.config, "quantization_config", None)) is not None:
+        method = getattr(quantized, "quant_method", None) or "unknown"
+        raise InputError(
+            f"{source} is quantized ({getattr(method, 'value', method)}), and plain weights are trained and averaged; "
+            "take the checkpoint that it was made from (training.lora.quantize_base quantizes one at a facility)"
+        )
     return model, found
 
 

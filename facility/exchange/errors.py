@@ -73,6 +73,12 @@ def first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def named_line(error: BaseException) -> str:
+    """Type and first line of what a library raised, whose words alone may be no more than a key."""
+    said = first_line(error)
+    return said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
+
+
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 

@@ -15,6 +15,7 @@ from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
 from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.task_class import config_in
 from facility.exchange.errors import CheckpointError, InputError
 from facility.training import lora
 from facility.training.dora import Adapted
@@ -69,14 +70,9 @@ def class_of(config: Any, factory: Any) -> Any:
 
 def read_config(directory: Path) -> Any:
     """The checkpoint's configuration, from disk only and without running any code of the checkpoint's."""
-    from transformers import AutoConfig
-
     if not (Path(directory) / "config.json").is_file():
         raise CheckpointError(f"{directory} holds no config.json: expected a Hugging Face checkpoint")
-    try:
-        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json cannot be used: {error}") from None
+    return config_in(directory)
 
 
 def positions_in(config: Any) -> int:
@@ -97,10 +93,11 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
             model = factory.from_config(
                 config, dtype=torch.float32, attn_implementation=attention.name, trust_remote_code=False
             )
-    except (ImportError, ValueError) as error:  # a package that the family needs, or attention that a part of it lacks
+    except Exception as error:  # a package that the family needs, attention that a part lacks, values of config.json
+        said = " ".join(str(error).split())
+        said = said if isinstance(error, ImportError | ValueError) else f"{type(error).__name__}: {said}"
         raise InputError(
-            f"transformers cannot build a {config.model_type} model here with {attention.name} attention: "
-            f"{' '.join(str(error).split())[:300]}"
+            f"transformers cannot build a {config.model_type} model here with {attention.name} attention: {said[:300]}"
         ) from None
     model.tie_weights()  # building on the meta device unties
     return model

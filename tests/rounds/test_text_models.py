@@ -16,7 +16,8 @@ from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.task_class import model_of
-from facility.exchange.errors import InputError
+from facility.exchange.errors import CrossFedError, InputError
+from facility.training.model import Attention, build, read_config
 from tests.cases import slow_but
 from tests.pico import pico_config, save_pico
 from tests.preparing.chats import save_chat_tokenizer
@@ -56,6 +57,47 @@ def test_a_kernel_of_the_hub_that_a_configuration_names_is_code_and_not_fetched(
     assert "kernels-community" not in (tmp_path / "out" / "config.json").read_text()
     assert model_of(source).config._attn_implementation == "eager"
     assert load_base(source).config._attn_implementation == "eager"
+
+
+ODD = {
+    "no integer": {"num_attention_heads": "four"},
+    "a negative size": {"hidden_size": -4},
+    "a size beyond all memory": {"hidden_size": 10**12},
+    "unknown positions": {"rope_parameters": {"rope_type": "nonsense"}},
+    "an unknown activation": {"hidden_act": "nonsense"},
+    "an unknown dtype": {"dtype": "float7"},
+}
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_configuration_that_fits_no_model_is_one_error_wherever_it_is_read(tmp_path: Path, odd: str):
+    """At the coordinator it is given by hand, at a facility it comes from another machine."""
+    source = save_pico(tmp_path / "source", num_hidden_layers=1)
+    changed = json.loads((source / "config.json").read_text()) | ODD[odd]
+    (source / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(
+        InputError, match="source: .* expected a config.json that fits|is not a causal|source cannot be"
+    ):
+        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    assert not (tmp_path / "out").exists()
+    for use in (built, model_of)[: 1 if odd == "a size beyond all memory" else 2]:  # the last takes no memory
+        with pytest.raises(CrossFedError, match="cannot (be used|build)"):
+            use(source)
+
+
+def built(source: Path) -> object:
+    """As a facility's job builds the model that it received."""
+    attention = Attention(name="eager", reason="")
+    return build(read_config(source), transformers.AutoModelForCausalLM, attention)
+
+
+def test_a_quantized_checkpoint_is_refused_with_what_to_take(tmp_path: Path):
+    pytest.importorskip("bitsandbytes")
+    source = save_pico(tmp_path / "source", num_hidden_layers=1)
+    quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | quantized))
+    with pytest.raises(InputError, match="is quantized .bitsandbytes.* take the checkpoint that it was made from"):
+        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
 
 
 @pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gpt2", "bert"]))

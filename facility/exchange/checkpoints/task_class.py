@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CheckpointError, first_line
+from facility.exchange.errors import CheckpointError, first_line, named_line
 from facility.exchange.task_words import Task
 
 CAUSAL = "AutoModelForCausalLM"
@@ -32,8 +32,8 @@ def config_in(directory: Path) -> Any:
 
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{directory}/config.json cannot be used: {first_line(error)}") from None
+    except Exception as error:  # whatever its values lead to in transformers
+        raise CheckpointError(f"{directory}/config.json cannot be used: {named_line(error)}") from None
 
 
 def check_attention(directory: Path) -> None:
@@ -104,6 +104,10 @@ def model_of(directory: Path, task: Task | None = None) -> Any:
     config.architectures = config.architectures or []  # transformers looks there where a family has several classes
     with torch.device("meta"):
         make = kind.from_config if named.startswith("AutoModel") else kind._from_config
-        model = make(config, attn_implementation=OWN_ATTENTION)
+        try:
+            model = make(config, attn_implementation=OWN_ATTENTION)
+        except Exception as error:
+            said = f"transformers cannot build the {config.model_type} model that it describes: {named_line(error)}"
+            raise CheckpointError(f"{directory}/config.json cannot be used: {said:.400}") from None
     model.tie_weights()
     return model
