@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import MutableMapping
+from contextlib import suppress
 from typing import Any
 
 import asyncssh
@@ -41,6 +42,22 @@ class Given:
         self._wanted = wanted
         self._known: dict[str, int] = {}
         self._members: list[Sessions] = []
+        self._end = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """The run ends: no host is asked for another session."""
+        return self._end.is_set()
+
+    def end(self) -> None:
+        """Let nobody wait for a session any longer."""
+        self._end.set()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait between two tries, at most until the end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end.wait()
 
     def each(self, host: str) -> int:
         return min(self._wanted, self._known.get(host, self._wanted))
@@ -127,6 +144,8 @@ class _Session(SSHContextManager):
         `WorkflowExecutionException` once every connection has failed as often as it may."""
         said = ""
         while True:
+            if self._given.ended:
+                raise WorkflowExecutionException(f"{self._contexts[0].get_hostname()} is left: the run ends")
             async with self._condition:
                 usable = [one for one in self._contexts if one.connection_attempts < self._retries]
                 if not usable:
@@ -153,7 +172,7 @@ class _Session(SSHContextManager):
                         if pause != LAG_SECONDS:
                             host = context.get_hostname()
                             logger.warning(f"{host} gives no session for `{self.command:.60}`: {said}")
-            await asyncio.sleep(pause)
+            await self._given.pause(pause)
 
     def _after_refusal(self, context: SSHContext, connection: asyncssh.SSHClientConnection, before: int) -> float:
         """Seconds until the next try, after a connection that lives and had `before` sessions gave no other.

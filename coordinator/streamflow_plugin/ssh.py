@@ -341,6 +341,9 @@ class ParallelSSHConnector(SSHConnector):
         emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     async def undeploy(self, external: bool) -> None:
+        self._given.end()  # else a host that is away holds the run's end up for as long as it would be tried again
+        if self._login is not None:
+            self._login.end()
         await super().undeploy(external)
         await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes, self._worth = {}, {}

@@ -84,7 +84,12 @@ def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
         described = yaml.safe_load(path.read_text())
         described["facilities"][2] |= {
             "dataset": "/nowhere",
-            "deployment": {"type": "ssh", "host": f"127.0.0.1:{port}", "workdir": str(tmp_path / "there")},
+            "deployment": {
+                "type": "ssh",
+                "user": "nobody",
+                "host": f"127.0.0.1:{port}",
+                "workdir": str(tmp_path / "there"),
+            },
         }
         path.write_text(yaml.safe_dump(described | {"final_evaluation": False}, sort_keys=False))
         write(read_federation(path))
