@@ -72,6 +72,10 @@ class PatientLogin:
         """Let nobody wait any longer: the run ends, and with it what would have used the login."""
         self._ended = True
 
+    def begin(self) -> None:
+        """The login may be used again."""
+        self._ended = False
+
     def _check_ended(self, host: str) -> None:
         if self._ended and self._refused:
             raise WorkflowExecutionException(f"{host} refuses the login, and the run ends")

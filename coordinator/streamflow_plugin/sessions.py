@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import MutableMapping
-from contextlib import suppress
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import asyncssh
@@ -18,6 +18,7 @@ from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, SSHContex
 from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
+from coordinator.streamflow_plugin.patient_login import PatientLogin
 
 LEAST = 4
 """Sessions that a login node must give at once: the shell, a job without a queue, the look at its progress, and one for
@@ -53,6 +54,10 @@ class Given:
         """Let nobody wait for a session any longer."""
         self._end.set()
 
+    def begin(self) -> None:
+        """Sessions may be had again."""
+        self._end.clear()
+
     async def pause(self, seconds: float) -> None:
         """Wait between two tries, at most until the end."""
         with suppress(TimeoutError):
@@ -79,6 +84,20 @@ class Given:
             )
             logger.warning(text)
             emit("problem", text=text)
+
+
+@contextmanager
+def nobody_waits(given: Given, login: PatientLogin | None) -> Iterator[None]:
+    """Let go who waits for a session or a login: a host that is away would hold up the end of a run for as long as it
+    would be tried again."""
+    ending: list[Given | PatientLogin] = [given, login] if login is not None else [given]
+    for one in ending:
+        one.end()
+    try:
+        yield
+    finally:
+        for one in ending:
+            one.begin()
 
 
 class Sessions(SSHContextFactory):

@@ -32,7 +32,7 @@ from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import PatientLogin
-from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
+from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions, nobody_waits
 from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
@@ -341,11 +341,9 @@ class ParallelSSHConnector(SSHConnector):
         emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     async def undeploy(self, external: bool) -> None:
-        self._given.end()  # else a host that is away holds the run's end up for as long as it would be tried again
-        if self._login is not None:
-            self._login.end()
-        await super().undeploy(external)
-        await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
+        with nobody_waits(self._given, self._login):
+            await super().undeploy(external)
+            await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes, self._worth = {}, {}
 
 
