@@ -17,13 +17,7 @@ from pathlib import Path
 
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.audit_compare import checked, compared, head_of
-
-
-def report(file: Path, heads: list[str]) -> tuple[str, int]:
-    """A sentence on the log and the exit code. Raises `InputError` when it cannot be read."""
-    found = checked(file, heads)
-    return found.sentence(file), int(found.broken > 0)
+from facility.exchange.messages.audit_compare import compared, head_of, verified
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.command == "compare":
         text, code = compared(arguments.file, arguments.others)
     else:
-        text, code = report(arguments.file, arguments.head)
+        text, code = verified(arguments.file, arguments.head)
     print(text)
     return code
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
-from facility.exchange.messages.audit_compare import checked
+from facility.exchange.messages.audit_compare import head_of
 
 log = logging.getLogger(__name__)
 
@@ -40,21 +40,13 @@ def head() -> str:
     return audit_log.head(Path(path)) if path else ""
 
 
-def verified(file: Path, heads: list[str]) -> tuple[str, int]:
-    """A sentence on a log and the exit code. Raises `InputError` when it cannot be read."""
-    found = checked(file, heads)
-    return found.sentence(file), int(found.broken > 0)
-
-
 def heads_of(archive: Path, facility: str) -> list[str]:
     """Heads of a facility's log that its updates' manifests carried, from the coordinator's log in `archive`.
 
     Raises `InputError` where that log is broken, for then its word counts nothing, and where it has no such head.
     """
     log = Path(archive) / NAME
-    text, code = verified(log, [])
-    if code:
-        raise InputError(text)
+    head_of(log)
     found = [entry for line in log.read_bytes().split(b"\n") if (entry := _entry(line)).get("facility_head")]
     heads = [str(entry["facility_head"]) for entry in found if entry.get("facility") == facility]
     if not heads:

@@ -147,8 +147,8 @@ def audit(
     `head` prints LINES:SHA256, which binds all lines so far; `compare` says whether heads and copies that others were
     shown are of the same log, with the first line that differs. Exit 1 where they are not shown to be.
     """
-    from coordinator.archive.audit import heads_of, verified
-    from facility.exchange.messages.audit_compare import compared, head_of
+    from coordinator.archive.audit import heads_of
+    from facility.exchange.messages.audit_compare import compared, head_of, verified
 
     if action not in ("verify", "head", "compare"):
         raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")

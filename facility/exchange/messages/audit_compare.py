@@ -37,6 +37,12 @@ def checked(file: Path, heads: list[str]) -> Verdict:
         raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
 
 
+def verified(file: Path, heads: list[str]) -> tuple[str, int]:
+    """A sentence on a log, in which `heads` were seen, and the exit code. Raises `InputError` as `checked`."""
+    found = checked(file, heads)
+    return found.sentence(file), int(found.broken > 0)
+
+
 def head_of(file: Path) -> str:
     """The head of a sound log. Raises `InputError` for one that is broken or cannot be read."""
     found = checked(file, [])
