@@ -93,9 +93,8 @@ def _unread(name: str, deployment: Deployment) -> Row | None:
 
     hosts = [] if deployment.ssh == "system" else [deployment, deployment.tunnel, deployment.transfer]
     for one in (one for one in hosts if one.host):
-        host, port = openssh.address(one.host)
         try:
-            check_jumps(one.host, read_ssh_settings(host, one.user, port).jumps)
+            check_jumps(one.host, read_ssh_settings(one.host, one.user).jumps)
         except ConfigurationError as error:
             fix = "correct that line (no comment behind it, no condition, no circle), or set `ssh: system`"
             return fail(name, "ssh settings", error.message, fix)

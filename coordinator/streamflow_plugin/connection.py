@@ -37,7 +37,7 @@ class CarefulContext(SSHContext):
         if config is None:
             return None
         host, port = address(config.hostname)
-        said = read_ssh_settings(host, config.username or "", port)
+        said = read_ssh_settings(config.hostname, config.username or "")
         tunnel = await self._get_connection(config.tunnel or jump_of(config, said.jumps))
         try:
             connection = await asyncssh.connect(

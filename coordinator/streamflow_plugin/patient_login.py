@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import asyncssh
-from streamflow.core.exception import WorkflowExecutionException
 from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.names import LOGINS
+from coordinator.streamflow_plugin.waiting import Waiting
 
 REFUSED = (asyncssh.PermissionDenied, asyncssh.KeyImportError, FileNotFoundError)
 """What a refused login looks like: also a key or certificate that is just being replaced."""
@@ -40,7 +40,7 @@ class PatientLogin:
     pause_seconds: float = PAUSE_SECONDS
     _refused: bool = False
     _unreachable: bool = False
-    _ended: bool = False
+    waiting: Waiting = field(default_factory=Waiting)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def through(self, host: str, connect: Callable[[], Awaitable[T]]) -> T:
@@ -49,7 +49,6 @@ class PatientLogin:
         While the login is refused, one connection tries and the others wait for it.
         """
         while True:
-            self._check_ended(host)
             if not self._refused:
                 try:
                     return await connect()
@@ -58,7 +57,7 @@ class PatientLogin:
             async with self._turn:
                 while self._refused:
                     await self._pause()
-                    self._check_ended(host)
+                    self.waiting.check(host)
                     try:
                         connection = await connect()
                     except REFUSED:
@@ -67,18 +66,6 @@ class PatientLogin:
                     logger.info(f"{host} takes the login again")
                     emit("login_works", facility=self.facility, host=host)
                     return connection
-
-    def end(self) -> None:
-        """Let nobody wait any longer: the run ends, and with it what would have used the login."""
-        self._ended = True
-
-    def begin(self) -> None:
-        """The login may be used again."""
-        self._ended = False
-
-    def _check_ended(self, host: str) -> None:
-        if self._ended and self._refused:
-            raise WorkflowExecutionException(f"{host} refuses the login, and the run ends")
 
     def tell_unreachable(self, host: str, error: BaseException) -> None:
         """Reported once while it lasts; every later use tries the connection again."""
@@ -97,8 +84,8 @@ class PatientLogin:
         """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""
         before, clock = self._renewed(), asyncio.get_running_loop().time
         until = clock() + self.pause_seconds
-        while (left := until - clock()) > 0 and self._renewed() == before and not self._ended:
-            await asyncio.sleep(min(LOOK_SECONDS, left))
+        while (left := until - clock()) > 0 and self._renewed() == before and not self.waiting.ended:
+            await self.waiting.pause(min(LOOK_SECONDS, left))
 
     def _renewed(self) -> list[int]:
         """When each file that a renewal changes was written; 0: it does not exist."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from collections.abc import MutableMapping
 from typing import Any
 
 import asyncssh
@@ -18,7 +17,7 @@ from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, SSHContex
 from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
-from coordinator.streamflow_plugin.patient_login import PatientLogin
+from coordinator.streamflow_plugin.waiting import Waiting
 
 LEAST = 4
 """Sessions that a login node must give at once: the shell, a job without a queue, the look at its progress, and one for
@@ -43,26 +42,6 @@ class Given:
         self._wanted = wanted
         self._known: dict[str, int] = {}
         self._members: list[Sessions] = []
-        self._end = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        """The run ends: no host is asked for another session."""
-        return self._end.is_set()
-
-    def end(self) -> None:
-        """Let nobody wait for a session any longer."""
-        self._end.set()
-
-    def begin(self) -> None:
-        """Sessions may be had again."""
-        self._end.clear()
-
-    async def pause(self, seconds: float) -> None:
-        """Wait between two tries, at most until the end."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._end.wait()
 
     def each(self, host: str) -> int:
         return min(self._wanted, self._known.get(host, self._wanted))
@@ -86,20 +65,6 @@ class Given:
             emit("problem", text=text)
 
 
-@contextmanager
-def nobody_waits(given: Given, login: PatientLogin | None) -> Iterator[None]:
-    """Let go who waits for a session or a login: a host that is away would hold up the end of a run for as long as it
-    would be tried again."""
-    ending: list[Given | PatientLogin] = [given, login] if login is not None else [given]
-    for one in ending:
-        one.end()
-    try:
-        yield
-    finally:
-        for one in ending:
-            one.begin()
-
-
 class Sessions(SSHContextFactory):
     """The connections to one host. `least`: sessions that there must be at once, however few sshd gives each
     connection; more connections are opened for it."""
@@ -109,6 +74,7 @@ class Sessions(SSHContextFactory):
         *,
         least: int,
         given: Given,
+        waiting: Waiting,
         cls_context: Any,
         streamflow_config_dir: str,
         config: SSHConfig,
@@ -116,7 +82,7 @@ class Sessions(SSHContextFactory):
         retries: int,
         retry_delay: int,
     ) -> None:
-        self.host, self._least, self.given = config.hostname, least, given
+        self.host, self._least, self.given, self._waiting = config.hostname, least, given, waiting
         self._one = {"streamflow_config_dir": streamflow_config_dir, "config": config}
         self._class = cls_context
         super().__init__(
@@ -133,6 +99,7 @@ class Sessions(SSHContextFactory):
     def get(self, command: str, environment: MutableMapping[str, str] | None, **streams: Any) -> SSHContextManager:
         return _Session(
             given=self.given,
+            waiting=self._waiting,
             condition=self._condition,
             contexts=self._contexts,
             command=command,
@@ -152,9 +119,9 @@ class Sessions(SSHContextFactory):
 
 
 class _Session(SSHContextManager):
-    def __init__(self, *, given: Given, **settings: Any) -> None:
+    def __init__(self, *, given: Given, waiting: Waiting, **settings: Any) -> None:
         super().__init__(**settings)
-        self._given = given
+        self._given, self._waiting = given, waiting
         self._refused: dict[int, int] = {}
         """By connection that refused a session: how many it had."""
 
@@ -163,8 +130,7 @@ class _Session(SSHContextManager):
         `WorkflowExecutionException` once every connection has failed as often as it may."""
         said = ""
         while True:
-            if self._given.ended:
-                raise WorkflowExecutionException(f"{self._contexts[0].get_hostname()} is left: the run ends")
+            self._waiting.check(self._contexts[0].get_hostname())
             async with self._condition:
                 usable = [one for one in self._contexts if one.connection_attempts < self._retries]
                 if not usable:
@@ -191,7 +157,7 @@ class _Session(SSHContextManager):
                         if pause != LAG_SECONDS:
                             host = context.get_hostname()
                             logger.warning(f"{host} gives no session for `{self.command:.60}`: {said}")
-            await self._given.pause(pause)
+            await self._waiting.pause(pause)
 
     def _after_refusal(self, context: SSHContext, connection: asyncssh.SSHClientConnection, before: int) -> float:
         """Seconds until the next try, after a connection that lives and had `before` sessions gave no other.

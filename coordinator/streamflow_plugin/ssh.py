@@ -32,10 +32,11 @@ from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import PatientLogin
-from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions, nobody_waits
+from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
 from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
+from coordinator.streamflow_plugin.waiting import Waiting
 from facility.exchange.messages.manifest import manifest_if_any
 
 BESIDE_BYTES = 256 << 20
@@ -62,7 +63,8 @@ class ParallelSSHConnector(SSHConnector):
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
         name = self.deployment_name.removeprefix(FACILITY)
-        self._login = PatientLogin(facility=name, files=self._renewed()) if waits_for_login else None
+        self._waiting = waiting = Waiting()
+        self._login = PatientLogin(facility=name, files=self._renewed(), waiting=waiting) if waits_for_login else None
         self._cls_context = partial(CarefulContext, login=self._login)
         self._most_bytes: int | None = None
         self._given = Given(self.maxConcurrentSessions)
@@ -218,8 +220,7 @@ class ParallelSSHConnector(SSHConnector):
     ) -> tuple[str, int | None]:
         """The last `most` bytes of what a command prints, and its code; None where the connection broke.
 
-        `apart`: its standard error counts only where it printed nothing else. `shown`: the command as a person knows
-        it, of which `text` is the line that is sent; absent: `text` itself.
+        `apart`: its standard error counts only where it printed nothing else. `shown`: `text` as a person knows it.
         """
         said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
         async with self._get_ssh_client_process(
@@ -273,6 +274,7 @@ class ParallelSSHConnector(SSHConnector):
         return Sessions(
             least=least,
             given=self._given,
+            waiting=self._waiting,
             cls_context=self._cls_context,
             streamflow_config_dir=self.config_dir,
             config=config,
@@ -341,7 +343,7 @@ class ParallelSSHConnector(SSHConnector):
         emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     async def undeploy(self, external: bool) -> None:
-        with nobody_waits(self._given, self._login):
+        with self._waiting.end():
             await super().undeploy(external)
             await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes, self._worth = {}, {}

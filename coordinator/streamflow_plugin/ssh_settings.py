@@ -46,8 +46,10 @@ class SSHSettings:
     """Files with host keys that can be read, or the content of one."""
 
 
-def read_ssh_settings(host: str, user: str = "", port: int = 0) -> SSHSettings:
-    """What ~/.ssh/config says of `host`. Raises `ConfigurationError` where asyncssh cannot read the file."""
+def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
+    """What ~/.ssh/config says of the host `login`, perhaps with a port, as federation.yml and `ProxyJump` name it.
+    Raises `ConfigurationError` where asyncssh cannot read the file."""
+    host, port = address(login)
     file = Path("~/.ssh/config").expanduser()
     paths: list[Any] = [file] if os.access(file, os.R_OK) else []
     try:
@@ -86,9 +88,8 @@ def read_ssh_settings(host: str, user: str = "", port: int = 0) -> SSHSettings:
 
 def certificates_of(host: str, user: str = "") -> Sequence[str]:
     """Files of the certificates that ~/.ssh/config gives a login; none where it cannot be read."""
-    name, port = address(host)
     try:
-        return read_ssh_settings(name, user, port).certificates
+        return read_ssh_settings(host, user).certificates
     except ConfigurationError:
         return []
 
@@ -129,19 +130,13 @@ def check_jumps(host: str, jumps: Sequence[str]) -> None:
                 f"the jump hosts of {host} in ~/.ssh/config have no end: {' over '.join(way[:4])} and so on; expected "
                 "a `ProxyJump none` for the one that is reached directly"
             )
-        jumps = read_ssh_settings(*_named(named, user)).jumps
+        jumps = read_ssh_settings(named, user).jumps
 
 
 def _login_of(jump: str) -> tuple[str, str]:
     """User ('' where none is said) and host, perhaps with a port, of an entry of `ProxyJump`."""
     user, _, host = jump.removeprefix("ssh://").rpartition("@")
     return user, host
-
-
-def _named(host: str, user: str) -> tuple[str, str, int]:
-    """What `read_ssh_settings` takes."""
-    bare, port = address(host)
-    return bare, user, port
 
 
 def _listed(value: object) -> list[str]:

@@ -27,6 +27,7 @@ from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import BROKE, SwiftLane, login_of, swift_lanes
+from coordinator.streamflow_plugin.waiting import Waiting
 from coordinator.streamflow_plugin.within import within
 
 OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
@@ -124,6 +125,7 @@ class SystemLogin:
         retry_delay: int,
         nothing: str,
         login: PatientLogin | None,
+        waiting: Waiting,
     ) -> None:
         """`nothing`: a command that does nothing. `login`: None where a refused login is an error at once."""
         found = login_of(config)
@@ -132,7 +134,7 @@ class SystemLogin:
                 f"`ssh: system` cannot log in to {config.hostname}: it needs the ssh command, checked host keys and no "
                 "passphrase file"
             )
-        self.host, self._login = config.hostname, login
+        self.host, self._login, self._waiting = config.hostname, login, waiting
         self._words = openssh.command(found, connect_seconds=config.connect_timeout, options=OPTIONS)
         self._retries, self._delay, self._nothing = retries, retry_delay, nothing
         self._most, self._running, self._free = sessions, 0, asyncio.Event()
@@ -207,7 +209,8 @@ class SystemLogin:
                 if self._open:
                     return
                 if attempt:
-                    await asyncio.sleep(self._delay)
+                    await self._waiting.pause(self._delay)
+                self._waiting.check(self.host)
                 try:
                     await self._through()
                     self._open = True
@@ -289,6 +292,7 @@ class SystemSSHConnector(ParallelSSHConnector):
                 retry_delay=self.retryDelay,
                 nothing=self.dialect.nothing,
                 login=self._login,
+                waiting=self._waiting,
             )
         return self._logins[config.hostname]
 
@@ -298,12 +302,10 @@ class SystemSSHConnector(ParallelSSHConnector):
         text: str,
         most: int,
         timeout: int | None,
-        *,
-        apart: bool = False,
-        shown: str = "",
+        **how: Any,
     ) -> tuple[str, int | None]:
         """As the original; ssh's own words stand in the answer here."""
-        said, code = await super().end_of(location, text, most, timeout, apart=apart, shown=shown)
+        said, code = await super().end_of(location, text, most, timeout, **how)
         if code is None and NO_SESSION.decode() in said:
             self._factory(self.nodes[location.name], 1, 1).fewer()
         return said, code

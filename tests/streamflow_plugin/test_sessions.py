@@ -10,6 +10,8 @@ from pathlib import Path
 
 import asyncssh
 import pytest
+from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHConfig
 
 from coordinator.events.event import VARIABLE
@@ -18,6 +20,9 @@ from coordinator.streamflow_plugin import connection, sessions
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.sessions import Given, Sessions
+from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
+from coordinator.streamflow_plugin.waiting import Waiting
 from tests.streamflow_plugin.local_sshd import SSHD
 from tests.streamflow_plugin.test_patient_login import connector
 
@@ -49,11 +54,34 @@ def test_one_session_in_each_connection_is_enough(site, asked: int, tmp_path: Pa
     assert ["1 at once of the 10 sessions" in text for text in told] == ([True] if asked == 10 else [])
 
 
+@pytest.mark.parametrize("kind", [ParallelSSHConnector, SystemSSHConnector])
+def test_a_host_that_is_away_does_not_hold_up_the_end_of_a_run(tmp_path: Path, monkeypatch, kind):
+    """It is tried again for days here; who waits for it is let go."""
+    events = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{closed.getsockname()[1]}"
+        one = kind("facility-a-ssh", "/", nodes=[host], username="nobody", retries=240, retryDelay=3600)
+        location = ExecutionLocation(name=host, deployment="facility-a-ssh", hostname=host, local=False)
+
+        async def act() -> None:
+            waits = asyncio.create_task(one.run(location, ["echo here"], capture_output=True))
+            while not list(events.new()):  # it is told that the host is away
+                await asyncio.sleep(0.05)
+            await one.undeploy(False)
+            with pytest.raises(WorkflowExecutionException):
+                await waits
+
+        asyncio.run(act())
+
+
 def test_a_session_that_ends_late_at_sshd_lowers_no_limit():
     """Refused once with nine open, then with eight: sshd still counted one that had ended here."""
     given = Given(10)
     config = SSHConfig(True, [], 1, "h", None, None, None, "me")
     made = Sessions(
+        waiting=Waiting(),
         least=4,
         given=given,
         cls_context=CarefulContext,

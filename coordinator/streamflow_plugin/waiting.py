@@ -1,0 +1,42 @@
+"""Waits for a host that is away or refuses a login: none outlasts the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from streamflow.core.exception import WorkflowExecutionException
+
+
+class Waiting:
+    """All waits of one deployment's connections. A host that is away is tried again for hours, which would hold up the
+    end of a run."""
+
+    def __init__(self) -> None:
+        self._end = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """Nobody is to wait any longer."""
+        return self._end.is_set()
+
+    def check(self, host: str) -> None:
+        """Raise `WorkflowExecutionException` where nobody is to wait for `host` any longer."""
+        if self.ended:
+            raise WorkflowExecutionException(f"{host} is not waited for any longer: the run ends")
+
+    async def pause(self, seconds: float) -> None:
+        """Wait between two tries, at most until the end."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._end.wait()
+
+    @contextmanager
+    def end(self) -> Iterator[None]:
+        """Let go who waits, while the connections are closed; what uses them again afterwards waits again."""
+        self._end.set()
+        try:
+            yield
+        finally:
+            self._end.clear()
