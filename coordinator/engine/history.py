@@ -26,8 +26,14 @@ class History:
         return list(self._rounds)
 
     def words(self) -> TaskWords:
-        """Words for the task that most facilities reported so far, else for the one that the model is made for."""
+        """Words for the task that most facilities reported so far, else for the one that the model is made for.
+
+        They are kept once a task is known: a new archive is asked before the initial model is in it.
+        """
         rounds = self.rounds()
         if self._words is None:
-            self._words = words_of(task.task_of(self._archive, rounds))
+            found = task.task_of(self._archive, rounds)
+            if not found:
+                return words_of(found)
+            self._words = words_of(found)
         return self._words

@@ -36,3 +36,14 @@ def test_each_round_file_is_read_once_and_new_rounds_change_the_words(tmp_path: 
     assert history.words() == words_of("image-classification")
     history.rounds().clear()  # the caller's own list
     assert [entry.round for entry in history.rounds()] == read == [0, 1, 2]
+
+
+def test_the_words_of_a_new_archive_are_those_of_the_initial_model_once_it_is_there(tmp_path: Path):
+    """The display asks from its first second on, before anything is in the archive; round 0 counts images, too."""
+    archive = Archive(tmp_path / "archive")
+    history = History(archive)
+    assert history.words() == words_of("")
+    model = archive.path / "initial" / "model"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text(json.dumps({"architectures": ["ViTForImageClassification"]}))
+    assert history.words().live_unit == "images"
