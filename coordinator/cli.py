@@ -11,6 +11,7 @@ from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F40
 from coordinator.commands.app import PANELS, Interrupted, app
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.interrupts import WORD
 
 app.registered_commands.sort(key=lambda command: PANELS.index(str(command.rich_help_panel)))
 
@@ -33,7 +34,8 @@ def called() -> int:
         result = app(standalone_mode=False)
     except typer.Exit as stop:
         return stop.exit_code
-    except typer.Abort:
+    except typer.Abort:  # before a command began, or at a question
+        print(WORD, file=sys.stderr)
         return ExitCode.INTERRUPTED
     except Interrupted:
         raise KeyboardInterrupt from None

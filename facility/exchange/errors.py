@@ -22,6 +22,7 @@ from pathlib import Path
 
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_path, is_storage, sentence
+from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging
 
 
@@ -87,6 +88,8 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     Ctrl-C ends them with a word.
     """
     configure_logging(default="info" if in_job else level)
+    if in_job:
+        traceback_again()
     if not in_job and isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale lacks
         with suppress(OSError):  # of a stream that was replaced below it
             sys.stdout.reconfigure(errors="backslashreplace")
@@ -103,5 +106,5 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     except KeyboardInterrupt:
         if in_job:
             raise
-        print("interrupted", file=sys.stderr)
+        print(WORD, file=sys.stderr)
         return ExitCode.INTERRUPTED
