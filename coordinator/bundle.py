@@ -11,12 +11,18 @@ BUNDLE/bundle.json                  what it is for, written last
 
 from __future__ import annotations
 
+import http.client
 import re
 import shutil
+import signal
+import ssl
 import subprocess
 import sys
 import tomllib
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
@@ -29,6 +35,17 @@ from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
+ANSWER_SECONDS = 20.0
+"""How long an index may take to answer anything at all."""
+END_SECONDS = 5.0
+"""How long an interrupted pip may take to end, twice."""
+QUIETLY = """import runpy, signal, sys
+try:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    runpy.run_module("pip", run_name="__main__", alter_sys=True)
+except KeyboardInterrupt:
+    sys.exit(130)"""
+"""`python -m pip`, which says nothing of an interrupt while it imports."""
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
@@ -63,9 +80,12 @@ def bundle(
         fill(out, tasks, include=include)
     wheelhouse = out / "wheelhouse"
     wheelhouse.mkdir(parents=True, exist_ok=True)
+    index = index or INDEX[torch]
+    if run is None and index:
+        ask_index(index)
     extras = ("eval",) if tasks else ()
-    command = download(wheelhouse, python=python, platform=platform, index=index or INDEX[torch], extras=extras)
-    code = (run or (lambda words: subprocess.run(words).returncode))(command)
+    command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
+    code = (run or run_pip)(command)
     if code != 0:
         raise TryAgain(
             f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
@@ -90,6 +110,57 @@ def bundle(
     return what
 
 
+def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
+    """Ask torch's package index once, over the proxy that the environment names, whether it answers, whatever it says.
+
+    pip asks a silent one for every package again and again, and then takes another flavour of torch from the default
+    index. Raises `TryAgain` where nothing answers within `seconds`, `InputError` for what is no address.
+    """
+    if re.match("file:", index, re.IGNORECASE):
+        return
+    if not re.match("https?://[^/]", index, re.IGNORECASE):
+        raise InputError(f"--torch-index is {index!r}, expected an address such as {INDEX['cpu']}")
+    try:
+        with urllib.request.urlopen(urllib.request.Request(index, method="HEAD"), timeout=seconds):
+            pass
+    except urllib.error.HTTPError:
+        pass  # it answers: some indices list nothing at their root
+    except (OSError, ValueError, http.client.HTTPException) as error:  # ValueError: a port that is no number
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):
+            return  # pip has certificates of its own settings
+        raise TryAgain(
+            f"the package index {index} does not answer ({reason}): give the same command where there is a network, "
+            f"name a proxy by HTTPS_PROXY, or an index that has torch by --torch-index"
+        ) from None
+
+
+def run_pip(command: list[str]) -> int:
+    """Run pip; returns its exit code. Ctrl-C ends it too, without a traceback, and is raised once it has cleaned up."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: `QUIETLY` lets it in again
+    try:
+        process = subprocess.Popen(command)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        end_pip(process)
+        raise
+
+
+def end_pip(process: subprocess.Popen[bytes]) -> None:
+    """Wait until an interrupted pip has removed what it had half downloaded; interrupt it if it did not hear of it."""
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(END_SECONDS)
+    process.kill()
+    process.wait()
+
+
 def copy_code(target: Path) -> None:
     """What a facility needs of CrossFed itself, laid out as in a checkout."""
     copy_tree(CHECKOUT / "facility", target / "facility", leave=("__pycache__", "_data"))
@@ -112,8 +183,8 @@ def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras
         platforms.append(f"manylinux2014_{machine}")
     command = [
         sys.executable,
-        "-m",
-        "pip",
+        "-c",
+        QUIETLY,
         "download",
         "--disable-pip-version-check",
         "--dest",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import zipfile
@@ -13,12 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.bundle import bundle, download
+from coordinator.bundle import ask_index, bundle, download, run_pip
 from coordinator.config.federation import read_federation
 from coordinator.config.scaffold import init
 from coordinator.model import convert
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.errors import CheckpointError, ConfigurationError, InputError
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TryAgain
 from tests.pico import save_pico
 from tests.training.images import save_image_model
 
@@ -736,3 +737,48 @@ def test_another_bundle_in_the_same_place_is_installed(tmp_path: Path, python: P
         result = setup("facility", *options)
         assert result.returncode == 0, result.stderr
         assert ("packages: unchanged" in result.stdout) == unchanged
+
+
+@pytest.fixture
+def silent_index():
+    """The address of an index that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/whl/cpu"
+
+
+def test_an_index_that_does_not_answer_is_asked_once(silent_index: str, monkeypatch):
+    """pip asks it for each of thirty packages, six times each, and then takes torch for another device elsewhere."""
+    monkeypatch.setenv("no_proxy", "*")
+    with pytest.raises(TryAgain, match=r"does not answer \(.*timed out\).*--torch-index"):
+        ask_index(silent_index, seconds=0.1)
+    with pytest.raises(TryAgain, match=r"does not answer .*refused"):
+        ask_index("http://127.0.0.1:9/simple")
+    ask_index("file:///srv/wheels")
+    for address in ("nonsense", "ftp://a/b", "https://"):
+        with pytest.raises(InputError, match="--torch-index is .*expected an address"):
+            ask_index(address)
+
+
+def test_a_bundle_of_a_silent_index_ends_before_pip_begins(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("coordinator.bundle.run_pip", pytest.fail)
+    monkeypatch.setenv("no_proxy", "*")
+    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
+    with pytest.raises(TryAgain, match="does not answer"):
+        bundle(tmp_path / "b", **options, index="http://127.0.0.1:9/simple")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["cleans up", "does not hear"])
+def test_an_interrupted_pip_has_ended_and_cleaned_up_before_the_command_ends(tmp_path: Path, monkeypatch, deaf: bool):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("coordinator.bundle.END_SECONDS", 0.2 if deaf else 60.0)
+    script = "import os, signal, sys, time\nfrom pathlib import Path\n"
+    script += "signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == 'True' else signal.default_int_handler)\n"
+    script += "Path('pid').write_text(str(os.getpid()))\nos.kill(os.getppid(), signal.SIGINT)\n"
+    script += "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(600)\n"
+    script += "finally:\n    time.sleep(0.6)\n    Path(sys.argv[1]).touch()\n"
+    with pytest.raises(KeyboardInterrupt):
+        run_pip([sys.executable, "-c", script, str(tmp_path / "cleaned"), str(deaf)])
+    assert (tmp_path / "cleaned").exists() != deaf
+    assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
