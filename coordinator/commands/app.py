@@ -24,6 +24,12 @@ class Interrupted(BaseException):
 class Commands(TyperGroup):
     """All commands."""
 
+    def make_context(self, *arguments: Any, **further: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **further)
+        except KeyboardInterrupt:
+            raise Interrupted from None
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)

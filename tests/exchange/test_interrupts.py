@@ -49,3 +49,12 @@ def test_in_a_job_the_traceback_is_back(monkeypatch):
     assert sys.excepthook is not before
     interrupts.traceback_again()
     assert sys.excepthook is interrupts._before
+
+
+@pytest.mark.parametrize("step", ["make_context", "invoke"])
+def test_an_interrupt_is_a_word_in_every_step_of_the_command_line(tmp_path: Path, step: str):
+    """Typer makes an exit code of it without a word."""
+    interrupt = "import typer.core\ndef stop(*a, **k): raise KeyboardInterrupt\n"
+    script = f"{interrupt}typer.core.TyperGroup.{step} = stop\nfrom coordinator.cli import main\nmain()"
+    done = subprocess.run([sys.executable, "-c", script, "schema"], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr.strip() == "interrupted" and done.returncode == 130
