@@ -130,6 +130,14 @@ class Progress:
         self._set(name, self._at_work)
         return f"{self.title}: {name} has left the queue"
 
+    def _on_requeued(self, event: Event) -> str | None:
+        """A late facility stays late: its round goes on without it."""
+        name = facility_of(str(event["step"]))
+        if self.states.get(name) != self._at_work:
+            return None
+        self._set(name, f"queued as job {event['job']}")
+        return f"{self.title}: {name}: job {event['job']} was requeued by its scheduler and waits again"
+
     def _on_progress(self, event: Event) -> str | None:
         """A line as the steps begin, and then every `LINE_SECONDS`."""
         name = facility_of(str(event["step"]))

@@ -148,6 +148,11 @@ class Recorder:
         if name := self._whose(event):
             self._append("started", event, name, **({"job": event["job"]} if event["job"] else {}))
 
+    def _on_requeued(self, event: Event) -> None:
+        if name := self._whose(event):
+            self._stages.pop(name, None)
+            self._append("requeued", event, name, job=event["job"])
+
     def _on_progress(self, event: Event) -> None:
         name = self._whose(event)
         if name and self._stages.get(name) != event["stage"]:

@@ -30,6 +30,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "waited": ("facility", "job", "seconds", "nodes", "handed", "until"),
     "estimated": ("step", "job", "begins"),
     "began": ("step", "job"),
+    "requeued": ("step", "job"),
     "progress": ("step", "stage", "done", "steps", "loss", "tokens_per_second", "seconds_left"),
     "ended": ("step", "job", "code", "problem"),
     "moved": ("facility", "way", "what", "bytes", "seconds"),

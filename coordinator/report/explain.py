@@ -162,6 +162,7 @@ def _state(entries: Sequence[Entry]) -> tuple[str, str]:
     words = {
         "queued": "its job waits in the queue",
         "started": "its job has begun",
+        "requeued": "its job was requeued by the scheduler and waits in the queue again",
         "stage": "its job is at work",
         "trained": "its job has ended and its update has not been received",
         "transferred": "its update has arrived and has not been verified",

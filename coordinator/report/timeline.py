@@ -97,6 +97,9 @@ class _Lane:
                 self.give_up()
                 self._leave_queue(now)
                 self.started, self.marks, self.waits, self.late = now, [], None, False
+            case "requeued" if self.started is not None:
+                self.found += self._parts(self.started, now, {})
+                self.started, self.queued, self.marks = None, now, []
             case "late":
                 self.late = True
             case "verified" if self.started is not None:  # an earlier run's job, whose end nobody saw

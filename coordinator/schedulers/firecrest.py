@@ -27,7 +27,7 @@ class Firecrest(Requests, BatchScheduler):
     job_id = re.compile(r"[A-Za-z0-9]{1,40}")
     waiting = SLURM.waiting | {"Q", "H", "W", "T"}
     terminal = SLURM.terminal | {FINISHED}
-    suspended = frozenset("SU")
+    suspended = SLURM.suspended | {"S", "U"}
     silent = (NO_ANSWER,)
     advice = SLURM.advice
     output_file = "crossfed-job.log"

@@ -185,7 +185,7 @@ class BatchScheduler(Scheduler):
     terminal: ClassVar[frozenset[str]]
     """States from which a job does not come back."""
     suspended: ClassVar[frozenset[str]] = frozenset()
-    """Further states of a job that has begun and whose time limit stands still."""
+    """States of a job that has begun and whose time limit stands still; `waiting` may hold them too."""
     silent: ClassVar[Sequence[str]]
     """Words (lower case) in a command's error that mean the scheduler did not answer; anything else is an answer."""
     limit_signal: ClassVar[str] = ""
@@ -256,6 +256,10 @@ class BatchScheduler(Scheduler):
     def ended(self, states: Mapping[str, str], ids: Iterable[str]) -> list[str]:
         """The `ids` whose state is terminal, or which the scheduler no longer knows."""
         return [one for one in ids if states.get(one) in self.terminal or states.get(one) == FORGOTTEN]
+
+    def waits(self, state: str) -> bool:
+        """True for the state of a job in the queue: it has never begun, or was requeued; not of a suspended one."""
+        return not self.has_begun(state) and state not in self.suspended
 
     def limit_runs(self, state: str) -> bool:
         """True for the state of a job whose time limit runs: it has begun, and is neither suspended nor over."""

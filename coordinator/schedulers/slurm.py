@@ -30,6 +30,7 @@ class Slurm(BatchScheduler):
     terminal = frozenset(
         "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
     )
+    suspended = frozenset({"SUSPENDED"})
     silent = (
         "unable to contact slurm controller",
         "socket timed out",

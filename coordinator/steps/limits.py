@@ -173,8 +173,8 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
     for entry in entries:
         if entry.kind == "started":
             begun[entry.facility] = entry
-        elif entry.kind in ("trained", "run_ended", "run_started"):
-            ended = [entry.facility] if entry.kind == "trained" else list(begun)
+        elif entry.kind in ("trained", "requeued", "run_ended", "run_started"):
+            ended = [entry.facility] if entry.facility else list(begun)
             for name in ended:
                 add(begun.pop(name, None), entry.time)
     for start in begun.values() if running else ():

@@ -101,7 +101,7 @@ class JobWatch:
             found = read_progress(text) if text else None
         except ManifestError:
             return
-        if found is None or found == self.last:
+        if found is None or found == self.last or self.waits():  # requeued since it was asked: of its last run
             return
         self.last = found
         emit(

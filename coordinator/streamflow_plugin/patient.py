@@ -157,11 +157,12 @@ class PatientQueue(QueueManagerConnector):
         return found
 
     def _note_begins(self, states: dict[str, str]) -> None:
-        """Report each job that has left the queue, once."""
+        """Report each job that has left the queue, and each that waits there again: it was requeued or preempted."""
         for one, state in states.items():
-            if one not in self._begun and self.scheduler.has_begun(state) and state != FORGOTTEN:
-                self._begun.add(one)
-                emit("began", step=self._steps.get(one, ""), job=one)
+            begins = one not in self._begun and self.scheduler.has_begun(state) and state != FORGOTTEN
+            if begins or (one in self._begun and self.scheduler.waits(state)):
+                self._begun ^= {one}
+                emit("began" if begins else "requeued", step=self._steps.get(one, ""), job=one)
 
     async def _lost(self, jobs: Collection[str], silent: Collection[str], location: ExecutionLocation) -> list[str]:
         """The `jobs` that are overdue, and those that the scheduler was `silent` about for too long.
@@ -202,8 +203,7 @@ class PatientQueue(QueueManagerConnector):
 
     def _note_silence(self, silent: list[str]) -> list[str]:
         """Report a scheduler that says nothing of jobs, once; returns those without news for too long."""
-        now = self._now()
-        since = self._silent_since
+        now, since = self._now(), self._silent_since
         for gone in since.keys() - set(silent):
             del since[gone]
             tell(f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}", logging.INFO)

@@ -24,12 +24,14 @@ from coordinator.config.federation import read_federation
 from coordinator.config.notifying import NotifySettings
 from coordinator.engine.expected_end import expected_end
 from coordinator.engine.follow_run import follow_run
-from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot
+from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot, sentence
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.recorder import SILENT_SECONDS, Recorder
 from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
+from coordinator.report.timeline import segments
+from coordinator.steps.limits import job_seconds
 from coordinator.streamflow_plugin.job_progress import JobWatch, command
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.files.durable import write_json
@@ -119,6 +121,52 @@ def feed(made: Recorder, *events: Event) -> None:
     for one in events:
         made.progress.feed(one)
         made.hear(one)
+
+
+def test_a_requeued_job_waits_again_and_is_not_shown_at_work(tmp_path: Path):
+    """Preempted at 100, it waits until 400 and trains again until 500; the steps of its first run are not shown."""
+    made, progress, now = recorder(tmp_path)
+    feed(
+        made,
+        event("starting", at=1, round=0, model="m"),
+        event("submitted", at=10, step=STEP, job="17"),
+        event("began", at=40, step=STEP, job="17"),
+        event("progress", at=50, step=STEP, **AT_WORK),
+        event("requeued", at=100, step=STEP, job="17"),
+    )
+    assert progress.states["a"] == "queued as job 17" and not progress.live["a"].stage
+    now["now"] = 1060.0
+    assert " for 60 s" in sentence(progress.live["a"], 1060.0) and "step" not in sentence(progress.live["a"], 1060.0)
+    feed(
+        made,
+        event("began", at=400, step=STEP, job="17"),
+        event("progress", at=410, step=STEP, **AT_WORK),
+        event("ended", at=500, step=STEP, job="17", code=0, problem=""),
+    )
+    entries = made.journal.read()
+    assert progress.states["a"] == "training"
+    assert [one.kind for one in entries if one.facility] == [
+        *("queued", "started", "stage", "requeued", "started", "stage", "trained")
+    ]
+    spans = [(one.kind, one.begin, one.end) for one in segments(entries, {})]
+    assert spans == [
+        *(("queue", 10, 40), ("load", 40, 50), ("train", 50, 100)),
+        *(("queue", 100, 400), ("load", 400, 410), ("train", 410, 500)),
+    ]
+    assert job_seconds(entries) == {(0, "a"): 60.0 + 100.0}, "nodes that it did not have are not paid for"
+
+
+def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):
+    made, progress, _ = recorder(tmp_path)
+    feed(
+        made,
+        event("starting", at=1, round=0, model="m"),
+        event("submitted", at=10, step=STEP, job="17"),
+        event("began", at=40, step=STEP, job="17"),
+        event("late", at=50, facility="a", round=0, reason="the others have delivered"),
+        event("requeued", at=60, step=STEP, job="17"),
+    )
+    assert progress.states["a"] == "late"
 
 
 def test_a_job_from_the_queue_to_its_update(tmp_path: Path):

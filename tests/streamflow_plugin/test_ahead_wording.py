@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -117,3 +118,33 @@ def test_what_a_job_prints_lies_in_its_own_directory_and_not_in_home(tmp_path: P
     assert outputs == [f"{workdir}/crossfed-job.log"], lines
     assert re.search(r"-j[ =]?[\"']?(oe|y)", lines[0]), "both streams"
     assert name == "pbs" or " -cwd " in lines[0] and f"cd {workdir} &&" in lines[0]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("gated", [False, True], ids=["shell", "gate"])
+def test_a_job_that_is_requeued_is_told_as_one_that_waits_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, gated: bool
+):
+    """From the scheduler's answers: it waits, runs, waits again as after a preemption, runs again and ends."""
+    wording = WORDINGS[name]
+    id = wording.id(101)
+    (events := tmp_path / "events").touch()
+    monkeypatch.setenv(VARIABLE, str(events))
+    queue = object.__new__(connector_for(wording.scheduler))
+    connector = SimpleNamespace(submit_job=None) if gated else SimpleNamespace()
+    queue.__dict__ |= {"_begun": set(), "_steps": {id: "/rounds/train_a"}, "_ahead": None, "connector": connector}
+    for state in (PENDING, RUNNING, RUNNING, PENDING, PENDING, RUNNING, ENDED):
+        text, code = wording.asked(id, state)
+        queue._note_begins(wording.scheduler.read_states(text, code, [id]))
+    told = [json.loads(line) for line in events.read_text().splitlines()]
+    assert [(one["kind"], one["step"], one["job"]) for one in told] == [
+        (kind, "/rounds/train_a", id) for kind in ("began", "requeued", "began")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "state"),
+    [("slurm", "SUSPENDED"), ("slurm", "COMPLETING"), ("pbs", "S"), ("pbs", "E"), ("gridengine", "s"), ("flux", "RUN")],
+)
+def test_a_job_that_is_suspended_or_ends_does_not_wait_again(name: str, state: str):
+    assert not WORDINGS[name].scheduler.waits(state)
