@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from coordinator.aggregation.plan import norms_suffice
+from coordinator.aggregation.settings import AggregationSettings
 from coordinator.config.closing import carries
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
@@ -43,6 +44,7 @@ from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.job_names import job_name
 from facility.exchange.messages.evaluation import FacilityEvaluation
+from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import find_template
 
@@ -191,10 +193,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )
-    if carries(federation.closing):
-        latest = max(settings.aggregation.maximum_staleness, behind(federation))
-        aggregation = dataclasses.replace(settings.aggregation, maximum_staleness=latest)
-        settings = dataclasses.replace(settings, aggregation=aggregation)
+    settings = dataclasses.replace(settings, aggregation=_aggregation(federation))
     values = {"federation": federation.name} | dataclasses.asdict(settings)
     values["described"] = folded(settings.described)
     if key := federation.sending.signing_key:
@@ -221,6 +220,16 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value or name not in optional}
 
 
+def _aggregation(federation: Federation) -> AggregationSettings:
+    """Settings of the aggregation with its signers' resolved path, and the staleness that carried updates may have."""
+    found = federation.aggregation
+    if found.allowed_signers:
+        found = dataclasses.replace(found, allowed_signers=_for_a_step(federation.path(found.allowed_signers)))
+    if carries(federation.closing):
+        found = dataclasses.replace(found, maximum_staleness=max(found.maximum_staleness, behind(federation)))
+    return found
+
+
 def _facility_settings(federation: Federation, facility: Facility) -> str:
     """Text of the file that is staged to a facility with every round."""
     settings = FacilitySettings(
@@ -238,7 +247,7 @@ def _facility_settings(federation: Federation, facility: Facility) -> str:
         behind=behind(federation),
         most_steps=0 if federation.even is None else federation.even.bounds(facility.training.steps)[1],
         step_norms=_states_norms(federation, facility),
-        masking=masking_settings(federation, facility),
+        masking=_masking(federation, facility),
         differential=federation.privacy.differential if federation.privacy is not None else None,
     )
     values = dataclasses.asdict(settings)
@@ -271,6 +280,14 @@ def behind(federation: Federation) -> int:
     return 0 if federation.closing is None else (federation.keep_rounds or MOST_LATE + 1) - 1
 
 
+def _masking(federation: Federation, facility: Facility) -> MaskingSettings | None:
+    """A facility's part in secure aggregation; a local one's peers are relative to federation.yml's folder."""
+    found = masking_settings(federation, facility)
+    if found is None or facility.deployment.type != "local" or not found.peer_signers:
+        return found
+    return dataclasses.replace(found, peer_signers=_for_a_step(federation.path(found.peer_signers)))
+
+
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:
     """A facility's settings with resolved paths; a local facility's are relative to federation.yml's folder."""
     training = facility.training
@@ -283,6 +300,7 @@ def _training(federation: Federation, facility: Facility) -> TrainingSettings:
     emulation = dataclasses.replace(training.sync.emulation, trace=here(training.sync.emulation.trace))
     return dataclasses.replace(
         training,
+        signing_key=here(training.signing_key),
         layout=dataclasses.replace(training.layout, plan=here(training.layout.plan)),
         lora=dataclasses.replace(training.lora, base=here(training.lora.base)),
         sync=dataclasses.replace(training.sync, emulation=emulation),

@@ -218,6 +218,28 @@ def test_paths_in_settings_are_those_of_the_machine_that_reads_them(tmp_path: Pa
     assert found("far") == ["~/plan.json", "../base", "/t.json"]
 
 
+def test_keys_and_signers_are_relative_to_federation_yml_as_other_paths_are(tmp_path: Path):
+    """They counted from the checkout: no update was taken, and no message said where the file was looked for from."""
+    names = ["alpha", "beta", "gamma"]
+    file = write_federation(
+        tmp_path,
+        names,
+        training={"export_dtype": "float32", "signing_key": "../keys/own"},
+        aggregation={"rule": "mean", "clip_ratio": 0, "allowed_signers": "../keys/signers"},
+        privacy={"secure_aggregation": True, "peer_signers": "../keys/peers"},
+    )
+    there = "  deployment: {type: ssh, host: h, user: u, workdir: /scratch/cf}\n"
+    text = file.read_text().replace("- name: gamma\n", f"- name: gamma\n{there}")
+    file.write_text(text.replace("../sites/gamma/dataset", "/data/gamma"))
+    files = {Path(name).name: text for name, text in render(read_federation(file)).items()}
+    assert json.loads(files["coordinator.json"])["aggregation"]["allowed_signers"] == str(tmp_path / "keys" / "signers")
+    local, remote = json.loads(files["alpha.json"]), json.loads(files["gamma.json"])
+    assert local["training"]["signing_key"] == str(tmp_path / "keys" / "own")
+    assert local["masking"]["peer_signers"] == str(tmp_path / "keys" / "peers")
+    assert remote["training"]["signing_key"] == "../keys/own", "another machine's paths stay as they were written"
+    assert remote["masking"]["peer_signers"] == "../keys/peers"
+
+
 def test_a_trace_is_read_from_the_accounts_home_and_from_crossfeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "trace.json").write_text('{"format": 1, "workers": {"0": [[0, 2]]}}')
     monkeypatch.setenv("CROSSFED_HOME", str(tmp_path))
