@@ -193,7 +193,9 @@ def limits_from(arguments: argparse.Namespace, tasks: Tasks) -> Limits:
     """The time limit given, or what the scheduler leaves, less the time to end cleanly."""
     total = arguments.time_limit
     if not total and tasks.end_time:
-        total = max(1.0, tasks.end_time - time.time() - 2 * arguments.grace)
+        now = time.time()
+        left = tasks.end_time - (tasks.start_time + tasks.elapsed(now) if tasks.start_time else now)
+        total = max(1.0, left - 2 * arguments.grace)
     return Limits(grace=arguments.grace, save=arguments.save, total=total, silence=arguments.silence)
 
 

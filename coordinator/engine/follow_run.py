@@ -11,7 +11,7 @@ from rich.live import Live
 
 from coordinator.archive.summary import shown
 from coordinator.console import command_console
-from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot
+from coordinator.engine.live import FILE, STALE_SECONDS, Snapshot, live_lines, live_table, read_snapshot
 from facility.exchange.errors import InputError
 
 LOOK_SECONDS = 1.0
@@ -30,25 +30,39 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
                 f"there is no {workdir / FILE}: no run has begun here; `crossfed run` begins one"
             ) from None
         raise InputError(f"{workdir / FILE} is damaged; a run that goes on writes it again")
-    console = command_console(160)
+    console, renewed = command_console(160), Renewed()
     if as_json:
         print(json.dumps(dataclasses.asdict(snapshot)))
         return 0
     if console.is_terminal:
         with Live(live_table(snapshot), console=console, refresh_per_second=2) as live:
-            while snapshot.alive:
+            while renewed(snapshot):
                 time.sleep(LOOK_SECONDS)
                 snapshot = read_snapshot(workdir) or snapshot
                 live.update(live_table(snapshot))
     else:
         last = 0.0
         while True:
-            if not snapshot.alive or time.monotonic() - last >= LINE_SECONDS:
+            goes_on = renewed(snapshot)
+            if not goes_on or time.monotonic() - last >= LINE_SECONDS:
                 last = time.monotonic()
                 print("\n".join(live_lines(snapshot)), flush=True)
-            if not snapshot.alive:
+            if not goes_on:
                 break
             time.sleep(LOOK_SECONDS)
             snapshot = read_snapshot(workdir) or snapshot
     console.print(f"the run has ended: {shown(snapshot.ended or 'it was killed')}", markup=False)
     return 0
+
+
+class Renewed:
+    """Is the run of each snapshot that is shown still alive? One that no new snapshot follows for `STALE_SECONDS` of
+    this process is not, whatever its time says: where the clock was set back, that of a killed run lies ahead."""
+
+    def __init__(self) -> None:
+        self._time, self._since = 0.0, 0.0
+
+    def __call__(self, snapshot: Snapshot) -> bool:
+        if snapshot.time != self._time:
+            self._time, self._since = snapshot.time, time.monotonic()
+        return snapshot.alive and time.monotonic() - self._since < STALE_SECONDS

@@ -74,7 +74,7 @@ class Identity(ClientCredentialsAuth):
 
     def get_access_token(self) -> str:
         """A token that holds for some seconds more. Raises `ClientsCredentialsException` or `OutOfBounds`."""
-        if self._token and time.time() <= self._until - self._min_token_validity:
+        if self._token and time.monotonic() <= self._until - self._min_token_validity:
             return self._token
         given = {"grant_type": "client_credentials", "client_id": self._client_id, "client_secret": self._client_secret}
         answer = self._session.post(self._token_uri, data=given)
@@ -84,7 +84,7 @@ class Identity(ClientCredentialsAuth):
         token, seconds = found.text("access_token"), found.number("expires_in", most=1e9)
         if not re.fullmatch(r"[!-~]+", token):
             raise OutOfBounds("the token endpoint's answer holds no token")
-        self._token, self._until = token, time.time() + seconds
+        self._token, self._until = token, time.monotonic() + seconds
         return token
 
 

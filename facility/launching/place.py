@@ -58,6 +58,14 @@ class Tasks:
     """GPUs that the scheduler gave on this node; 0: it does not say."""
     end_time: float = 0.0
     """When the scheduler will end the job, in seconds since 1970; 0: it does not say."""
+    start_time: float = 0.0
+    """When the scheduler began the job, in seconds since 1970; 0: it does not say."""
+
+    def elapsed(self, now: float, start: float = 0.0) -> float:
+        """Seconds at `now` since the scheduler began the job, or since `start`; 0 where nothing says when, and where
+        this node's clock is outside of the job's time: it is off, by hours perhaps, and times nothing."""
+        begin = self.start_time or start
+        return now - begin if begin and begin <= now and not 0 < self.end_time <= now else 0.0
 
     @property
     def first(self) -> bool:
@@ -108,6 +116,7 @@ def read_tasks(environ: Mapping[str, str], host_file: str | None = None) -> Task
         devices_per_node=_devices(_first(environ, allocation.devices_per_node)) if allocation else 0,
         devices_here=_devices(_first(environ, allocation.devices)) if allocation else 0,
         end_time=float(_first(environ, allocation.end) or 0) if allocation else 0.0,
+        start_time=float(_first(environ, allocation.start) or 0) if allocation else 0.0,
     )
     if table is None:
         nodes = len(set(hosts)) or 1

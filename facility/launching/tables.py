@@ -59,6 +59,8 @@ class AllocationTable:
     """GPUs that the job has on every node; `4`, `a100:4` or `gpu:a100:4`."""
     end: tuple[str, ...] = ()
     """When the job will be ended, in seconds since 1970."""
+    start: tuple[str, ...] = ()
+    """When the job was begun, in seconds since 1970."""
 
 
 # https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
@@ -148,6 +150,7 @@ SLURM_JOB = AllocationTable(
     devices=("SLURM_GPUS_ON_NODE",),
     devices_per_node=("SLURM_GPUS_PER_NODE",),
     end=("SLURM_JOB_END_TIME",),
+    start=("SLURM_JOB_START_TIME",),
 )
 # https://2022.help.altair.com/2022.1.0/PBS%20Professional/PBSUserGuide2022.1.pdf, "Environment Variables Provided by
 # PBS"

@@ -87,7 +87,8 @@ class Meter:
         self.tasks, self.job = tasks, environ.get("SLURM_JOB_ID", "")
         self.speaks = tasks.local_task == 0
         began = environ.get("SLURM_JOB_START_TIME") or environ.get(BEGAN, "")
-        self.began = _number(began) or time.time()
+        self.before = tasks.elapsed(time.time(), _number(began) or 0.0)
+        self.made = time.monotonic()  # from now on no clock that is set counts
         self.first = self._read()
         given, seen = tasks.devices_per_node or tasks.devices_here, len(self.first.counters.get("nvml", {}))
         self.own_alone = tasks.local_tasks > 1 and 0 < seen < (given or tasks.local_tasks)
@@ -105,7 +106,7 @@ class Meter:
         here = self._gained()
         others = self._others(notes)
         nodes = max(1, self.tasks.nodes)
-        seconds = time.time() - self.began
+        seconds = self.before + time.monotonic() - self.made
         energy, source = combined(here, others, nodes)
         return Usage(
             node_seconds=round(nodes * seconds, 3),

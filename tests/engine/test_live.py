@@ -22,6 +22,7 @@ from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.config.notifying import NotifySettings
+from coordinator.engine import follow_run as follow
 from coordinator.engine.expected_end import expected_end
 from coordinator.engine.follow_run import follow_run
 from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot, sentence
@@ -390,6 +391,27 @@ def test_a_run_that_may_not_be_looked_at_is_not_taken_for_none(tmp_path: Path, m
     monkeypatch.setattr(Path, "open", denied)
     with pytest.raises(PermissionError):
         follow_run(tmp_path)
+
+
+def test_a_run_that_was_killed_before_the_clock_was_set_back_is_not_followed_for_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Its last snapshot is of three hours from now; another that renews its own goes on."""
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        assert clock[0] < 200.0, "followed for ever"
+        clock[0] += seconds
+        if clock[0] < 90.0:
+            made.tick()
+
+    monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    ahead = time.time() + 3 * 3600
+    made, _, _ = recorder(tmp_path)
+    made.clock = lambda: ahead + clock[0]
+    made.write()
+    assert follow.follow_run(tmp_path) == 0
+    assert clock[0] >= 90.0 and "it was killed" in capsys.readouterr().out
 
 
 @pytest.mark.slow

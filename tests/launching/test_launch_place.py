@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from facility import launch
 from facility.exchange.errors import ConfigurationError
 from facility.launching.hostlist import expand_counts, expand_hosts
 from facility.launching.place import Place, attempt_of, master_port, place, read_tasks
@@ -350,3 +352,19 @@ def test_counts():
     for text in ("", "4x2", "-1", "4(x99999999)"):
         with pytest.raises(ConfigurationError):
             expand_counts(text)
+
+
+@pytest.mark.parametrize(
+    ("now", "left"),
+    [(0.0, 3600.0), (600.0, 3000.0), (-7200.0, 3600.0), (7200.0, 3600.0), (3595.0, 5.0)],
+    ids=["begins", "later", "two hours behind", "two hours ahead", "at its end"],
+)
+def test_a_node_whose_clock_is_off_has_its_job_s_whole_time(monkeypatch: pytest.MonkeyPatch, now: float, left: float):
+    """A job of an hour; ahead of its end, each job had one second, saved, and came back for ever."""
+    began = 1_700_000_000
+    tasks = read_tasks(
+        {"SLURM_JOB_ID": "9", "SLURM_JOB_START_TIME": str(began), "SLURM_JOB_END_TIME": str(began + 3600)}
+    )
+    monkeypatch.setattr(launch.time, "time", lambda: began + now)
+    given = argparse.Namespace(time_limit=0.0, grace=1.0, save=10.0, silence=60.0)
+    assert launch.limits_from(given, tasks).total == left - 2.0

@@ -182,3 +182,17 @@ def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
 )
 def test_a_usage_that_cannot_be_is_not_recorded(told: object):
     assert usage_of(Manifest(kind="update", federation="f", round=0, extra={USAGE: told})) == {}
+
+
+@pytest.mark.parametrize("off", [-7200.0, -60.0, 0.0, 90_000.0])
+def test_a_node_whose_clock_is_off_counts_no_time_that_its_job_did_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: float
+):
+    """A job of a day, which began 50 s ago; the clock is two hours behind, or beyond the job's end."""
+    environ = {"SLURM_JOB_ID": "7", "SLURM_JOB_START_TIME": "1700000000", "SLURM_JOB_END_TIME": "1700086400"}
+    monkeypatch.setattr(energy.time, "time", lambda: 1_700_000_050.0 + off)
+    monkeypatch.setattr(energy.time, "monotonic", lambda: 10.0)
+    meter = Meter(read_tasks(environ), environ)
+    monkeypatch.setattr(energy.time, "time", lambda: 1_600_000_000.0)  # set back while the job runs
+    monkeypatch.setattr(energy.time, "monotonic", lambda: 35.0)
+    assert meter.usage(Notes(tmp_path, "7")).node_seconds == 25.0 + (50.0 if off == 0 else 0.0)

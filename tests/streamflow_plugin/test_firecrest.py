@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,7 +26,8 @@ from coordinator.events.follow import EventFile
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.schedulers.firecrest import SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN
-from coordinator.streamflow_plugin import patient_login
+from coordinator.streamflow_plugin import firecrest_client, patient_login
+from coordinator.streamflow_plugin.bounded_http import Patience
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
 from coordinator.streamflow_plugin.firecrest_client import Rejected
 from facility.exchange.errors import ConfigurationError, TryAgain
@@ -334,3 +336,20 @@ def test_check_says_what_is_wrong(server, tmp_path):
     assert rows(client_secret_file=str(tmp_path / "none"))["connection"] == "fail"
     server.refuses = True
     assert rows()["connection"] == "fail"
+
+
+def test_a_token_ends_in_time_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch):
+    """It counted as fresh for as long as the clock was behind, and each question was refused until it was renewed."""
+    now, wall, given = [100.0], [1_700_000_000.0], []
+
+    def post(*_: Any, **__: Any) -> Any:
+        given.append(f"token-{len(given)}")
+        return SimpleNamespace(is_success=True, json=lambda: {"access_token": given[-1], "expires_in": 300})
+
+    clocks = SimpleNamespace(monotonic=lambda: now[0], time=lambda: wall[0])
+    monkeypatch.setattr(firecrest_client, "time", clocks)
+    identity = firecrest_client.Identity("client", "secret", "https://login.a/token", Patience())
+    identity._session = SimpleNamespace(post=post)  # type: ignore[assignment]
+    assert identity.get_access_token() == identity.get_access_token() == "token-0"
+    now[0], wall[0] = now[0] + 600.0, wall[0] - 3 * 3600.0
+    assert identity.get_access_token() == "token-1"

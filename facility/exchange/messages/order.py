@@ -55,7 +55,8 @@ def verify_order(
     expires = manifest.extra.get(EXPIRES)
     if type(expires) is not int or expires < time.time():
         raise ManifestError(
-            f"the order is void: it expired at {_moment(expires)}; the coordinator signs anew when it is started again"
+            f"the order is void: it expired at {_moment(expires)}, and this machine's clock says "
+            f"{_moment(int(time.time()))}; the coordinator signs anew when it is started again"
         )
     if round not in (manifest.round, rounds):  # the final evaluation is of the newest model, whatever its number
         raise ManifestError(f"the order is for round {manifest.round}, this job is of round {round}")
