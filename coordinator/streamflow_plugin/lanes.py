@@ -107,7 +107,7 @@ async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | m
             process.stdin.write_eof()
         except BROKEN:
             # A command that ended early closes its input: then it has an exit status, and the reason is its own.
-            if (refusal := await _refusal(process)) is not None:
+            if (refusal := await _refusal(process, command)) is not None:
                 raise refusal from None
             raise
         await _ended(process, command)
@@ -174,6 +174,10 @@ def check_pace(count: int, seconds: float, command: str) -> None:
         raise TransferFailed(f"`{command:.60}` gave {count} bytes in {seconds:.0f} s: too slow to wait for")
 
 
+KEPT_BYTES = 1 << 16
+"""Of what a command of the system's ssh writes beside its answer."""
+MOST_BESIDE = 1 << 20
+"""Bytes that a remote command may write to its standard error, or to an output that is no answer."""
 MOST_OUTPUT = 64 << 20
 """Bytes that a remote command may answer, unless the caller knows better."""
 
@@ -194,20 +198,55 @@ async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, mo
     return b"".join(blocks)
 
 
-async def _ended(process: asyncssh.SSHClientProcess, command: str) -> None:
-    result = await within(STALL_SECONDS, process.wait())
-    if result.exit_status is None:
+async def _ended(process: Any, command: str) -> None:
+    status, said = await within(STALL_SECONDS, _end_of(process, command))
+    if status is None:
         raise ConnectionResetError(f"the connection closed before `{command:.60}` ended")
-    if result.exit_status:
-        raise TransferFailed(words(result.stderr, result.exit_status))
+    if status:
+        raise TransferFailed(words(said, status))
 
 
-async def _refusal(process: asyncssh.SSHClientProcess) -> TransferFailed | None:
+async def _refusal(process: Any, command: str) -> TransferFailed | None:
     try:
-        result = await within(5.0, process.wait())
+        status, said = await within(5.0, _end_of(process, command))
     except BROKEN:
         return None
-    return TransferFailed(words(result.stderr, result.exit_status)) if result.exit_status else None
+    return TransferFailed(words(said, status)) if status else None
+
+
+async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
+    """Exit code and standard error of a command whose output nobody reads any more.
+
+    `process`: asyncssh's, whose `wait` keeps all that still comes, or a `system_ssh.Session`, which keeps little.
+    Raises `TransferFailed` for more than `MOST_BESIDE` bytes.
+    """
+    streams = [stream for stream in (process.stdout, process.stderr) if stream is not None]
+    readers = [asyncio.ensure_future(_read_out(stream, command)) for stream in streams]
+    try:
+        rest = await asyncio.gather(*readers)
+    finally:
+        for reader in readers:
+            reader.cancel()
+    result = await process.wait()
+    return result.exit_status, result.stderr or (rest[-1] if process.stderr is not None else b"")
+
+
+async def _read_out(stream: Any, command: str) -> bytes:
+    """What comes until the end of a stream."""
+    said = b""
+    while block := await stream.read(BLOCK_BYTES):
+        said += block
+        if len(said) > MOST_BESIDE:
+            raise TransferFailed(f"`{command:.60}` printed more than {MOST_BESIDE} bytes beside its answer")
+    return said
+
+
+async def end_kept(stream: Any) -> bytes:
+    """The last `KEPT_BYTES` of a stream, which is read to its end."""
+    said = b""
+    while stream is not None and (block := await stream.read(BLOCK_BYTES)):
+        said = (said + block)[-KEPT_BYTES:]
+    return said
 
 
 def words(stderr: Any, status: int) -> str:

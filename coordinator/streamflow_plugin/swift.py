@@ -27,7 +27,15 @@ from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.dialect import ARRIVED, SHELL, ShellDialect
-from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, STALL_SECONDS, Answer, TransferFailed, check_pace, words
+from coordinator.streamflow_plugin.lanes import (
+    BLOCK_BYTES,
+    STALL_SECONDS,
+    Answer,
+    TransferFailed,
+    check_pace,
+    end_kept,
+    words,
+)
 from coordinator.streamflow_plugin.within import within
 
 OPTIONS = (
@@ -123,7 +131,7 @@ class SwiftLane:
             pipe.close_both()
             raise
         pipe.give(end)
-        ending: asyncio.Future[tuple[bytes, bytes]] = asyncio.ensure_future(process.communicate())
+        ending: asyncio.Future[tuple[bytes, bytes]] = asyncio.ensure_future(_end_of(process))
         moving: asyncio.Future[None] = asyncio.get_running_loop().run_in_executor(self._pool, work)
         try:
             failure: Exception | None = None
@@ -165,6 +173,13 @@ class SwiftLane:
     def _kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             self._master.kill()
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> tuple[bytes, bytes]:
+    """The end of what a client prints to output and standard error, as far as these are pipes, once it has ended."""
+    said = await asyncio.gather(end_kept(process.stdout), end_kept(process.stderr))
+    await process.wait()
+    return said
 
 
 @contextlib.asynccontextmanager

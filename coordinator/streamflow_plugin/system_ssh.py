@@ -24,6 +24,7 @@ from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin import openssh
+from coordinator.streamflow_plugin.lanes import KEPT_BYTES, end_kept
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import BROKE, SwiftLane, login_of, swift_lanes
@@ -32,8 +33,6 @@ from coordinator.streamflow_plugin.within import within
 
 OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
 """A shared connection is used where there is one, and never opened: it would outlive its command here."""
-KEPT_BYTES = 1 << 16
-"""Of what a command writes to its standard error."""
 END_SECONDS = 10.0
 TRY_SECONDS = 120.0
 """What a command that does nothing may take, the login included: on a login node whose file system hangs, none ends."""
@@ -64,6 +63,9 @@ class Ended:
 class Session:
     """One running ssh, as the parts of an `asyncssh.SSHClientProcess` that the connector uses."""
 
+    stderr = None
+    """Read by this class alone."""
+
     def __init__(self, process: asyncio.subprocess.Process, encoding: str | None) -> None:
         self.stdin, self.stdout = process.stdin, process.stdout
         self._process, self._encoding, self._said = process, encoding, b""
@@ -75,8 +77,8 @@ class Session:
             self._said = (self._said + block)[-KEPT_BYTES:]
 
     async def wait(self) -> Ended:
-        """Read what is left of the output and wait for the end."""
-        out = await self.stdout.read() if self.stdout is not None else b""
+        """Read what is left of the output, of which the end is kept, and wait for the end."""
+        out = await end_kept(self.stdout)
         await self._listens
         code: int | None = await self._process.wait()
         if code == BROKE or code is not None and code < 0:
@@ -246,7 +248,8 @@ class SystemLogin:
         )
         try:
             async with asyncio.timeout(TRY_SECONDS):
-                _, said = await process.communicate()
+                said = await end_kept(process.stderr)
+                await process.wait()
         except TimeoutError:
             raise ConnectionError(f"it ran no command within {TRY_SECONDS:g} s") from None
         finally:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import os
 import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import asyncssh
 import pytest
@@ -16,8 +19,9 @@ from streamflow.deployment.connector.ssh import SSHConfig
 
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
-from coordinator.streamflow_plugin import connection, sessions
+from coordinator.streamflow_plugin import connection, lanes, sessions
 from coordinator.streamflow_plugin.connection import CarefulContext
+from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.sessions import Given, Sessions
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -178,3 +182,29 @@ def below(parent: int) -> list[int]:
 def test_addresses_of_both_kinds(host: str, found: tuple[str, int]):
     """StreamFlow's own reading of the last two is a ValueError."""
     assert address(host) == found
+
+
+@real
+@pytest.mark.parametrize("kind", [ParallelSSHConnector, SystemSSHConnector])
+@pytest.mark.parametrize("site", ["ForceCommand head -c 3000000 /dev/zero"], indirect=True)
+def test_what_a_command_prints_beside_its_answer_is_bounded(site, kind):
+    """A facility that printed without end while it was sent a model filled the coordinator's memory: 8 GB in 120 s."""
+    site.sign("-1m:+1h")
+
+    async def act() -> None:
+        parallel, location = connector(site)
+        user, key = getpass.getuser(), str(site.key)
+        one = kind("facility-a-ssh", "/", nodes=[location.name], username=user, sshKey=key, retries=2, retryDelay=1)
+        lane: Any = SimpleNamespace(
+            get=lambda command, **rest: one._get_ssh_client_process(
+                location=location.name, command=command, encoding=None
+            )
+        )
+        try:
+            with pytest.raises(TransferFailed, match="more than 1048576 bytes beside its answer"):
+                await asyncio.wait_for(lanes.send(lane, "cat > piece", [b"model"]), 200)
+        finally:
+            await one.undeploy(False)
+            await parallel.undeploy(False)
+
+    asyncio.run(act())

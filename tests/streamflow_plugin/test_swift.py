@@ -18,7 +18,7 @@ import pytest
 from streamflow.deployment.connector.ssh import SSHConfig
 
 from coordinator.streamflow_plugin import swift
-from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.lanes import KEPT_BYTES, TransferFailed
 from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
 from coordinator.testbed.command import started_at, wait_until
 from facility.exchange.files.paths import CHECKOUT
@@ -137,6 +137,15 @@ def test_a_command_that_ends_early_says_why(far, near):
     async def act(lane: SwiftLane) -> None:
         with open(near, "rb") as file, pytest.raises(TransferFailed, match="No space left"):
             await lane.put("echo 'dd: No space left on device' >&2; exit 1", file.fileno(), 0, len(CONTENT))
+
+    assert with_lanes(act) == 1
+
+
+def test_of_complaints_without_end_the_end_is_kept(far, near):
+    async def act(lane: SwiftLane) -> None:
+        with open(near, "rb") as file, pytest.raises(TransferFailed) as refused:
+            await lane.put("cat > piece; head -c 3000000 /dev/zero >&2; exit 1", file.fileno(), 0, len(CONTENT))
+        assert len(str(refused.value)) <= KEPT_BYTES
 
     assert with_lanes(act) == 1
 

@@ -17,7 +17,8 @@ from coordinator.config.deployments import streamflow_deployments
 from coordinator.engine.queues import Queue
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
-from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
+from coordinator.streamflow_plugin.lanes import KEPT_BYTES
+from coordinator.streamflow_plugin.system_ssh import Session, SystemSSHConnector
 from facility.exchange.errors import ConfigurationError, TryAgain
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
@@ -183,3 +184,12 @@ def test_a_shared_connection_with_few_sessions_is_given_no_more(site, host, tmp_
     told = [event["text"] for event in events.new() if event.kind == "problem"]
     assert len([text for text in told if "fewer sessions than `sessions:`" in text]) == 1
     ssh(site, "-O", "exit", "centre")
+
+
+def test_of_what_a_session_prints_that_nobody_reads_the_end_is_kept():
+    async def act() -> bytes:
+        words = ["head", "-c", "3000000", "/dev/zero"]
+        process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
+        return (await Session(process, None).wait()).stdout
+
+    assert asyncio.run(act()) == bytes(KEPT_BYTES)
