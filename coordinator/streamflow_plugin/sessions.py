@@ -22,6 +22,8 @@ from coordinator.streamflow_plugin.waiting import Waiting
 LEAST = 4
 """Sessions that a login node must give at once: the shell, a job without a queue, the look at its progress, and one for
 everything else."""
+OPEN_SECONDS = 600.0
+"""A host that answers, and opens no session within this, is one that gives none: as long as it may be silent."""
 LAG_SECONDS = 1.0
 """sshd may count a session for a moment after it has ended here."""
 FAILED = (
@@ -174,7 +176,7 @@ class _Session(SSHContextManager):
         return LAG_SECONDS
 
     async def _begun(self, context: SSHContext, connection: asyncssh.SSHClientConnection) -> asyncssh.SSHClientProcess:
-        process: asyncssh.SSHClientProcess = await connection.create_process(
+        opening = connection.create_process(
             self.command,
             env=self.environment,
             stdin=self.stdin,
@@ -182,6 +184,11 @@ class _Session(SSHContextManager):
             stderr=self.stderr,
             encoding=self.encoding,
         )
+        try:
+            process: asyncssh.SSHClientProcess = await self._waiting.within(OPEN_SECONDS, opening)
+        except TimeoutError:
+            connection.abort()  # to asyncssh the session counts as open, for ever
+            raise TimeoutError(f"it opened none within {OPEN_SECONDS:g} s") from None
         self._selected_context, self._proc = context, process
         await process.__aenter__()
         context.connection_attempts = 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TypeVar
 
 from streamflow.core.exception import WorkflowExecutionException
+
+T = TypeVar("T")
 
 
 class Waiting:
@@ -31,6 +34,19 @@ class Waiting:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._end.wait()
+
+    async def within(self, seconds: float, awaited: Awaitable[T]) -> T:
+        """What `awaited` returns or raises. Raises `TimeoutError` where it takes longer, or at the end; it is cancelled
+        then."""
+        task, end = asyncio.ensure_future(awaited), asyncio.ensure_future(self._end.wait())
+        try:
+            await asyncio.wait((task, end), timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise TimeoutError
+            return task.result()
+        finally:
+            task.cancel()
+            end.cancel()
 
     @contextmanager
     def end(self) -> Iterator[None]:

@@ -80,6 +80,51 @@ def test_a_host_that_is_away_does_not_hold_up_the_end_of_a_run(tmp_path: Path, m
         asyncio.run(act())
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["waits", "run-ends"])
+def test_a_host_that_answers_and_opens_no_session_is_given_up(tmp_path: Path, monkeypatch, over: bool):
+    """It held its round for ever, and the end of the run: the connection lives, and nothing of it was late."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(sessions, "OPEN_SECONDS", 3600.0 if over else 0.2)
+    asked = asyncio.Event()
+
+    async def silent(*_: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async def act() -> None:
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        server = await asyncssh.listen(
+            "127.0.0.1", 0, server_host_keys=[key], server_factory=Open, process_factory=silent
+        )
+        monkeypatch.setattr(asyncssh.channel.SSHServerChannel, "_finish_open_request", silent)
+        host = f"127.0.0.1:{server.get_port()}"
+        (tmp_path / ".ssh").mkdir()
+        (tmp_path / ".ssh" / "known_hosts").write_text(
+            f"[127.0.0.1]:{server.get_port()} {key.export_public_key().decode()}"
+        )
+        one = ParallelSSHConnector("facility-a-ssh", "/", nodes=[host], username="me", retries=2, retryDelay=1)
+        location = ExecutionLocation(name=host, deployment="facility-a-ssh", hostname=host, local=False)
+        waits = asyncio.create_task(one.run(location, ["echo here"], capture_output=True))
+        await asked.wait()
+        if over:
+            await one.undeploy(False)
+        with pytest.raises(
+            WorkflowExecutionException, match="the run ends" if over else "gives no session, tried 2 times"
+        ):
+            await waits
+        await one.undeploy(False)
+        server.close()
+
+    asyncio.run(asyncio.wait_for(act(), 200))
+
+
+class Open(asyncssh.SSHServer):
+    """Lets everybody in."""
+
+    def begin_auth(self, username: str) -> bool:
+        return False
+
+
 def test_a_session_that_ends_late_at_sshd_lowers_no_limit():
     """Refused once with nine open, then with eight: sshd still counted one that had ended here."""
     given = Given(10)
