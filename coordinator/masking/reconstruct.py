@@ -1,7 +1,8 @@
 """From the facilities' answers to the seeds that take the masks off a sum; wrong shares are found and attributed.
 
 Every seed has a commitment by the facility whose seed it is. Shares that do not give what was committed to are tried
-in other combinations of `threshold`; a facility whose share does not lie on the polynomial is left out from then on.
+in other combinations of `threshold`. A share that does not lie on the polynomial is not used; whose it is, is tried
+last from then on, but not left out: whoever made the seed may have sealed a wrong share for an honest facility.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Seeds:
     streams: list[tuple[int, bytes]] = field(default_factory=list)
     """1 or -1, and the seed: what is to be added to the sum of the masked updates."""
     liars: dict[str, str] = field(default_factory=dict)
-    """Facilities whose answers hold a wrong share, with whose seed it is."""
+    """Facilities whose answers hold a wrong share, with whose seed it is: the one or the other is to blame."""
 
 
 def reconstruct(roster: Roster, survivors: Mapping[str, Shares], answers: Mapping[str, Answer]) -> Seeds:
@@ -54,16 +55,20 @@ def _seed(roster: Roster, shares: Shares, other: str, answers: Mapping[str, Answ
     given = {
         roster.point(who): share
         for who, answer in sorted(answers.items())
-        if who not in seeds.liars and (share := _share(answer, shares.facility, other)) is not None
+        if (share := _share(answer, shares.facility, other)) is not None
     }
+    ordered = sorted(given, key=lambda point: (roster.members[point - 1] in seeds.liars, point))
     threshold, wanted = roster.agreement.threshold, shares.commitments[other]
-    for points in islice(combinations(sorted(given), threshold), MOST_COMBINATIONS):
+    for points in islice(combinations(ordered, threshold), MOST_COMBINATIONS):
         chosen = {point: given[point] for point in points}
         seed = interpolate(chosen)
         if commitment(roster.digest, shares.facility, other, seed) == wanted:
             for point in sorted(set(given) - set(points)):
                 if interpolate(chosen, at=point) != given[point]:
-                    seeds.liars[roster.members[point - 1]] = f"its share of a seed of {shares.facility} is wrong"
+                    maker = shares.facility
+                    seeds.liars[roster.members[point - 1]] = (
+                        f"its share of a seed of {maker!r} is wrong: it lies, or {maker!r} sealed a wrong one for it"
+                    )
             return seed
     raise InputError(
         f"the {len(given)} shares that came of a seed of {shares.facility!r} do not give what it committed to "

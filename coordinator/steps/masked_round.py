@@ -150,7 +150,7 @@ def close_masked_round(
             reason += f" ({'; '.join(unread)})"
         return give_up(archive, settings, model, number, reason)
     for name, lie in seeds.liars.items():
-        log.warning("round %d: the answer of %s is left out: %s", number, name, lie)
+        log.warning("round %d: of the answer of %s a share is left out: %s", number, name, lie)
     masking = settings_of(settings)
     unmasking = Unmasking(
         bits=masking.bits,

@@ -670,6 +670,38 @@ def test_a_facility_that_lies_about_shares_is_found_and_named(begun):
     assert list(masking["masking"]["wrong_answers"]) == ["beta"]
 
 
+def test_a_wrong_share_that_a_liar_sealed_for_another_does_not_silence_that_one(begun):
+    """What was sealed for beta is wrong, and so is the liar's answer on beta's seed: without beta's other shares its mask
+    did not come off, and the round stopped with beta's name."""
+    federation, roster, received, told = begun
+    alpha, beta = (
+        PrivateKeys(state=federation.state(name)).of(federation.read(roster), name) for name in ("alpha", "beta")
+    )
+    shares = json.loads((received["alpha"] / "shares.json").read_text())
+    content = json.loads(beta.open(bytes.fromhex(shares["sealed"]["beta"]), "alpha"))
+    content[""] = flipped(content[""])
+    shares["sealed"]["beta"] = alpha.seal(json.dumps(content).encode(), "beta").hex()
+    (received["alpha"] / "shares.json").write_text(json.dumps(shares))
+    request = federation.settle(roster, received)
+    answers = {name: federation.answer(name, request) for name in federation.names}
+    first, lie = read_answer(answers["alpha"], federation.signers), federation.place("answer")
+    lie.mkdir()
+    own = first.own | {"beta": flipped(first.own["beta"])}
+    write_answer(lie, dataclasses.replace(first, own=own), federation.signers.parent / "alpha")
+    assert federation.close(request, received, [lie, answers["beta"], answers["gamma"]])[1:] == (1, True)
+    assert error(moved(federation, 0), mean_of(told, dict.fromkeys(federation.names, 1.0))) < 1e-5
+    masking = json.loads((federation.archive.round_directory(0) / "round.json").read_text())["aggregation"]["details"]
+    assert masking["masking"]["wrong_answers"] == {
+        "alpha": "its share of a seed of 'beta' is wrong: it lies, or 'beta' sealed a wrong one for it",
+        "beta": "its share of a seed of 'alpha' is wrong: it lies, or 'alpha' sealed a wrong one for it",
+    }
+
+
+def flipped(share: str) -> str:
+    """Another share of as many bytes."""
+    return bytes(byte ^ 1 for byte in bytes.fromhex(share)).hex()
+
+
 def test_a_facility_whose_own_shares_are_wrong_is_named(begun):
     federation, roster, received, _ = begun
     shares = json.loads((received["beta"] / "shares.json").read_text())
