@@ -125,8 +125,9 @@ def make_plan(
         if math.isfinite(limit):
             details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
         scale = np.array(factors)
-        gram = gram * scale[:, None] * scale[None, :]
-        tensor_grams = {name: one * scale[:, None] * scale[None, :] for name, one in (tensor_grams or {}).items()}
+        both = np.outer(scale, scale)  # symmetric to the last bit: of two updates alike, rules take the earlier one
+        gram = gram * both
+        tensor_grams = {name: one * both for name, one in (tensor_grams or {}).items()}
         along_momentum = {name: one * np.append(scale, 1.0) for name, one in (along_momentum or {}).items()}
     rule = RULES.get(settings.aggregation_rule)
     updates = RoundUpdates(

@@ -225,6 +225,19 @@ def test_bulyan_by_hand():
     assert bulyan.combine(f32([1], [2], [3], [4], [50]), 1).tolist() == [3]
 
 
+def test_of_two_updates_alike_the_earlier_one_counts_clipped_or_not():
+    """With one neighbour the two closest have the same score, which is so whenever krum compares three."""
+    draw = np.random.default_rng(0)
+    settings = AggregationSettings(rule="krum", clip_norm=0.5)
+    for _ in range(50):
+        steps = draw.standard_normal((3, 5)) * [[1.0], [1.7], [2.9]]
+        plan = make_plan(settings, "abc", [1 / 3] * 3, gram=steps @ steps.T)
+        clipped = steps * 0.5 / np.linalg.norm(steps, axis=1)[:, None]
+        apart = {pair: np.linalg.norm(clipped[pair[0]] - clipped[pair[1]]) for pair in ((0, 1), (0, 2), (1, 2))}
+        first, _ = min(apart, key=apart.__getitem__)
+        assert plan.details["selected"] == ["abc"[first]]
+
+
 def test_ties_by_hand():
     # Thresholds 1: 0.5 is trimmed. Signs elected: +, -, and a tie that gives 0.
     steps = f32([3, -4, 2, 0.5], [1, 2, -2, 0.5], [-2, -2, 0, 0.5])
