@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_weights, described, load_published
+from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
+from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL
 from facility.exchange.errors import InputError
 
 SUFFIX = "ForImageClassification"
@@ -53,6 +54,7 @@ def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) ->
     if classes:
         names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
         names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
+        names["problem_type"] = ONE_OF_SEVERAL
     torch.manual_seed(0)
     model, found = load_published(
         AutoModelForImageClassification, source, kind="an image classifier", dtype=dtype, revision=revision, **names
@@ -60,6 +62,7 @@ def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) ->
     new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
     strange = [name for name in new if not (classes and any(part in HEAD for part in name.split(".")))]
     check_weights(source, strange, "take a checkpoint of the whole classifier, or give --classes")
+    check_problem(source, model.config)
     return model, bool(new)
 
 

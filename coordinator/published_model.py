@@ -7,6 +7,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
+from facility.exchange.checkpoints.labels import other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line, named_line
 
@@ -69,6 +70,15 @@ def check_weights(source: str, lacking: list[str], advice: str) -> None:
         raise InputError(
             f"{source} holds no weights for {lacking[0]!r} ({len(lacking)} in all), which its config.json asks for: "
             f"transformers would fill them at random; {advice}"
+        )
+
+
+def check_problem(source: str, config: Any) -> None:
+    """Raise `InputError` for a classifier that does not name one class of several, such as one that scores a text."""
+    if problem := other_problem(vars(config)):
+        raise InputError(
+            f"{source} has problem_type {problem!r} in its config.json, and one class for each example is what is "
+            "trained here: its answers would be read otherwise; give --classes, of which each example has one"
         )
 
 

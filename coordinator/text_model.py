@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_weights, described, load_published
+from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
+from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL
 from facility.exchange.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -77,6 +78,7 @@ def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Seque
     if classes:
         names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
         names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
+        names["problem_type"] = ONE_OF_SEVERAL
     torch.manual_seed(0)
     factory = getattr(transformers, kind.factory)
     model, found = load_published(factory, source, kind=kind.title, dtype=dtype, revision=revision, **names)
@@ -84,6 +86,8 @@ def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Seque
     advice = f"take a checkpoint of the whole {kind.title.partition(' ')[2]}"
     advice += ", or give --classes" if kind is CLASSIFIER and not classes else ""
     check_weights(source, [name for name in new if not (classes and of_the_head(model, name))], advice)
+    if kind is CLASSIFIER:
+        check_problem(source, model.config)
     return model, bool(new)
 
 

@@ -17,7 +17,7 @@ from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, A, 
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
-from facility.exchange.checkpoints.labels import labels_in
+from facility.exchange.checkpoints.labels import labels_in, other_problem
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.patterns import Patterns, matches
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
@@ -60,6 +60,8 @@ class ModelFigures:
     """`model_type` of its configuration."""
     labels: Sequence[str] = ()
     """Of a classifier's head: the names of its classes, by number."""
+    problem: str = ""
+    """What the head answers, where config.json says that it is not one class of several."""
 
     def trained(self, training: TrainingSettings) -> int:
         """Parameters that are trained: all but the frozen ones, or those of the adapters and of `modules_to_save`.
@@ -230,6 +232,7 @@ def model_figures(directory: Path) -> ModelFigures:
         inner=first("intermediate_size"),
         family=str(config.get("model_type", "")),
         labels=labels_in(whole),
+        problem=other_problem(whole),
     )
 
 

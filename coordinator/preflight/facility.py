@@ -276,6 +276,8 @@ def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> l
         found = f"the dataset has {count} classes, the model's head has {len(labels)}"
     elif labels != unnamed(count) and answer.get("classes_sha256") not in (None, classes_digest(labels)):
         found = f"the dataset's classes are not the model's, or in another order; its head names {_some(labels)}"
+    elif model.problem:
+        found = f"the model's problem_type is {clean(model.problem, 100)}, the dataset has one class for each example"
     else:
         return []
     fix = "prepare the dataset with --classes in the model's order, or make the model with these (crossfed model)"

@@ -142,6 +142,23 @@ def test_the_head_has_the_datasets_classes_or_check_and_trainer_say_that_it_has_
         task_for(dataset, config)
 
 
+@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
+def test_a_head_of_another_problem_is_refused_by_check_and_trainer(tmp_path: Path, problem: str | None):
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    dataset = prepared(tmp_path / "data", ALL)
+    config = pico_config(num_labels=3, pad_token_id=dataset.manifest.pad_token_id, problem_type=problem)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    rows = _classes("far", probed(dataset.directory), model_figures(tmp_path / "model"))
+    if problem in (None, "single_label_classification"):
+        assert rows == []
+        task_for(dataset, AutoConfig.from_pretrained(tmp_path / "model"))
+        return
+    assert rows[0].verdict == "fail" and problem in rows[0].found
+    with pytest.raises(InputError, match=f"problem_type '{problem}'.*one class for each example"):
+        task_for(dataset, AutoConfig.from_pretrained(tmp_path / "model"))
+
+
 def test_a_facility_that_tells_no_digest_is_compared_by_the_number_of_its_classes(tmp_path: Path):
     """Its CrossFed is older."""
     from transformers import AutoModelForSequenceClassification

@@ -46,6 +46,17 @@ def test_a_model_stays_what_its_configuration_names(tmp_path: Path, kind: str):
     assert all(given.read(name).equal(found.read(name)) for name in given.tensors)
 
 
+@pytest.mark.parametrize("problem", ["multi_label_classification", "regression"])
+def test_a_head_that_names_no_class_of_several_is_refused_or_becomes_one(tmp_path: Path, problem: str):
+    """What reads a published model goes by problem_type: it would take the sigmoid of what was trained as softmax."""
+    config = pico_config("bert", num_labels=3, pad_token_id=0, problem_type=problem)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "source")
+    with pytest.raises(InputError, match=f"{problem}.*give --classes"):
+        made(tmp_path / "source", tmp_path / "refused")
+    assert "loaded and evaluated" in made(tmp_path / "source", tmp_path / "out", classes=CLASSES)
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").problem_type == "single_label_classification"
+
+
 def test_a_kernel_of_the_hub_that_a_configuration_names_is_code_and_not_fetched(tmp_path: Path):
     """transformers loads it wherever the caller names no attention of its own."""
     source = save_pico(tmp_path / "source", "llama")

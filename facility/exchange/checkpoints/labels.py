@@ -10,6 +10,9 @@ from typing import Any
 DEFAULT = 2
 """Classes of a head whose config.json names none: transformers leaves out what it would assume."""
 
+ONE_OF_SEVERAL = "single_label_classification"
+"""transformers' `problem_type` of what is trained here: an example has one class, the loss is the cross entropy."""
+
 
 def unnamed(count: int) -> list[str]:
     """The names that transformers gives to classes without any."""
@@ -22,6 +25,13 @@ def labels_in(config: Mapping[str, Any]) -> list[str]:
     if not isinstance(named, Mapping):
         return unnamed(DEFAULT)
     return [str(named.get(str(number), "")) for number in range(len(named))]
+
+
+def other_problem(config: Mapping[str, Any]) -> str:
+    """What config.json says that the head answers, where that is not one class of several: `regression`, or several
+    classes at once. transformers reads the answers of such a head in another way than they are trained here."""
+    problem = config.get("problem_type")
+    return "" if problem in (None, ONE_OF_SEVERAL) else str(problem)
 
 
 def classes_digest(names: Sequence[str]) -> str:
