@@ -105,7 +105,8 @@ class AggregationSettings:
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a rule or optimizer that is not shipped, by name."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, Weight] = "tokens"
-    """What an update counts: its report's tokens or samples, the same for all, or numbers by facility."""
+    """What an update counts: its report's tokens or samples, the same for all, or numbers by facility. Tokens are those
+    of the blocks that were trained on: what fills them and what bears no loss count as well."""
     clip_norm: NonNegative[float] = 0.0
     """Updates with a larger L2 norm are scaled down to it; 0: off."""
     clip_ratio: Annotated[float, Ge(AUTOMATIC)] = AUTOMATIC
