@@ -30,8 +30,21 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # again and again takes a fifth of the time until the first test.
 gc.disable()
 
-LONG = ("training/test_gpu_bench.py", "engine", "demo", "rounds", "masking", "launching", "testbed")
-"""Tests that run whole federations or rounds, or compile: they come first, so that no process ends with one alone."""
+LONG = (
+    *("training/test_gpu_bench.py", "engine", "demo", "rounds", "masking", "launching", "testbed"),
+    *("training", "sync", "aggregation", "security", "streamflow_plugin", "preflight", "house"),
+)
+"""Tests that run whole federations or rounds, compile, train, or wait: they come before all that take less than a few
+seconds, so that no process ends with one alone."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Beside others, a process imports nearly all that the servers of ranks and trainers import: they are its forks."""
+    if hasattr(config, "workerinput") and not config.pluginmanager.hasplugin("_cov"):
+        from tests import distributed, forked_trainers
+
+        distributed.fork_server_from_here()
+        forked_trainers.fork_server_from_here()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,12 @@ started no thread: 50 ms a rank, not the seconds that an import takes, and yet e
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import gc
+import importlib
+import itertools
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import runpy
 import socket
@@ -16,10 +21,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from pathlib import Path
 from queue import Empty
 from typing import Any
+from unittest import mock
 
 IMPORTED = ["tests.imported"]
 
@@ -35,6 +42,46 @@ def processes_that_stay_imported() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     return context
+
+
+def fork_server_from_here() -> None:
+    """Import what the server preloads, and make the server a fork of this process, which need not import it again.
+
+    For a process of pytest-xdist before it collects, which imports nearly all of it then: no thread but execnet's runs.
+    """
+    for name in IMPORTED:
+        importlib.import_module(name)
+    processes_that_stay_imported()
+    resource_tracker.ensure_running()
+    with mock.patch("multiprocessing.util.spawnv_passfds", _serve_in_a_fork):
+        multiprocessing.forkserver.ensure_running()
+
+
+def _serve_in_a_fork(_: bytes, arguments: list[str], kept: Sequence[int]) -> int:
+    """Start `python -c code` with the descriptors `kept` and the standard ones, as a fork; returns its process."""
+    return in_a_fork(lambda: exec(arguments[-1], {}), kept)
+
+
+def in_a_fork(serve: Callable[[], object], kept: Sequence[int]) -> int:
+    """Start a fork that serves, with the descriptors `kept` and the standard ones; returns its process."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        faulthandler.disable()  # pytest's descriptor is closed here, and its number is soon that of another file
+        for before, after in itertools.pairwise(sorted({2, *kept, os.sysconf("SC_OPEN_MAX")})):
+            os.closerange(before + 1, after)
+        sys.stdin, sys.stdout = open(os.devnull), open(1, "w", closefd=False)  # in place of pytest's
+        sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        sys.meta_path = [one for one in sys.meta_path if type(one).__name__ != "AssertionRewritingHook"]
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+        serve()
+    except Exception:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _join(rank: int, world: int, port: int, environment: dict[str, str]) -> None:
@@ -121,6 +168,13 @@ class Started:
         if self.process.is_alive():
             self.process.kill()
         self.process.join()
+
+
+def help_of(module: str, outputs: Path, *words: str) -> str:
+    """What `python -m module words --help` prints, on a wide terminal; it must end with 0."""
+    done = Started(module, [*words, "--help"], outputs, os.environ | {"COLUMNS": "200"}).ended()
+    assert done.returncode == 0, f"{module} {' '.join(words)}: {done.stderr}"
+    return done.stdout
 
 
 def _module(

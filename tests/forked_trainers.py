@@ -19,15 +19,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from coordinator.streamflow_plugin.step_server import MOST_BYTES, become, ended_children, readable_at_ends
+from tests.distributed import in_a_fork
 
 STARTUP = Path(__file__).with_name("startup")
 SOCKET = "CROSSFED_TEST_TRAINERS"
+PLACES: list[Path] = []
+"""Where the server of this process listens, once it has one."""
 
 
 def variables() -> dict[str, str]:
@@ -36,19 +39,31 @@ def variables() -> dict[str, str]:
     return {"PYTHONPATH": path, SOCKET: str(_socket())}
 
 
-@functools.cache
 def _socket() -> Path:
-    """Where the server of this test process listens: it starts now, and ends with this process."""
+    """Where the server of this test process listens, which starts now if none does; it ends with this process."""
+    if not PLACES:
+        PLACES.append(_started(_as_a_process))
+    return PLACES[0]
+
+
+def _as_a_process(listener: int, alive: int) -> None:
+    command = [sys.executable, "-m", __name__, str(listener), str(alive)]
+    subprocess.Popen(command, pass_fds=(listener, alive), start_new_session=True)
+
+
+def fork_server_from_here() -> None:
+    """Make the server a fork of this process, which has imported `tests.imported` and has no thread that matters."""
+    PLACES.append(_started(lambda listener, alive: in_a_fork(lambda: serve(listener, alive), (listener, alive))))
+
+
+def _started(start: Callable[[int, int], object]) -> Path:
+    """Start a server with the descriptors of its listener and of a pipe that ends with this process."""
     place = Path(tempfile.mkdtemp(prefix="trainers-")) / "socket"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(place))
     listener.listen(64)
     reads, writes = os.pipe()  # `writes` stays open as long as this process is there
-    subprocess.Popen(
-        [sys.executable, "-m", __name__, str(listener.fileno()), str(reads)],
-        pass_fds=(listener.fileno(), reads),
-        start_new_session=True,
-    )
+    start(listener.fileno(), reads)
     listener.close()
     os.close(reads)
     return place
@@ -120,13 +135,21 @@ def train(asked: dict[str, Any], standard: Sequence[int]) -> None:
     become(asked, standard)
 
 
-def main() -> None:
+def serve(listener: int, alive: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends with the tests, not before them
+    if os.getsid(0) != os.getpid():
+        os.setsid()
+        sys.path.insert(0, os.getcwd())  # as for `python -m`: a trainer's own directory takes its place
+    Server(socket.socket(fileno=listener), alive).serve()
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     import tests.imported  # noqa: F401
 
     gc.collect()
     gc.freeze()
-    Server(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])).serve()
+    serve(int(sys.argv[1]), int(sys.argv[2]))
 
 
 if __name__ == "__main__":
