@@ -340,7 +340,8 @@ def test_check_says_what_is_wrong(server, tmp_path):
 
 def test_a_token_ends_in_time_though_the_clock_is_set_back(monkeypatch: pytest.MonkeyPatch):
     """It counted as fresh for as long as the clock was behind, and each question was refused until it was renewed."""
-    now, wall, given = [100.0], [1_700_000_000.0], []
+    now, wall = [100.0], [1_700_000_000.0]
+    given: list[str] = []
 
     def post(*_: Any, **__: Any) -> Any:
         given.append(f"token-{len(given)}")
