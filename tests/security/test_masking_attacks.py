@@ -671,8 +671,8 @@ def test_a_facility_that_lies_about_shares_is_found_and_named(begun):
 
 
 def test_a_wrong_share_that_a_liar_sealed_for_another_does_not_silence_that_one(begun):
-    """What was sealed for beta is wrong, and so is the liar's answer on beta's seed: without beta's other shares its mask
-    did not come off, and the round stopped with beta's name."""
+    """What was sealed for beta is wrong, and so is the liar's answer on beta's seed: without beta's other shares the
+    mask of beta did not come off, and the round stopped with beta's name."""
     federation, roster, received, told = begun
     alpha, beta = (
         PrivateKeys(state=federation.state(name)).of(federation.read(roster), name) for name in ("alpha", "beta")
