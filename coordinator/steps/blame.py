@@ -12,7 +12,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import bytes_of
 from facility.exchange.errors import TryAgain, UpdateRefused
-from facility.exchange.files.storage import is_storage
+from facility.exchange.files.storage import is_storage, refuses_writes
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.strict_json import clean
 
@@ -35,6 +35,8 @@ def to_blame(
             with tempfile.TemporaryDirectory(prefix=".alone.", dir=archive.path) as scratch:
                 _alone(settings, model, name, update, Path(scratch))
         except Exception as own:
+            if isinstance(own, TryAgain) or refuses_writes(own):
+                return {}
             failed[name] = f"its update cannot be averaged: {clean(str(own) or repr(own), 300)}"
     return failed if len(failed) < len(arrived.updates) else {}
 

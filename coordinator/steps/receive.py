@@ -6,6 +6,7 @@ import argparse
 import logging
 import shutil
 import sys
+import traceback
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +40,7 @@ from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.storage import refuses_writes
 from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
@@ -62,7 +64,9 @@ LOG_LINES, LOG_COLUMNS = 40, 400
 def receive(
     update: Path | None, expected: Expected, *, decoded: Path | None = None, late: str = "", lost: str = ""
 ) -> report.Failure | None:
-    """None when `update` may take part in the round, else why not. Raises only for faults of our own model.
+    """None when `update` may take part in the round, else why not.
+
+    Raises only for faults of our own model, and `OSError` where this machine's file system takes no more.
 
     An update that travelled as a difference becomes a whole one at `decoded`, unless it is averaged from its message
     (`Expected.encoded`); a late one, of an earlier round, becomes there what it would be had it started from the model
@@ -78,6 +82,10 @@ def receive(
     except (UpdateRefused, InputError) as error:
         return _failed(expected, clean(str(error)))
     except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
+        if refuses_writes(error):
+            raise
+        place = "".join(traceback.format_tb(error.__traceback__))  # not its words, which an update may choose
+        log.warning("the update of %s for round %d cannot be read at\n%s", expected.facility, expected.round, place)
         return _failed(expected, f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import shutil
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.steps import receive as receive_step
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints.patterns import Patterns
@@ -88,6 +91,47 @@ def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
     )
     assert told is not None and told.kind == "refused" and "send it in full" in told.reason
     assert not (tmp_path / "decoded").exists()
+
+
+def encoded_update(root: Path) -> tuple[Path, Expected]:
+    """A sound update in a few bytes, and what the coordinator expects."""
+    settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base = make.model(root / "base", start)
+    update = make.update(root / "update", make.moved(start, 1), base=base, facility="alpha")
+    make_smaller(update, model=base, state=root / "state", round=0, settings=settings, patterns=Patterns())
+    return update, Expected(facility="alpha", round=0, model=base, evaluation=False, settings=AggregationSettings())
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
+def test_a_coordinator_without_room_refuses_no_facility(tmp_path: Path, monkeypatch, number: int):
+    update, expected = encoded_update(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(number, "no", str(tmp_path / "decoded"))
+
+    monkeypatch.setattr(receive_step, "decode", full)
+    with pytest.raises(OSError) as raised:
+        receive(update, expected, decoded=tmp_path / "decoded")
+    assert raised.value.errno == number
+
+
+@pytest.mark.parametrize(
+    "fault", [RuntimeError("odd\x1b[31m"), OSError(errno.EACCES, "no"), OSError(errno.EMFILE, "no")]
+)
+def test_what_an_update_does_to_our_code_is_its_facilitys_failure_and_logged_with_its_place(
+    tmp_path: Path, monkeypatch, caplog: pytest.LogCaptureFixture, fault: Exception
+):
+    update, expected = encoded_update(tmp_path)
+
+    def fails(*_: object, **__: object) -> None:
+        raise fault
+
+    monkeypatch.setattr(receive_step, "decode", fails)
+    with caplog.at_level(logging.WARNING):
+        told = receive(update, expected, decoded=tmp_path / "decoded")
+    assert told is not None and told.kind == "refused" and "cannot be read" in told.reason
+    assert "in check_training" in caplog.text and "\x1b" not in caplog.text + told.reason
 
 
 def test_half_precision_exports_are_not_encoded():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import drop, sort_out
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.report import Failure
 from tests.pico import save_pico
@@ -106,6 +107,22 @@ def test_a_late_update_is_not_blamed_for_being_late(begun: tuple[Archive, list[P
     arrived = sort_out(updates, NAMES, 1)
     found = blame.to_blame(InputError("too few updates"), archive, settings, model, arrived)
     assert found == {}
+
+
+@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "no"), TryAgain("the archive could not be written")])
+def test_a_disk_that_fills_while_updates_are_tried_alone_is_no_facilitys(
+    begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, full: Exception
+):
+    archive, directories = begun
+
+    def filling(*, updates: dict[str, Path], **_: Any) -> None:
+        if "odd" in updates:
+            raise full
+
+    monkeypatch.setattr(blame, "aggregate", filling)
+    settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES)
+    arrived = sort_out(directories, NAMES, 0)
+    assert blame.to_blame(KeyError("odd"), archive, settings, archive.model_for(0), arrived) == {}
 
 
 def test_weights_that_vanish_before_the_mean_are_their_own_facilitys(begun: tuple[Archive, list[Path]]):

@@ -44,6 +44,11 @@ def is_storage(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in WORDS
 
 
+def refuses_writes(error: BaseException) -> TypeGuard[OSError]:
+    """True where a file system takes no more: a fault of this machine, whatever was read from elsewhere."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 def is_path(error: BaseException) -> TypeGuard[OSError]:
     """True for a named file or folder that is missing, in the way or of the wrong kind."""
     return isinstance(error, OSError) and error.errno in PATHS and isinstance(error.filename, str | bytes | os.PathLike)
