@@ -32,15 +32,17 @@ from facility.launching.tables import ALLOCATIONS, RANKS_PER_NODE, TORCHRUN
 
 log = logging.getLogger("facility.launch")
 
+MEETING_SECONDS = 600.0
+"""How long nodes wait for each other."""
 FOR_EVER = 1e9
 """Seconds; the scheduler's own limit ends the job."""
 
 
-def tasks_here(environ: Mapping[str, str] = os.environ) -> Tasks:
+def tasks_here() -> Tasks:
     """This process's place among the job's tasks. Raises `ConfigurationError`."""
-    file = next((environ[name] for one in ALLOCATIONS for name in one.host_file if environ.get(name)), None)
+    file = next((os.environ[name] for one in ALLOCATIONS for name in one.host_file if os.environ.get(name)), None)
     text = Path(file).read_text(encoding="utf-8") if file and Path(file).is_file() else None
-    return read_tasks(environ, text)
+    return read_tasks(os.environ, text)
 
 
 def launch(
@@ -51,19 +53,17 @@ def launch(
     use_devices: bool = True,
     limits: Limits,
     notes: Notes,
-    meeting_seconds: float = 600.0,
 ) -> Ending:
     """Start this task's ranks of `python ARGUMENTS` and wait for their end.
 
     `ranks`: processes on this node where no scheduler says otherwise; 0: one for each GPU, or one. With `use_devices`,
-    GPUs that a scheduler gave are one rank each. `notes`: a directory that all nodes of the job see; `meeting_seconds`:
-    how long nodes wait for each other there.
+    GPUs that a scheduler gave are one rank each. `notes`: a directory that all nodes of the job see.
     """
     devices = detect(os.environ)
     wanted, why = wanted_ranks(tasks, devices, ranks, use_devices)
     counts: list[int] = []
     if tasks.nodes > 1 and not tasks.per_rank and RANKS_PER_NODE not in os.environ and not tasks.devices_per_node:
-        counts = notes.gather(tasks.tasks, tasks.task, wanted, meeting_seconds)
+        counts = notes.gather(tasks.tasks, tasks.task, wanted, MEETING_SECONDS)
     alone = tasks.tasks == 1
     where = place(tasks, os.environ, ranks=wanted, counts=counts, port=_free_port(tasks) if alone else 0)
     if tasks.first and not alone and tasks.scheduler != TORCHRUN.name:
@@ -77,7 +77,7 @@ def launch(
         others = [note for note in notes.failures() if note.get("task") != tasks.task]
         return f"another node failed first: {others[0].get('reason')}" if others else ""
 
-    with private_directory(tasks, notes, meeting_seconds) as meeting:
+    with private_directory(tasks, notes, MEETING_SECONDS) as meeting:
         ending = supervise(
             [sys.executable, *arguments],
             [environment | meeting for environment in environments],

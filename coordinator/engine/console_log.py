@@ -57,10 +57,9 @@ class Lasting:
         return getattr(self._stream, name)
 
 
-def lasting_console(width: int) -> Console:
-    """The console of a run; `width`: in characters, where it is no terminal."""
-    stream = cast(TextIO, Lasting(sys.stdout))
-    return command_console(width, stream)
+def lasting_console() -> Console:
+    """The console of a run: what it cannot print does not end the run."""
+    return command_console(140, cast(TextIO, Lasting(sys.stdout)))
 
 
 class ConsoleHandler(logging.Handler):

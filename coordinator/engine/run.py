@@ -67,7 +67,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
     if reason := unwritable(places):
         raise InputError(reason)
-    console = lasting_console(width=140)
+    console = lasting_console()
     log = log or federation.workdir_path / "streamflow.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with only_run(federation) as locks:

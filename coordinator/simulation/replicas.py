@@ -108,7 +108,6 @@ class PolicyResult:
     groups: int
     mean_group: float
     """Members of a group, on average over the announcements (as each replica sees it)."""
-    distinct_groups: int
     wait_seconds: float
     """Mean over replicas: announced and waiting for others."""
     exchange_seconds: float
@@ -142,7 +141,6 @@ class _Driver:
     sequence: int = 0
     groups: list[Group] = field(default_factory=list)
     cache: OrderedDict[tuple[object, ...], None] = field(default_factory=OrderedDict)
-    seen: set[tuple[object, ...]] = field(default_factory=set)
     server_free: float = 0.0
     end: float | None = None
 
@@ -230,7 +228,6 @@ class _Driver:
             return now + self.costs.lockstep(policy.exchange, len(members))
         key = tuple(members)
         build = 0.0 if key in self.cache else self.costs.new_group_seconds
-        self.seen.add(key)
         self.cache[key] = None
         self.cache.move_to_end(key)
         while len(self.cache) > self.settings.group_cache:
@@ -270,7 +267,6 @@ def simulate_policy(
         rounds=tuple(r.done for r in driver.replicas),
         groups=len(driver.groups),
         mean_group=sum(len(g.members) ** 2 for g in driver.groups) / announcements if announcements else 0.0,
-        distinct_groups=len(driver.seen),
         wait_seconds=sum(r.waited for r in driver.replicas) / replicas,
         exchange_seconds=sum(r.exchanged for r in driver.replicas) / replicas,
         log=tuple(driver.groups) if keep_log else (),

@@ -53,16 +53,16 @@ def useful_rate(
     *,
     usual: float,
     exponent: float,
-    weights: Mapping[str, float],
     most_late: int,
     carries: bool = True,
 ) -> float:
-    """Useful weight a second over `AHEAD` rounds in which each facility's jobs take these seconds, one by one.
+    """Useful updates a second over `AHEAD` rounds in which each facility's jobs take these seconds, one by one.
 
-    `carries`: late updates count in a later round; else they are discarded, as `late: drop` does.
+    An update that is n rounds late counts as (1 + n) ** -`exponent` of one. `carries`: late updates count in a later
+    round; else they are discarded, as `late: drop` does.
     """
     if not carries:
-        return _rate_in_time(jobs, quorum, grace, usual=usual, weights=weights)
+        return _rate_in_time(jobs, quorum, grace, usual=usual)
     places = {name: iter(seconds) for name, seconds in jobs.items()}
     ends: dict[str, float] = {}
     began: dict[str, int] = {}
@@ -77,12 +77,12 @@ def useful_rate(
         too_late = [end for name, end in ends.items() if number + 1 - began[name] > most_late]
         now = max([closes, *too_late])
         for name in [name for name, end in ends.items() if end <= now]:
-            useful += weights.get(name, 1.0) * (1 + number - began[name]) ** -exponent
+            useful += (1 + number - began[name]) ** -exponent
             del ends[name]
     return useful / max(now, 1e-9)
 
 
-def _rate_in_time(jobs: Draws, quorum: int, grace: float, *, usual: float, weights: Mapping[str, float]) -> float:
+def _rate_in_time(jobs: Draws, quorum: int, grace: float, *, usual: float) -> float:
     """Where what is late is discarded: its facility begins from the newest model once its job has ended."""
     free = dict.fromkeys(jobs, 0.0)
     now, useful = 0.0, 0.0
@@ -92,7 +92,7 @@ def _rate_in_time(jobs: Draws, quorum: int, grace: float, *, usual: float, weigh
         arrivals = sorted(ends.values())
         reached = arrivals[min(quorum, len(arrivals)) - 1]
         now = min(arrivals[-1], reached + closes_after(reached, now, usual, grace))
-        useful += sum(weights.get(name, 1.0) for name, end in ends.items() if end <= now)
+        useful += sum(end <= now for end in ends.values())
         free |= {name: end for name, end in ends.items() if begins[name] <= now}
     return useful / max(now, 1e-9)
 
@@ -121,7 +121,6 @@ def best_grace(
     quorum: int,
     *,
     exponent: float = 0.5,
-    weights: Mapping[str, float] | None = None,
     most_late: int = 1,
     carries: bool = True,
 ) -> float:
@@ -141,7 +140,6 @@ def best_grace(
             grace,
             usual=usual,
             exponent=exponent,
-            weights=weights or {},
             most_late=most_late,
             carries=carries,
         )

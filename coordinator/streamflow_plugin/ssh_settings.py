@@ -31,11 +31,8 @@ NO_HOSTS = b"# no host\n"
 
 @dataclass(frozen=True, kw_only=True)
 class SSHSettings:
-    """What the file says of one host; empty or 0 where it says nothing."""
+    """What the file says of one host; empty where it says nothing."""
 
-    name: str
-    """The host itself, `HostName`."""
-    port: int
     keys: Sequence[str]
     """Files of `IdentityFile` that can be read."""
     certificates: Sequence[str]
@@ -77,8 +74,6 @@ def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
     global_files = found.get("GlobalKnownHostsFile", GLOBAL_KNOWN_HOSTS)
     known = [str(Path(one).expanduser()) for one in [*_listed(user_files), *_listed(global_files)]]
     return SSHSettings(
-        name=str(found.get("Hostname", host)),
-        port=int(str(found.get("Port", 0))),
         keys=(readable := [key for key in keys if _is_key(key, only)]),
         certificates=[*named, *(f"{key}-cert.pub" for key in readable)],
         jumps=[one.strip() for one in jump.split(",") if one.strip()],

@@ -132,11 +132,11 @@ CODECS = Registry(
 )
 
 
-def declared_codec(name: str, key: str = "encoding") -> DeltaCodec:
+def declared_codec(name: str) -> DeltaCodec:
     """The codec of that name. Raises `ConfigurationError` for any other, dotted paths included."""
     if name not in CODECS.names():
-        raise ConfigurationError(f"{key} is {name!r}, expected one of {', '.join(encodings())}")
-    return CODECS.get(name, key)
+        raise ConfigurationError(f"encoding is {name!r}, expected one of {', '.join(encodings())}")
+    return CODECS.get(name)
 
 
 def fading_of(encoding: str) -> float:

@@ -30,7 +30,7 @@ SPEEDS = st.lists(
 
 
 def rate(jobs: dict[str, list[float]], quorum: int, grace: float, *, usual: float = 0.0, most_late: int = 8) -> float:
-    return useful_rate(jobs, quorum, grace, usual=usual, exponent=0.5, weights={}, most_late=most_late)
+    return useful_rate(jobs, quorum, grace, usual=usual, exponent=0.5, most_late=most_late)
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def rate(jobs: dict[str, list[float]], quorum: int, grace: float, *, usual: floa
 def test_no_other_candidate_is_clearly_better_and_no_longer_one_as_good(rounds: list[dict[str, float]], quorum: int):
     chosen, usual, jobs = best_grace(rounds, quorum, most_late=8), usual_quorum(rounds, quorum), draws(rounds)
     rates = {
-        one: useful_rate(jobs, quorum, one, usual=usual, exponent=0.5, weights={}, most_late=8)
+        one: useful_rate(jobs, quorum, one, usual=usual, exponent=0.5, most_late=8)
         for one in candidates(rounds, quorum)
     }
     assert rates[chosen] >= max(rates.values()) * (1 - MARGIN)

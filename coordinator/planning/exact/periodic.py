@@ -33,6 +33,8 @@ class Period:
 
 
 START, END = -1, -2
+LONGEST_PERIOD = 12
+"""Units; a longer repetition is not looked for."""
 INFEASIBLE = 2
 """Status of `scipy.optimize.milp`."""
 Constraint = tuple[np.ndarray, float, float]
@@ -50,11 +52,11 @@ class Arc:
     units: int
 
 
-def find_period(chain: Chain, longest: int = 12) -> Period | None:
+def find_period(chain: Chain) -> Period | None:
     """The longest periodic part with the shortest period, if it is at least four fifths of the chain."""
     columns = np.concatenate([chain.unit_seconds, np.array(chain.problem.unit_bytes)[None]])
     best: Period | None = None
-    for length in range(1, min(longest, chain.units // 3) + 1):
+    for length in range(1, min(LONGEST_PERIOD, chain.units // 3) + 1):
         equal = np.isclose(columns[:, length:], columns[:, :-length], rtol=1e-9, atol=0).all(axis=0)
         start = 0
         for stop in [*np.flatnonzero(~equal).tolist(), len(equal)]:

@@ -7,6 +7,9 @@ import numpy as np
 from coordinator.planning.joint.cost import Cost, Layouts
 from coordinator.planning.stop import Stop
 
+MOST_MOVES = 40
+"""Steps of one descent."""
+
 
 def anneal(
     cost: Cost, begin: Layouts, rng: np.random.Generator, stop: Stop, *, steps: int, hot: float = 0.03
@@ -119,13 +122,13 @@ def _shift_share(cost: Cost, state: Layouts, rng: np.random.Generator) -> Layout
     return Layouts(state.line, state.cuts, share)
 
 
-def descend(cost: Cost, begin: Layouts, stop: Stop, *, most: int = 40) -> Layouts:
+def descend(cost: Cost, begin: Layouts, stop: Stop) -> Layouts:
     """Local optimum from one layout: steepest descent over swaps of devices and shifts of a unit or micro-batches.
 
     From within memory it stays there.
     """
     now, worth, fits = begin, float(cost.value(begin)[0]), bool(cost.feasible(begin)[0])
-    for _ in range(most):
+    for _ in range(MOST_MOVES):
         if stop(0):
             break
         around = _neighbours(cost, now)

@@ -84,15 +84,13 @@ class _Best:
         return cost
 
 
-def plan_place(
-    problem: PlacementProblem, stop: Stop, *, seed: int = 0, chains: int = 24, structured: bool = True
-) -> Placement:
+def plan_place(problem: PlacementProblem, stop: Stop, *, seed: int = 0, chains: int = 24) -> Placement:
     """The best placement found until `stop` (counted in rounds of annealing); the emitted grid is re-costed."""
     costs = costs_of(problem)
     bound = placement_bound(costs)
     best = _Best(costs, stop)
     rng = np.random.default_rng(seed)
-    starts = _structured(costs) if structured else {}
+    starts = _structured(costs)
     scored = {name: best.offer(rows, name, 0) for name, rows in starts.items()}
     starts = {name: starts[name] for name in sorted(starts, key=lambda n: scored[n])[:KEPT_STARTS]}
     rounds = proposals = 0
@@ -301,9 +299,9 @@ def _descend(best: _Best, rng: np.random.Generator, stop: Stop, proposals: int) 
                         for n, r in enumerate(trial)
                     )
                     proposals += 1
-                    if data + 0.0 >= before:
+                    if data >= before:
                         continue
-                    if best.offer(trial, f"{best.start}", proposals, reorder=False) < before * (1 - 1e-12):
+                    if best.offer(trial, best.start, proposals, reorder=False) < before * (1 - 1e-12):
                         improved = True
                         break
                 if improved or stop(0):

@@ -93,10 +93,10 @@ def normalisation(raw: dict[str, Any], *, channels: int, where: str) -> Normalis
     return Normalisation(rescale=float(rescale), mean=tuple(map(float, means)), std=tuple(map(float, stds)))
 
 
-def channels_of(raw: dict[str, Any], default: int = 3) -> int:
-    """Channels that the means are given for."""
+def channels_of(raw: dict[str, Any]) -> int:
+    """Channels that the means are given for; 3 where none are."""
     mean = raw.get("image_mean")
-    return len(mean) if isinstance(mean, list) and 0 < len(mean) <= MOST_CHANNELS else default
+    return len(mean) if isinstance(mean, list) and 0 < len(mean) <= MOST_CHANNELS else 3
 
 
 def _by_channel(value: Any, channels: int) -> list[Any]:

@@ -49,7 +49,7 @@ class Slot:
 
 
 def plan_files(
-    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, file_bytes: int = FILE_BYTES, single: str = SINGLE
+    tensors: Sequence[tuple[str, str, tuple[int, ...]]], *, single: str = SINGLE
 ) -> tuple[dict[str, Slot], dict[str, bytes]]:
     """Lay `(name, dtype, shape)` out in files: the slot of each tensor and the header of each file.
 
@@ -58,7 +58,7 @@ def plan_files(
     planned = [Planned(name=name, dtype=dtype, shape=shape) for name, dtype, shape in tensors]
     slots: dict[str, Slot] = {}
     headers: dict[str, bytes] = {}
-    files = layout_of_shards(planned, file_bytes)
+    files = layout_of_shards(planned, FILE_BYTES)
     for file, group in files.items():
         file = single if len(files) == 1 else file
         headers[file], starts, _ = header_of(group, {"format": "pt"})
