@@ -73,7 +73,10 @@ class BoundedReader:
 
     @staticmethod
     def reset_by(writer: Any, reader: BoundedReader) -> Any:
-        """The writer, each of whose writes begins a command. Raises `NotBegun` where nothing of it was sent."""
+        """The writer, each of whose writes begins a command.
+
+        A write raises `NotBegun` where nothing of it was sent, `AnswerLost` where some of it may have been.
+        """
         write = writer.write
 
         async def begin(data: Any) -> None:

@@ -87,7 +87,10 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
 
 
 def _without_refused(linear: list[str], settings: LoraSettings, family: str) -> list[str]:
-    """The layers but those for which peft could make or load no adapter. Raises where a target names such a one."""
+    """The layers but those for which peft could make or load no adapter.
+
+    Raises `ConfigurationError` where a target names one of those.
+    """
     taken = names_of_experts(family)
     if named := sorted({target for target in settings.targets if target.rpartition(".")[2] in taken}):
         raise ConfigurationError(

@@ -56,11 +56,10 @@ def sign(directory: Path, key: Path, *, kind: str) -> None:
 
 
 def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
-    """Raise `ManifestError` unless the manifest's signature is `signer`'s by the allowed-signers file.
+    """Returns the fingerprint of the key that signed the manifest as `signer`, by the allowed-signers file.
 
-    Returns the fingerprint of the key that signed.
-
-    Checks the manifest alone; `verify_manifest` checks the files against it.
+    Checks the manifest alone; `verify_manifest` checks the files against it. Raises `ManifestError` for any other
+    signature and for none, `ConfigurationError` where the allowed-signers file is not there.
     """
     directory, allowed_signers = Path(directory), Path(allowed_signers)
     if not allowed_signers.is_file():
