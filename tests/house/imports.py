@@ -9,13 +9,25 @@ from __future__ import annotations
 
 import ast
 import sys
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("facility", "coordinator")
 
+together = pytest.mark.xdist_group("sources of the product")
+"""Tests that read all of the product: one process runs them, and each file is parsed once."""
+
 Graph = dict[str, set[str]]
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """The tree of a file's text, which no caller changes."""
+    return ast.parse(text)
 
 
 def modules(root: Path = ROOT, packages: tuple[str, ...] = PACKAGES) -> dict[str, Path]:
@@ -31,7 +43,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """The files of `known` that this one imports."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {_module(alias.name, known) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):

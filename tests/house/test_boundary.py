@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.imports import modules
+from tests.house.imports import modules, parsed, together
+
+pytestmark = together
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,7 +19,7 @@ def imports(path: Path) -> set[str]:
     """Absolute module names that a file imports."""
     package = path.relative_to(ROOT).with_suffix("").parts
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -81,7 +83,7 @@ def chain_to_torch(module: str, direct: Mapping[str, set[str]]) -> list[str]:
 
 
 def test_what_both_sides_share_and_the_planners_load_no_torch():
-    direct = {name: set(loaded(ast.parse(path.read_text()))) for name, path in modules().items()}
+    direct = {name: set(loaded(parsed(path.read_text()))) for name, path in modules().items()}
     checked = [name for name in direct if name.startswith(WITHOUT_TORCH)]
     assert len(checked) > 150
     assert [chain for name in checked if (chain := chain_to_torch(name, direct))] == []

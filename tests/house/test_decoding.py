@@ -10,6 +10,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.conftest import ROOT
+from tests.house.imports import parsed, together
+
+pytestmark = together
 
 STARTS = ("run", "Popen", "check_output")
 
@@ -19,7 +22,7 @@ def calls(file: Path, names: Collection[str]) -> list[ast.Call]:
     text = file.read_text(encoding="utf-8")
     if not any(f"{name}(" in text for name in names):
         return []
-    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    found = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.Call)]
     return [one for one in found if getattr(one.func, "attr", getattr(one.func, "id", "")) in names]
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.imports import all_circles
+from tests.house.imports import all_circles, together
+
+pytestmark = together
 
 
 def test_there_are_no_import_circles() -> None:

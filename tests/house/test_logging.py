@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.house.imports import parsed, together
+
+pytestmark = together
 
 ROOMS = (
     "coordinator/aggregation",
@@ -34,7 +37,7 @@ def prints(file: Path) -> bool:
     """Does a file call `print`?"""
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in ast.walk(parsed(file.read_text()))
     )
 
 

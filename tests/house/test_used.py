@@ -15,6 +15,9 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from tests.house.imports import parsed, together
+
+pytestmark = together
 
 WORD = re.compile(r"[A-Za-z_]\w*")
 CALLERS = (
@@ -54,7 +57,7 @@ def unused(root: Path, folders: Sequence[str] = ("",), callers: str = "") -> lis
     used = set(WORD.findall(callers))
     for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
         name_of = str(file.relative_to(root))
-        for statement in ast.parse(file.read_text()).body:
+        for statement in parsed(file.read_text()).body:
             if not isinstance(statement, Definition):
                 used.update(mentioned(statement))
                 continue
@@ -82,7 +85,7 @@ def unread(root: Path, folders: Sequence[str] = ("",)) -> list[str]:
     attributes: set[str] = set()
     assigned: list[tuple[str, str, str]] = []
     for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
-        name_of, tree = str(file.relative_to(root)), ast.parse(file.read_text())
+        name_of, tree = str(file.relative_to(root)), parsed(file.read_text())
         own: set[str] = set()
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.house.imports import parsed
+
 ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- tree -->\n```text\n", "```\n<!-- /tree -->"
 FOLDERS = {
@@ -55,7 +57,7 @@ def _about(path: Path) -> str:
         path = path / "__init__.py"
     if path.suffix != ".py" or not path.exists():
         return ""
-    text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+    text = (ast.get_docstring(parsed(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
     sentence = text.split(". ")[0].rstrip(".")
     _, dash, rest = sentence.partition("`: ") if sentence.startswith("`") else ("", "", "")
     sentence = rest if dash else sentence

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.house.imports import parsed, together
+
+pytestmark = together
+
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(path for top in ("facility", "coordinator") for path in (ROOT / top).rglob("*.py"))
 CALLS = {
@@ -60,5 +64,5 @@ def test_each_way_to_execute_data_is_found(text: str):
 
 
 def test_no_module_has_one():
-    told = {str(path.relative_to(ROOT)): found for path in FILES if (found := findings(ast.parse(path.read_text())))}
+    told = {str(path.relative_to(ROOT)): found for path in FILES if (found := findings(parsed(path.read_text())))}
     assert len(FILES) > 300 and told == {}
