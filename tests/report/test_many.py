@@ -26,6 +26,9 @@ from coordinator.report.write import FORMATS, write_report
 from tests.comparison.made import add_comparison
 from tests.report.made import made_archive
 
+shared = pytest.mark.xdist_group("a report of many")
+"""These tests share one archive: one process runs them, and it is made once."""
+
 
 @pytest.fixture(scope="module")
 def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
@@ -35,6 +38,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return gather(archive, federation="made", settings={"rounds": 3, "facilities": facilities}, carbon=300.0)
 
 
+@shared
 @pytest.mark.slow
 def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, Any], tmp_path: Path):
     paths = {kind: write_report(many, tmp_path / f"report.{kind}", kind) for kind in FORMATS}
@@ -46,6 +50,7 @@ def test_pages_of_256_facilities_are_small_and_their_data_whole(many: dict[str, 
     assert json.loads(paths["json"].read_text()) == json.loads(json.dumps(many))
 
 
+@shared
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(FORMATS))
 def test_of_many_whose_times_are_unknown_there_is_a_report(many: dict[str, Any], tmp_path: Path, kind: str):
@@ -55,6 +60,7 @@ def test_of_many_whose_times_are_unknown_there_is_a_report(many: dict[str, Any],
     assert "facility-0" in file.read_text()
 
 
+@shared
 def test_each_table_has_those_that_need_attention(many: dict[str, Any]):
     small = for_display(many)
     speeds = [one["from_mbit_per_second"] for one in many["traffic"].values() if one["from_mbit_per_second"]]

@@ -93,6 +93,10 @@ def as_received(sent: Checkpoint, name: str) -> torch.Tensor:
     return torch.from_numpy(values()[sent.read(name).view(torch.uint8).numpy()])
 
 
+shared = pytest.mark.xdist_group("three rounds with a drift correction")
+"""These tests share three rounds: one process runs them, and they are made once."""
+
+
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Federated:
     """Three rounds of both facilities."""
@@ -153,6 +157,7 @@ def plain_loop(federated: Federated, rounds: int) -> list[dict[str, torch.Tensor
     return found
 
 
+@shared
 def test_three_rounds_are_those_of_the_plain_loop(begun: Federated):
     for expected, model in zip(plain_loop(begun, 3), begun.models[1:], strict=True):
         own = read(open_checkpoint(model))
@@ -162,6 +167,7 @@ def test_three_rounds_are_those_of_the_plain_loop(begun: Federated):
     assert 0.1 < begun.told("north", 1).share < 3
 
 
+@shared
 def test_the_mean_is_that_of_the_walks_and_corrections_cancel_in_it(begun: Federated):
     for number in range(3):
         own = {who: begun.walk(who, number) for who in WEIGHTS} if number else {}
@@ -175,6 +181,7 @@ def test_the_mean_is_that_of_the_walks_and_corrections_cancel_in_it(begun: Feder
         assert ((received - mean).abs() <= mean.abs() / 16 + 2e-5).all()
 
 
+@shared
 @pytest.mark.slow
 def test_every_layout_takes_the_corrected_steps_of_one_process(begun: Federated):
     cases: dict[int, list[tuple[str, list[str]]]] = {}
@@ -201,6 +208,7 @@ def test_every_layout_takes_the_corrected_steps_of_one_process(begun: Federated)
     assert largest_difference(place / "one" / "out", place / "off" / "out") > 1e-4
 
 
+@shared
 def test_a_round_that_pauses_ends_bit_for_bit_like_one_that_does_not(begun: Federated):
     place = begun.root / "north"
     for name, stops in (("quiet", [0]), ("paused", [1, 2, 0])):
