@@ -174,7 +174,7 @@ def fake(*jobs: Job, down: bool = False) -> FakeQueue:
 
 
 def test_jobs_in_a_queue_are_patience_and_a_silent_facility_too(tmp_path: Path):
-    script = "import time; time.sleep(4)"
+    script = "import time; time.sleep(2.5)"
     for queue in (fake(Job(id="1", state="RUNNING", began=True)), fake(down=True)):
         one = supervisor(tmp_path, script, [queue], silence_seconds=1.0)
         assert one.run()[0] == 0 and len(one.attempts) == 1

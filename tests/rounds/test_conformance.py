@@ -83,23 +83,30 @@ def test_a_trainer_that_delivers_nothing_ends_the_trial_at_once(tmp_path, capsys
     }
 
 
-@pytest.mark.parametrize(("keep", "process"), [("--keep={}", False), ("--keep {}", False), ("--ke {}", True)])
-def test_the_coordinator_reads_the_trials_arguments_as_the_trial_does(keep, process, tmp_path, monkeypatch, capfd):
-    """The trial's updates are where --keep names, in whichever spelling; --json alone is on stdout. `process`: the
-    trial is a process of its own, as ever; else it is carried out here, which imports nothing again."""
+@pytest.mark.parametrize("keep", ["--keep={}", "--keep {}", "--ke {}"])
+def test_the_coordinator_reads_the_trials_arguments_as_the_trial_does(keep, tmp_path, monkeypatch, capfd):
+    """The trial's updates are where --keep names, in whichever spelling; --json alone is on stdout. The trial is
+    carried out here, which imports nothing again; that it is a process of its own, the next test says."""
 
     def here(command: list[str], *, check: bool) -> subprocess.CompletedProcess[bytes]:
         assert command[:3] == [sys.executable, "-m", "facility.conformance"] and not check
         return subprocess.CompletedProcess(command, conformance(command[3:]))
 
-    if not process:
-        monkeypatch.setattr("coordinator.conformance.subprocess", SimpleNamespace(run=here))
+    monkeypatch.setattr("coordinator.conformance.subprocess", SimpleNamespace(run=here))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("STAND_IN", "nothing")
     place = tmp_path / "trial"
     assert tried_at_the_coordinator([STAND_IN, "--json", *keep.format(place).split()]) == 1
     assert len(json.loads(capfd.readouterr().out)) == 2
     assert (place / "first").is_dir()
+
+
+def test_the_trial_is_a_process_whose_output_and_exit_code_are_those_of_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert tried_at_the_coordinator([STAND_IN, "--help"]) == 0
+    assert capfd.readouterr().out.startswith("usage: python -m facility.conformance")
+    assert tried_at_the_coordinator([STAND_IN, "--limit", "0", "--keep", str(tmp_path / "trial")]) == 2
+    assert "--limit is 0 s" in capfd.readouterr().err and (tmp_path / "trial").is_dir()
 
 
 def test_a_folder_to_keep_that_is_not_named_is_asked_for(capsys):
