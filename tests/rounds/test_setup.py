@@ -779,7 +779,7 @@ def test_an_interrupted_pip_has_ended_and_cleaned_up_before_the_command_ends(tmp
     script += "Path('pid').write_text(str(os.getpid()))\nos.kill(os.getppid(), signal.SIGINT)\n"
     script += "try:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(600)\n"
     script += "finally:\n    time.sleep(0.6)\n    Path(sys.argv[1]).touch()\n"
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, where a shell began the tests behind it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell
     try:
         with pytest.raises(KeyboardInterrupt):
             run_pip([sys.executable, "-c", script, str(tmp_path / "cleaned"), str(deaf)])
