@@ -444,7 +444,8 @@ def test_a_real_run_leaves_every_transition_and_its_end_can_be_followed(tmp_path
         "run_ended",
     ]
     stages = [one.detail["stage"] for one in entries if one.kind == "stage"]
-    assert stages and stages == [one for one in ("loading", "evaluating", "training", "saving") if one in stages]
+    order = iter(("loading", "evaluating", "training", "evaluating", "saving"))  # a short one may not be seen
+    assert stages and all(one in order for one in stages), stages
     assert json.loads(told.read_text())["event"] == "done"
     follow = crossfed("status", "--follow", "-f", path, folder=tmp_path / "engine")
     text, _ = follow.communicate(timeout=200)
