@@ -118,6 +118,15 @@ def recorder(tmp_path: Path, **notify) -> tuple[Recorder, Progress, dict[str, fl
     return made, progress, now
 
 
+def begun() -> list[Event]:
+    """Of a job of round 0 that was submitted at 10 and left its queue at 40."""
+    return [
+        event("starting", at=1, round=0, model="m"),
+        event("submitted", at=10, step=STEP, job="17"),
+        event("began", at=40, step=STEP, job="17"),
+    ]
+
+
 def feed(made: Recorder, *events: Event) -> None:
     for one in events:
         made.progress.feed(one)
@@ -129,9 +138,7 @@ def test_a_requeued_job_waits_again_and_is_not_shown_at_work(tmp_path: Path):
     made, progress, now = recorder(tmp_path)
     feed(
         made,
-        event("starting", at=1, round=0, model="m"),
-        event("submitted", at=10, step=STEP, job="17"),
-        event("began", at=40, step=STEP, job="17"),
+        *begun(),
         event("progress", at=50, step=STEP, **AT_WORK),
         event("requeued", at=100, step=STEP, job="17"),
     )
@@ -161,9 +168,7 @@ def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):
     made, progress, _ = recorder(tmp_path)
     feed(
         made,
-        event("starting", at=1, round=0, model="m"),
-        event("submitted", at=10, step=STEP, job="17"),
-        event("began", at=40, step=STEP, job="17"),
+        *begun(),
         event("late", at=50, facility="a", round=0, reason="the others have delivered"),
         event("requeued", at=60, step=STEP, job="17"),
     )
