@@ -241,11 +241,11 @@ async def _read_out(stream: Any, command: str) -> bytes:
     return said
 
 
-async def end_kept(stream: Any) -> bytes:
-    """The last `KEPT_BYTES` of a stream, which is read to its end."""
+async def end_kept(stream: Any, most: int = KEPT_BYTES) -> bytes:
+    """The last `most` bytes of a stream, which is read to its end."""
     said = b""
     while stream is not None and (block := await stream.read(BLOCK_BYTES)):
-        said = (said + block)[-KEPT_BYTES:]
+        said = (said + block)[-most:]
     return said
 
 

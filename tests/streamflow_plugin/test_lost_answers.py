@@ -105,7 +105,7 @@ def test_a_timeout_names_the_command_that_a_person_knows():
 
     @asynccontextmanager
     async def session(**_: Any):
-        yield SimpleNamespace(stdout=Hangs())
+        yield SimpleNamespace(stdout=Hangs(), stderr=None)
 
     login = SimpleNamespace(_get_ssh_client_process=session, deployment_name="facility_a")
 
@@ -129,6 +129,7 @@ def test_a_timeout_names_the_command_that_a_person_knows():
 def test_a_session_that_is_lost_has_no_code():
     class Process:
         stdout = Lost()
+        stderr = Lost()
 
     @asynccontextmanager
     async def session(**_: Any):

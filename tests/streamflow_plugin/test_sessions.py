@@ -253,3 +253,30 @@ def test_what_a_command_prints_beside_its_answer_is_bounded(site, kind):
             await parallel.undeploy(False)
 
     asyncio.run(act())
+
+
+@real
+@pytest.mark.parametrize("site", [""], indirect=True)
+def test_of_a_standard_error_without_end_the_end_is_kept(site, monkeypatch):
+    """Nobody read it until the output had ended: past a channel's window the command waited until the time limit."""
+    site.sign("-1m:+1h")
+    kept, wait = [], asyncssh.SSHClientProcess.wait
+
+    async def waited(process: Any) -> Any:
+        result = await wait(process)
+        kept.append(len(result.stderr))
+        return result
+
+    monkeypatch.setattr(asyncssh.SSHClientProcess, "wait", waited)
+
+    async def act() -> tuple[str, int | None]:
+        one, location = connector(site)
+        try:
+            asked = one.end_of(location, "head -c 3000000 /dev/zero >&2; echo end >&2; exit 3", 1000, None, apart=True)
+            return await asyncio.wait_for(asked, 200)
+        finally:
+            await one.undeploy(False)
+
+    said, code = asyncio.run(act())
+    assert (len(said), said[-4:], code) == (999, "\0end", 3)  # without the last line's end
+    assert kept == [0]
