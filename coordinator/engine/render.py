@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
 from coordinator.config.yaml_lines import Lined
 from coordinator.engine.masked_workflow import (
-    MASKED,
     login_target,
     login_template,
     masked_round,
@@ -37,28 +35,17 @@ from coordinator.engine.masked_workflow import (
 )
 from coordinator.engine.own_files import HEAD, LOGIN_SUFFIX, of_facility, own_files
 from coordinator.engine.round_workflow import round_workflow
+from coordinator.engine.shipped_cwl import differing, update_shipped
 from coordinator.rounds.late import WORKDIR
 from coordinator.rounds.verification import averages_encoded
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import write_text
-from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.job_names import job_name
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import find_template
-
-HAND_WRITTEN = (
-    "main.cwl",
-    "tools/start.cwl",
-    "tools/send.cwl",
-    "tools/train.cwl",
-    "tools/receive.cwl",
-    "tools/aggregate.cwl",
-    "tools/evaluate.cwl",
-    "tools/report.cwl",
-)
-
 
 MOST_LATE = 8
 """Rounds that a carried update may be late where the archive keeps all models."""
@@ -90,8 +77,8 @@ def render(federation: Federation) -> dict[str, str]:
 def write(federation: Federation) -> list[Path]:
     """Write the rendered files beside federation.yml and the CWL into its folder; returns those that changed.
 
-    Hand-written CWL that is absent there is copied from what ships with CrossFed; settings of facilities that are gone
-    are removed. Raises `InputError`, and writes nothing, where a file of a person's own would be replaced.
+    CWL that is not rendered is the one that ships with CrossFed; settings of facilities that are gone are removed.
+    Raises `InputError`, and writes nothing, where a file of a person's own would be replaced.
     """
     root = federation.file.parent.parent
     files = render(federation)
@@ -100,13 +87,7 @@ def write(federation: Federation) -> list[Path]:
             f"{own[0]} was not rendered by CrossFed, and a rendering would replace it: move it away (a template of "
             "your own to another name), or keep federation.yml in a folder of its own"
         )
-    changed = []
-    for name in (*HAND_WRITTEN, *(MASKED if federation.masks else ())):
-        target = root / _folder_of_cwl(federation) / name
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(shipped("cwl") / name, target)
-            changed.append(target)
+    changed = update_shipped(root / _folder_of_cwl(federation), masked=federation.masks)
     for name, text in files.items():
         target = root / name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
@@ -148,13 +129,14 @@ def _folder_of_cwl(federation: Federation) -> str:
 
 
 def stale(federation: Federation) -> list[str]:
-    """Rendered files that are missing or differ from a fresh rendering."""
-    root = federation.file.parent.parent
-    return [
+    """Files that `write` would write: missing, or not as a fresh rendering and the shipped CWL have them."""
+    root, cwl = federation.file.parent.parent, _folder_of_cwl(federation)
+    rendered = [
         name
         for name, text in render(federation).items()
         if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
     ]
+    return rendered + [f"{cwl}/{name}" for name in differing(root / cwl, masked=federation.masks)]
 
 
 def _template(federation: Federation, facility: Facility) -> str | None:

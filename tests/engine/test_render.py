@@ -54,6 +54,27 @@ def test_of_a_facility_that_is_gone_what_was_rendered_is_removed_and_nothing_els
     assert {"jobs/mine.sh", "facilities/mine.json", "facilities/a.json"} == left
 
 
+def test_cwl_of_another_version_and_cwl_that_was_cut_off_is_replaced_by_what_ships(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A federation in a folder of its own kept the tools of the CrossFed that had made it, under a workflow rendered by
+    a newer one; a copy that a kill had cut off stayed so for ever."""
+    federation = read_federation(write_federation(tmp_path, ["a", "b"]))
+    write(federation)
+    tools = tmp_path / "cwl" / "tools"
+    shipped = (tools / "aggregate.cwl").read_text()
+    earlier = "".join(line for line in shipped.splitlines(keepends=True) if "scores" not in line)
+    assert earlier != shipped
+    (tools / "aggregate.cwl").write_text(earlier)
+    (tools / "send.cwl").write_text("")
+    assert stale(federation) == ["cwl/tools/send.cwl", "cwl/tools/aggregate.cwl"]
+    assert write(federation) == [tools / "send.cwl", tools / "aggregate.cwl"]
+    assert (tools / "aggregate.cwl").read_text() == shipped == (ROOT / "cwl" / "tools" / "aggregate.cwl").read_text()
+    assert (tools / "aggregate.cwl.old").read_text() == earlier, "what a person had edited is not lost"
+    assert f"it is now {tools / 'aggregate.cwl.old'}" in caplog.text
+    assert stale(federation) == [] and write(federation) == []
+
+
 OWN = {
     "workflow/streamflow.yml": "version: v1.0\n",
     "workflow/settings.yml": "database: {host: db}\n",
