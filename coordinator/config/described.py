@@ -11,6 +11,7 @@ from typing import Any
 from coordinator.config.deployments import Deployment, job_template
 from coordinator.config.federation import Facility, Federation
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.hints import dataclass_at
 
 Described = Mapping[str, Any]
 """`federation`: key -> value; `facilities`: name -> key -> value."""
@@ -41,6 +42,18 @@ def described(federation: Federation) -> dict[str, Any]:
 def digest_of(data: Described) -> str:
     """The sha256 of a description, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def default_of(key: str) -> Any:
+    """The default of a key of the federation, or of a facility's `training`, as it is described; None where it has
+    none."""
+    *above, name = key.split(".")
+    holder = dataclass_at(Federation, above)
+    for field in dataclasses.fields(holder) if holder is not None else ():
+        if field.name == name:
+            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            return None if made is dataclasses.MISSING else json.loads(json.dumps(_plain(made), default=str))
+    return None
 
 
 def _of_facility(federation: Federation, facility: Facility) -> dict[str, Any]:

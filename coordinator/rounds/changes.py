@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from coordinator.config.described import DIGESTS
+from coordinator.config.described import DIGESTS, default_of
 
 RANK = "training.lora.rank"
 FROM_NOW = "holds from the next round on"
@@ -242,12 +242,24 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Ch
     for key in sorted({*before, *now}):
         old, new = before.get(key), now.get(key)
         # of an archive of an earlier version, which did not hold the key
-        unknown = key not in before and (key in (*DIGESTS, "workdir") or new in ("", [], {}))
+        unknown = key not in before and (key in (*DIGESTS, "workdir") or new in ("", [], {}) or _new(key, new, before))
         if old != new and not unknown:
             rule = next(rule for rule in RULES if re.fullmatch(rule.pattern, key))
             possible = not (rule.of_adapters and before.get(RANK))
             follows = FROM_NOW if possible and rule.of_adapters else rule.follows
             yield Change(key=key, before=old, now=new, follows=follows, affects=rule.affects, possible=possible)
+
+
+def _new(key: str, value: Any, before: Mapping[str, Any]) -> bool:
+    """Whether an earlier version may not have known this setting, which has its default: nobody has changed it.
+
+    A section that was off is in `before` as None. What a facility has beside `training` is described where it is not
+    the default.
+    """
+    parts = key.split(".")
+    if any(".".join(parts[:end]) in before for end in range(1, len(parts))):
+        return False
+    return ("dataset" not in before or parts[0] == "training") and default_of(key) == value
 
 
 def _rounds(change: Change, facilities: Mapping[str, Mapping[str, Any]], done: int) -> Change:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, summary
+from coordinator.config.closing import EvenSettings
 from coordinator.config.described import described, digest_of
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
@@ -28,6 +29,7 @@ from coordinator.rounds.late import LateJob, remember_job, remembered_job
 from coordinator.steps import commit
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError
+from facility.exchange.messages.trainer import TrainerSettings
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation
 from tests.pico import save_pico
@@ -98,7 +100,7 @@ def test_what_follows_from_a_change(values: dict[str, Any], affects: bool, words
 def test_adapters_keep_the_form_in_which_they_were_begun(tmp_path: Path):
     """An accepted change of their rank let every facility train, or fail, after its wait in the queue, each round."""
     before, now, scale = (copy.deepcopy(BEFORE) for _ in range(3))
-    for one, rank, alpha in ((before, 8, 16), (now, 4, 16), (scale, 8, 32)):
+    for one, rank, alpha in ((before, 8, 24), (now, 4, 24), (scale, 8, 32)):
         for facility in one["facilities"].values():
             facility |= {"training.lora.rank": rank, "training.lora.alpha": alpha}
     (change,) = changes_of(before, now, done=4)
@@ -198,6 +200,36 @@ def test_killed_while_it_takes_a_change_over_a_start_tells_it_once_or_not_at_all
 
 def _die() -> None:
     raise KeyboardInterrupt
+
+
+def test_a_setting_that_an_earlier_version_did_not_know_is_no_change_at_its_default(tmp_path: Path):
+    """After an update of CrossFed, federation.yml was said to have changed, and the run asked for --accept."""
+    now = described(read_federation(write_federation(tmp_path, ["a", "b"])))
+    before = copy.deepcopy(now)
+    for key in ("aggregation.fisher_power", "evaluation.last_models", "aggregation.screen.norm_ratio"):
+        del before["federation"][key]
+    for one in before["facilities"].values():
+        for key in ("training.unsent_share", "training.images.flip", "training.images.crop_padding"):
+            del one[key]
+    assert changes_of(before, now, done=1) == []
+    now["federation"]["aggregation.fisher_power"] = 1.0
+    now["facilities"]["b"]["training.unsent_share"] = 0.25
+    found = changes_of(before, now, done=1)
+    assert [one.key for one in found if one.affects] == [
+        "aggregation.fisher_power",
+        "facilities[b].training.unsent_share",
+    ]
+
+
+def test_a_section_that_was_off_is_a_change_whatever_its_keys_are():
+    off = copy.deepcopy(BEFORE)
+    off["federation"] |= {"even": None}
+    on = copy.deepcopy(BEFORE)
+    on["federation"] |= {"even.steps": "auto", "even.least_steps": EvenSettings().least_steps}
+    assert {one.key for one in changes_of(off, on, done=4)} == {"rounds.steps", "rounds.least_steps"}
+    on = copy.deepcopy(BEFORE)
+    on["facilities"]["a"]["trainer.module"] = TrainerSettings().module  # the federation's is another
+    assert [one.key for one in changes_of(BEFORE, on, done=4)] == ["facilities[a].trainer.module"]
 
 
 def test_a_round_that_comes_after_a_rewind_says_so_and_the_next_one_does_not(tmp_path: Path):
