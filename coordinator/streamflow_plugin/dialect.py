@@ -57,7 +57,8 @@ class ShellDialect:
         return f"{ANNOUNCE}cat -- {shlex.quote(path)}"
 
     def get_tree(self, path: str) -> str:
-        return f"{ANNOUNCE}tar chf - -C {shlex.quote(path)} --no-recursion --null --verbatim-files-from -T -"
+        names = "--no-recursion --null --verbatim-files-from -T -"
+        return f"{ANNOUNCE}tar chf - --format=gnu -C {shlex.quote(path)} {names}"
 
 
 class GateDialect(ShellDialect):

@@ -32,6 +32,7 @@ from coordinator.streamflow_plugin.lanes import (
 from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split
 from coordinator.streamflow_plugin.swift import SwiftLane
 from coordinator.streamflow_plugin.targets import check_name, check_new, shown
+from facility.exchange.files.plain_tar import PlainHeader
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 """Opens what did not exist before."""
@@ -312,7 +313,7 @@ async def _pull_small(
 def _unpack(data: bytes, target: Path, small: list[Entry]) -> None:
     """Write the files of a tar stream that were listed, and nothing else."""
     wanted = {entry.path: entry for entry in small}
-    with tarfile.open(fileobj=io.BytesIO(data), mode="r:", bufsize=BLOCK_BYTES) as archive:
+    with tarfile.open(fileobj=io.BytesIO(data), mode="r:", bufsize=BLOCK_BYTES, tarinfo=PlainHeader) as archive:
         for member in archive:
             entry = wanted.pop(member.name, None)
             file = archive.extractfile(member) if member.isreg() or member.islnk() else None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import IO
 
 from facility.exchange.files.durable import write_all
+from facility.exchange.files.plain_tar import PlainHeader
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
@@ -139,13 +140,13 @@ def put_tree(session: Session, request: Request) -> int:
         target.path.mkdir(mode=0o700, parents=True)
     stream = _Bounded()
     try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK) as archive:
+        with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK, tarinfo=PlainHeader) as archive:
             for count, member in enumerate(archive):
                 if count >= MOST_FILES:
                     raise Refused(f"more than {MOST_FILES} files come at once")
                 stream.left = min(member.size, MOST_SMALL) + MOST_HEADERS
                 _unpack(archive, member, target)
-    except (tarfile.TarError, EOFError) as error:
+    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
         raise Refused(f"what came is no tar stream: {error}") from None
     return 0
 

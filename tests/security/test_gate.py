@@ -172,15 +172,31 @@ def test_whatever_is_no_request_is_refused_told_and_logged(site: Gate, command: 
     assert [entry["what"] for entry in site.log()] == ["refused"] and site.calls == []
 
 
-@pytest.mark.parametrize("type", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
-def test_a_header_without_end_is_refused_before_it_fills_the_memory(site: Gate, type: bytes):
+@pytest.mark.parametrize(
+    ("type", "why"),
+    [
+        (tarfile.GNUTYPE_LONGNAME, "bytes of headers"),
+        (tarfile.XHDTYPE, "pax headers"),
+        (tarfile.XGLTYPE, "pax headers"),
+    ],
+)
+def test_a_header_without_end_is_refused_before_it_fills_the_memory(site: Gate, type: bytes, why: str):
     header = tarfile.TarInfo("x")
     header.type, header.size = type, 1 << 40
     data = header.tobuf(tarfile.GNU_FORMAT) + b"x" * (64 << 20)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     code, _, error = site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=data)
-    assert code == 77 and "bytes of headers" in error
+    assert code == 77 and why in error
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 48 << 10
+
+
+def test_a_stream_of_headers_alone_is_refused_with_a_reason(site: Gate):
+    """Long names of long names, each of which `tarfile` reads by calling itself."""
+    header = tarfile.TarInfo("x")
+    header.type, header.size = tarfile.GNUTYPE_LONGNAME, 1
+    one = header.tobuf(tarfile.GNU_FORMAT) + b"y" + bytes(511)
+    code, _, error = site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=one * 2000)
+    assert code == 77 and "no tar stream" in error
 
 
 @pytest.mark.parametrize("pad", [" " * 2000, "''" * 1000], ids=["blanks", "quotes"])

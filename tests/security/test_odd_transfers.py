@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
 import tarfile
 from pathlib import Path
 
 import pytest
 
+from coordinator.streamflow_plugin.dialect import BEGINS, ShellDialect
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.pieces import Entry
 from coordinator.streamflow_plugin.tree import MOST_FILES, _unpack, read_listing
@@ -72,3 +75,33 @@ def test_an_archive_that_is_not_what_was_listed_is_refused(tmp_path: Path, data:
     with pytest.raises((TransferFailed, tarfile.TarError, KeyError, RecursionError)):
         _unpack(data, tmp_path / "update", [Entry(path="x", size=5)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["update"]
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE])
+def test_pax_headers_are_refused_before_their_text_is_searched(tmp_path: Path, kind: bytes):
+    """A megabyte of digits in one took `tarfile` half an hour, in the process that serves all facilities."""
+    pax = tarfile.TarInfo("x")
+    pax.type, digits = kind, b"1" * 20_000
+    (tmp_path / "update").mkdir()
+    with pytest.raises(tarfile.ReadError, match="pax headers, expected those of `tar --format=gnu`"):
+        _unpack(
+            archive((pax, digits), (tarfile.TarInfo("x"), b"12345")), tmp_path / "update", [Entry(path="x", size=5)]
+        )
+    assert not list((tmp_path / "update").iterdir())
+
+
+def test_what_a_facility_is_asked_for_is_an_archive_that_is_taken(tmp_path: Path):
+    """Long names and times within a second, for which a tar may write pax headers by itself."""
+    place, name = tmp_path / "place", "n" * 200
+    (place / "d").mkdir(parents=True)
+    (place / "d" / name).write_bytes(b"12345")
+    made = subprocess.run(
+        ["bash", "-c", ShellDialect().get_tree(str(place))],
+        input=f"d/{name}\0".encode(),
+        env=os.environ | {"TAR_OPTIONS": "--format=posix"},
+        capture_output=True,
+        check=True,
+    )
+    (tmp_path / "update").mkdir()
+    _unpack(made.stdout.removeprefix(BEGINS), tmp_path / "update", [Entry(path=f"d/{name}", size=5)])
+    assert (tmp_path / "update" / "d" / name).read_bytes() == b"12345"
