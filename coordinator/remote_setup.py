@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import IO
 
 from coordinator.bundle import copy_code
 from coordinator.config.deployments import Deployment
@@ -23,11 +24,14 @@ from coordinator.preflight.remote import check_connection, refused, ssh_command
 from facility.exchange.errors import InputError, TryAgain
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.job_template import path_word
+from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
 SSH_FAILED = 255
 """Exit code of ssh itself; others are those of the command there."""
+LONGEST_LINE = 4096
+"""Bytes of what a facility prints that are shown in one line."""
 
 
 def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments: list[str]) -> None:
@@ -56,7 +60,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
             (folder / TEMPLATE).write_text(text, encoding="utf-8")
         _send(deployment, folder, bundle)
     command = shlex.join(["bash", "-lc", setup_command(deployment, wheelhouse=bundle is not None, arguments=arguments)])
-    code = subprocess.run([*ssh_command(deployment), command], stdin=subprocess.DEVNULL).returncode
+    code = _relayed([*ssh_command(deployment), command])
     if code:
         said = f"facility/setup.sh at {name} ended with code {code}; its last lines above say why"
         raise InputError(f"{said}, and what to change") if code == ExitCode.INPUT else TryAgain(said)
@@ -86,13 +90,13 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
     )
     swap = f"cd {home} && {{ [ ! -d code ] || mv code code.old; }} && mv code.new code && rm -rf code.old"
     packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)
-    sent = subprocess.run(_there(deployment, arrive), stdin=packing.stdout).returncode
+    sent = _relayed(_there(deployment, arrive), packing.stdout)
     if packing.stdout is not None:
         packing.stdout.close()
     packed = packing.wait()
     if packed and not sent:
         raise TryAgain(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
-    for code in (sent, 0 if sent else subprocess.run(_there(deployment, swap), stdin=subprocess.DEVNULL).returncode):
+    for code in (sent, 0 if sent else _relayed(_there(deployment, swap))):
         if code == SSH_FAILED:
             raise TryAgain(f"the connection to {deployment.host} broke while the code was sent; ssh says above why")
         if code:
@@ -104,6 +108,18 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
 
 def _there(deployment: Deployment, script: str) -> list[str]:
     return [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
+
+
+def _relayed(words: list[str], given: IO[bytes] | None = None) -> int:
+    """Exit code of a command that reads `given`; what it prints is shown as it comes, as text that moves no cursor."""
+    with subprocess.Popen(
+        words, stdin=given or subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        assert process.stdout is not None
+        while line := process.stdout.readline(LONGEST_LINE):
+            for part in line.decode(errors="replace").splitlines():  # a progress bar ends its lines with \r
+                print(clean(part, LONGEST_LINE, lines=True), flush=True)
+    return process.returncode
 
 
 def setup_command(deployment: Deployment, *, wheelhouse: bool, arguments: list[str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
 from coordinator.config.firecrest import FIRECREST
-from coordinator.preflight.remote import run, ssh_command
+from coordinator.preflight.remote import answer_of, run, ssh_command
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, TryAgain
@@ -40,6 +40,8 @@ WITHOUT_SHELL = (
 FOLDER = "shared/model"
 """Below a facility's home."""
 SUMS = "SHA256SUMS"
+MOST_SECONDS = 24 * 3600.0
+"""For one facility to take the files, whole models among them."""
 WEIGHTS = (".safetensors", ".safetensors.index.json")
 
 
@@ -125,10 +127,10 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
             stdout=subprocess.PIPE,
         )
         command = [*ssh_command(deployment), shlex.join(["bash", "-c", script])]
-        sent = subprocess.run(command, stdin=packing.stdout, capture_output=True, text=True, errors="replace")
-        if packing.stdout is not None:
-            packing.stdout.close()
+        assert packing.stdout is not None
+        sent = answer_of(command, data=packing.stdout, seconds=MOST_SECONDS)
+        packing.stdout.close()
         packing.wait()
-    if sent.returncode:
-        said = (sent.stderr.strip() or f"code {sent.returncode}").splitlines()[-1]
+    if sent.code:
+        said = (sent.error.strip() or f"code {sent.code}").splitlines()[-1]
         raise TryAgain(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")

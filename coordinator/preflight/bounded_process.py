@@ -17,27 +17,29 @@ class TooMuchOutput(Exception):
     """The command printed more than `MOST_BYTES`."""
 
 
-def run_bounded(words: Sequence[str], *, data: bytes, seconds: float) -> tuple[int, bytes, bytes]:
-    """Exit code, output and complaints of a command whose input is `data`.
+def run_bounded(words: Sequence[str], *, data: bytes | IO[bytes], seconds: float) -> tuple[int, bytes, bytes]:
+    """Exit code, output and complaints of a command whose input is `data`, or comes from the pipe `data`.
 
     Raises `TooMuchOutput`, `subprocess.TimeoutExpired` or `FileNotFoundError`; the command is killed before.
     """
     deadline, found = time.monotonic() + seconds, (bytearray(), bytearray())
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    given = subprocess.PIPE if isinstance(data, bytes) else data
+    process = subprocess.Popen(words, stdin=given, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
     threads = [
-        threading.Thread(target=_give, args=(process.stdin, data), daemon=True),
         threading.Thread(target=_take, args=(process.stdout, found[0], process), daemon=True),
         threading.Thread(target=_take, args=(process.stderr, found[1], process), daemon=True),
     ]
+    if isinstance(data, bytes):
+        threading.Thread(target=_give, args=(process.stdin, data), daemon=True).start()
     for thread in threads:
         thread.start()
     try:
-        for thread in threads[1:]:  # what the command leaves running may hold its output open
+        for thread in threads:  # what the command leaves running may hold its output open
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(len(one) > MOST_BYTES for one in found):
             raise TooMuchOutput
-        if any(thread.is_alive() for thread in threads[1:]):
+        if any(thread.is_alive() for thread in threads):
             raise subprocess.TimeoutExpired(words, seconds)
         return process.wait(max(0.0, deadline - time.monotonic())), bytes(found[0]), bytes(found[1])
     finally:

@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from coordinator.config.deployments import Connection, Deployment
 from coordinator.config.firecrest import FIRECREST
@@ -68,8 +69,9 @@ def run(
     return answer_of(words, data=script.encode() if data is None else data, seconds=seconds)
 
 
-def answer_of(words: Sequence[str], *, data: bytes, seconds: float) -> Answer:
-    """How a command ended whose input is `data`; code 124 after `seconds`, 125 where it answers without an end."""
+def answer_of(words: Sequence[str], *, data: bytes | IO[bytes], seconds: float) -> Answer:
+    """How a command ended whose input is `data` or comes from that pipe; code 124 after `seconds`, 125 where it answers
+    without an end."""
     try:
         code, out, error = run_bounded(words, data=data, seconds=seconds)
     except subprocess.TimeoutExpired:

@@ -181,3 +181,29 @@ def test_a_facility_that_is_away_keeps_no_tokenizer_from_the_others(far: Path, t
             found.append((one.facility, one.sent))
     assert found == [("here", False), ("far", True)]
     assert (far / "it's a home" / "shared" / "model" / "tokenizer.json").is_file()
+
+
+def test_what_a_facility_answers_to_a_tokenizer_has_an_end(far: Path, tmp_path: Path):
+    """It would fill the coordinator's memory."""
+    (tmp_path / "text").write_text("a small text\n")
+    make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
+    ssh = tmp_path / "bin" / "ssh"
+    flood = 'case "${@: -1}" in *"tar xf"*) cat >/dev/null; head -c 30M /dev/zero >&2; exit 1 ;; esac'
+    ssh.write_text(ssh.read_text().replace("\n", f"\n{flood}\n", 1))
+    with pytest.raises(TryAgain, match="^far did not take the tokenizer .*: more than 8 MiB for an answer$"):
+        list(share(read_federation(tmp_path / "workflow" / "federation.yml"), weights=False))
+
+
+def test_what_setup_prints_at_a_facility_moves_no_cursor_here(
+    far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Escape sequences that write the clipboard or over earlier lines, and a line without an end."""
+    hostile = r"printf 'a\r\033[2J\033]52;c;eA==\a\u202eb\n' >&2; head -c 100000 /dev/zero | tr '\0' x; exit 0"
+    monkeypatch.setattr("coordinator.remote_setup._send", lambda *_: None)
+    monkeypatch.setattr("coordinator.remote_setup.setup_command", lambda *_, **__: hostile)
+    set_up(read_federation(tmp_path / "workflow" / "federation.yml"), "far", bundle=None, arguments=[])
+    said, complaints = capfd.readouterr()
+    assert not complaints and said.replace("\n", "").isprintable()
+    lines = said.splitlines()
+    assert lines[:2] == ["a", "?[2J?]52;c;eA==??b"] and {len(line) for line in lines[2:]} <= {4096, 100000 % 4096}
+    assert "".join(lines[2:]) == "x" * 100000
