@@ -27,7 +27,7 @@ def first_magnitudes(base: Checkpoint, name: str) -> Array | None:
 def _holds_columns(base: Path) -> bool:
     try:
         return json.loads((base / "config.json").read_text(encoding="utf-8")).get("model_type") in COLUMNS
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 

@@ -211,8 +211,7 @@ def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
 def model_figures(directory: Path) -> ModelFigures:
     """Raises `InputError` for damaged weights or tokenizer.json, `OSError` or `ValueError` for damaged config.json."""
     checkpoint = open_checkpoint(directory)
-    whole: dict[str, Any] = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    config = whole.get("text_config") or whole
+    whole, config = _configuration(directory / "config.json")
 
     def first(*names: str) -> int:
         return next((_largest(config[name], name) for name in names if config.get(name)), 0)
@@ -236,11 +235,23 @@ def model_figures(directory: Path) -> ModelFigures:
     )
 
 
+def _configuration(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json says of the model, and of its part that reads text. Raises `ValueError`, `OSError`."""
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("it is nested without end") from None
+    config = (whole.get("text_config") or whole) if isinstance(whole, dict) else None
+    if not isinstance(config, dict):
+        raise ValueError("it, or its text_config, is no object")
+    return whole, config
+
+
 def _largest(value: Any, name: str) -> int:
     """A number of a configuration; the largest of those by block (Gemma 3n) or by stage (SegFormer, PVT)."""
     try:
         return max(map(int, value)) if isinstance(value, list) else int(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         raise ValueError(f"{name} is {value!r:.60}, expected a number, or one for each block") from None
 
 

@@ -53,8 +53,9 @@ def longest_sequence(model: Path) -> int:
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         config = config.get("text_config") or config
-        return int(next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), 0))
-    except (OSError, ValueError, TypeError, AttributeError):
+        said = next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), 0)
+        return max(0, int(said))
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
         return 0
 
 

@@ -130,6 +130,6 @@ def _configuration(directory: Path) -> dict[str, Any]:
         return {}
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DatasetError(f"{path} cannot be read: {error}") from None
     return raw if isinstance(raw, dict) else {}

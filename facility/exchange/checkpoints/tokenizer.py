@@ -48,7 +48,7 @@ def _meaning(path: Path) -> bytes:
         ids = {**_vocabulary(model["vocab"]), **{t["content"]: t["id"] for t in raw.get("added_tokens") or []}}
         merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
         scores = [entry[1] for entry in model["vocab"]] if isinstance(model["vocab"], list) else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise InputError(
             f"{path} is not a tokenizer: {error!r}; copy it again from where the model came from"
         ) from None

@@ -100,6 +100,6 @@ def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
         Emulation(trace=trace)
     except ConfigurationError as error:
         raise ConfigurationError(error.message, file=path) from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ConfigurationError(f"cannot be read as a trace of speeds: {error}", file=path) from None
     return trace
