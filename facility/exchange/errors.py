@@ -14,16 +14,15 @@ An `assert` marks our own mistakes, never the user's.
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging
+from facility.exchange.standard_output import answering
 
 
 class CrossFedError(Exception):
@@ -84,17 +83,14 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
     `level`: what is logged unless the user asks otherwise. `in_job`: a job or step of the workflow, whose output is a
-    log file: it logs `info`. Of other commands, which a person types, a path that does not fit is such a line, too, and
-    Ctrl-C ends them with a word.
+    log file: it logs `info`. Of other commands, which a person types, a path that does not fit is such a line, too,
+    Ctrl-C ends them with a word, and a reader of their output that is gone (`| head -1`) without one.
     """
     configure_logging(default="info" if in_job else level)
     if in_job:
         traceback_again()
-    if not in_job and isinstance(sys.stdout, io.TextIOWrapper):  # a letter that the locale lacks
-        with suppress(OSError):  # of a stream that was replaced below it
-            sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return main() or ExitCode.OK
+        return main() or ExitCode.OK if in_job else answering(main)
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT

@@ -18,3 +18,5 @@ class ExitCode(IntEnum):
     """A transient error (EX_TEMPFAIL of sysexits.h): the same command may succeed later."""
     INTERRUPTED = 130
     """Stopped by SIGINT."""
+    UNREAD = 141
+    """Who read the command's output is gone (`| head -1`): what the shell says of a program that SIGPIPE ended."""

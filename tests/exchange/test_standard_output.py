@@ -1,0 +1,66 @@
+"""A command whose output nobody reads ends as any program does there; one that cannot write it says so, once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from facility.exchange.exit_codes import ExitCode
+from tests.conftest import ROOT
+
+TABLE = """
+import sys
+from coordinator.console import command_console
+from facility.exchange.errors import exit_on_error
+sys.exit(exit_on_error(lambda: command_console(80).print("a table")))
+"""
+COMMANDS = {
+    "plain": ["-m", "coordinator.cli", "schema"],
+    "help": ["-m", "coordinator.cli", "--help"],
+    "table": ["-c", TABLE],
+}
+
+
+def ended(command: list[str], stdout: int) -> tuple[int, str]:
+    """Exit code and stderr of a command that prints into `stdout`."""
+    done = subprocess.run([sys.executable, *command], stdout=stdout, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_reader_that_is_gone_is_no_fault(name: str):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        assert ended(COMMANDS[name], writer) == (ExitCode.UNREAD, "")
+    finally:
+        os.close(writer)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("name", COMMANDS)
+def test_output_that_a_full_disk_does_not_take_is_one_sentence(name: str):
+    with open("/dev/full", "wb") as full:
+        code, said = ended(COMMANDS[name], full.fileno())
+    assert code == ExitCode.INPUT and said.startswith("error: ") and "is full" in said and said.count("\n") == 1
+
+
+BROKEN = """
+import sys, typer
+from coordinator.commands.app import app
+from coordinator.cli import main
+@app.command(rich_help_panel="Watch")
+def breaks():
+    raise BrokenPipeError(32, "a socket's")
+sys.argv[1:] = ["breaks"]
+main()
+"""
+
+
+def test_a_connection_that_breaks_within_a_command_is_not_taken_for_its_reader():
+    code, said = ended(["-c", BROKEN], subprocess.DEVNULL)
+    assert code == 1 and "a socket's" in said
