@@ -26,7 +26,7 @@ from coordinator.steps.blame import to_blame
 from coordinator.steps.commit import commit
 from coordinator.steps.final import close_final
 from coordinator.steps.following import ends_anew
-from coordinator.steps.incomplete import ask_again, number_of_attempt, too_few, wait_for_late
+from coordinator.steps.incomplete import ask_again, number_of_attempt, remember_failed, too_few, wait_for_late
 from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
@@ -59,6 +59,7 @@ def close_round(
         except Exception as error:
             blamed = to_blame(error, archive, settings, model, arrived)
             if not blamed:
+                remember_failed(archive, number, arrived)
                 raise
             reason_text = clean(str(error) or repr(error))
             log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), reason_text)

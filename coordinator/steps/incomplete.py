@@ -43,6 +43,17 @@ def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arri
     return True
 
 
+def remember_failed(archive: Archive, number: int, arrived: Arrived) -> None:
+    """Note who failed at a round that ends the run: a later start, which asks for it again, sends them the whole model.
+
+    A facility that lost the model of the round before cannot take a difference to it, now or then.
+    """
+    failed = [name for name, one in arrived.failures.items() if one.kind != "late" and not one.again]
+    note = archive.read_note("attempts")
+    kept = note if note.get("round") == number else {"round": number, "count": 0}
+    archive.write_note("attempts", kept | {"failures": _told(arrived), "whole": _whole(archive, number, failed)})
+
+
 def too_few(
     archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, *, least: int = 0
 ) -> NextRound:
@@ -51,6 +62,7 @@ def too_few(
     what = f"minimum_facilities is {wanted}"
     if least > wanted:
         what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
+    remember_failed(archive, number, arrived)
     reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
     return _stop(archive, model, number, reason)
 

@@ -2,7 +2,7 @@
 
 A message (`facility.exchange.checkpoints.delta`) names the digest of its reference and of the model it decodes to.
 Kept models are looked up by digest; without the reference the round fails with the reason, and the coordinator sends
-the whole model in the next.
+the whole model the next time.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Models:
             kept = ", ".join(sorted(path.name[:12] for path in self.directory.glob("[!.]*"))) or "none"
             raise InputError(
                 f"the model arrived as a difference to the one with sha256 {reference:.12}, and this facility keeps "
-                f"{kept} in {self.directory}: it has to be sent in full, which the coordinator does in the next round"
+                f"{kept} in {self.directory}: it has to be sent in full, as the coordinator does the next time"
             )
         shutil.rmtree(self.place(digest), ignore_errors=True)
         try:

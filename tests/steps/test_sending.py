@@ -18,6 +18,7 @@ from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.engine.render import write
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
+from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.send import outgoing
 from coordinator.steps.start import start
 from facility.exchange.errors import CheckpointError, InputError
@@ -83,6 +84,33 @@ def test_only_a_facility_that_keeps_the_model_of_the_round_before_gets_the_diffe
     assert sent(archive, "b", SETTINGS.rounds) == "delta-int8"  # the evaluation after an early end
     whole = outgoing(archive, SETTINGS, "a", 2)
     assert whole.bytes == message["model_bytes"] and whole.path == archive.model_for(2)
+
+
+@pytest.mark.parametrize("rule", ["mean", "krum"])
+def test_who_failed_at_a_round_that_ended_the_run_is_sent_the_whole_model_by_the_next_start(
+    archive: Archive, rule: str
+):
+    """Facilities that had lost their kept models were sent the same difference by every start, and the federation never
+    went on."""
+    settings = dataclasses.replace(SETTINGS, retries=0, minimum_facilities=2)
+    close(archive, 0, update(archive, "a", 0), update(archive, "b", 0))
+    if rule == "krum":  # which compares three or more: the round cannot be made of two
+        settings = dataclasses.replace(
+            settings, minimum_facilities=1, aggregation=AggregationSettings(rule="krum", byzantine=0)
+        )
+    assert [sent(archive, name, 1) for name in "ab"] == ["delta-int8"] * 2
+    failure = archive.path.parent / "failed"
+    failure.mkdir()
+    write_report(failure, Failure(facility="a", round=1, reason="the model arrived as a difference"))
+    arrived = sort_out([failure, update(archive, "b", 1)])
+    try:
+        ended = close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)
+        assert rule == "mean" and not ended.proceed and archive.read_note("stopped")
+    except InputError:
+        assert rule == "krum"
+    start(archive, archive.path.parent / "model", settings)
+    assert [sent(archive, name, 1) for name in "ab"] == ["full: it failed at round 1 before", "delta-int8"]
+    assert number_of_attempt(archive, 1) == 1, "no retry is used up"
 
 
 @pytest.mark.parametrize("back", [(3,), (2,), (3, 2)])
