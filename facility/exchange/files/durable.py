@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import glob
 import json
 import os
 import re
 import shutil
+import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from facility.exchange.files.storage import naming
+
+CUT_OFF_SECONDS = 86_400.0
+"""Seconds without a change after which nobody writes to a temporary file any more: its writer was killed."""
 
 
 def fsync_directory(path: Path) -> None:
@@ -51,6 +57,7 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         with naming(path), os.fdopen(stream, "wb") as file:
             yield file
         return
+    _remove_cut_off(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with naming(path), os.fdopen(descriptor, "wb") as file:
@@ -63,6 +70,17 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+@functools.lru_cache(maxsize=1024)
+def _remove_cut_off(path: Path) -> None:
+    """Remove what killed writers of `path` left beside it, a day ago or longer; a process looks once for each path."""
+    oldest = time.time() - CUT_OFF_SECONDS
+    with suppress(OSError):
+        for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            found = leftover.lstat()
+            if stat.S_ISREG(found.st_mode) and found.st_mtime < oldest:
+                leftover.unlink()
 
 
 def stream_of(path: Path) -> int | None:

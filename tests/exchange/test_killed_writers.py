@@ -1,0 +1,46 @@
+"""A writer that is killed leaves the old file whole and a temporary one beside it, which a later writer removes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from facility.exchange.files.durable import CUT_OFF_SECONDS, write_text
+from tests.conftest import ROOT
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from facility.exchange.files import durable
+os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
+durable.write_text(Path(sys.argv[1]), "new")
+"""
+
+
+def leave(path: Path, *, seconds_ago: float) -> Path:
+    """What a writer of `path` leaves that is killed before its file takes its place."""
+    before = set(path.parent.iterdir())
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = set(path.parent.iterdir()) - before
+    os.utime(left, (time.time() - seconds_ago,) * 2)
+    return left
+
+
+def test_a_killed_writers_temporary_file_goes_with_a_later_write_and_no_other_does(tmp_path: Path):
+    """They stayed for ever: beside federation.yml, in a facility's state, wherever a report was written."""
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    old, fresh = (leave(path, seconds_ago=age) for age in (2 * CUT_OFF_SECONDS, CUT_OFF_SECONDS / 2))
+    other = leave(tmp_path / "b.json", seconds_ago=2 * CUT_OFF_SECONDS)
+    link, target = tmp_path / ".a.json.link.tmp", tmp_path / "mine"
+    target.write_text("mine")
+    link.symlink_to(target)
+    assert path.read_text() == "old"
+    write_text(path, "newer")
+    assert path.read_text() == "newer"
+    assert set(tmp_path.iterdir()) == {path, fresh, other, link, target} and not old.exists()
