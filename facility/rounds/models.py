@@ -69,10 +69,14 @@ class Models:
         place = self.place(digest)
         self.directory.mkdir(parents=True, exist_ok=True)
         temporary = place.with_name(f".{place.name}.{os.getpid()}")
-        for path in (temporary, place):
+        for path in (*self.directory.glob(".*"), place):  # what a killed job left takes the room of this one
             shutil.rmtree(path, ignore_errors=True)
-        link_tree(received, temporary)
-        temporary.rename(place)
+        try:
+            link_tree(received, temporary)
+            temporary.rename(place)
+        except BaseException:  # a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
 
 
 def tell(update: Path, digest: str) -> None:

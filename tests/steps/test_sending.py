@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -177,6 +179,27 @@ def test_a_lost_or_damaged_reference_is_an_error_that_names_it(archive: Archive,
         kept.whole(message)
     assert not list(kept.directory.iterdir())
     assert verify_manifest(archive.model_for(0))
+
+
+def test_a_model_that_a_full_disk_cut_off_takes_no_room_of_the_next_one(
+    archive: Archive, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The half that had fitted stayed, and filled the disk of every later round."""
+    kept = Models(tmp_path / "state")
+
+    def fill(source: Path, target: Path) -> None:
+        assert not list(kept.directory.iterdir()), "what a killed job left goes first"
+        target.mkdir()
+        (target / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+
+    (kept.directory / ".killed.1").mkdir(parents=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("facility.rounds.models.link_tree", fill)
+        with pytest.raises(OSError, match="No space"):
+            kept.whole(archive.model_for(0))
+    assert not list(kept.directory.iterdir())
+    assert kept.whole(archive.model_for(0)).is_dir()
 
 
 def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
