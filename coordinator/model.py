@@ -29,6 +29,7 @@ from coordinator.image_model import is_image_model, save_image_classifier
 from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
+from facility.exchange.checkpoints.task_class import check_depth
 from facility.exchange.errors import InputError, TryAgain, exit_on_error, named_line
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
@@ -103,10 +104,13 @@ def check_class_names(classes: Sequence[str]) -> None:
 def config_of(source: str, revision: str) -> Any:
     """transformers' configuration of the model; None where there is none that it knows: loading the model tells why.
     Raises `InputError` for values that no configuration has."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PretrainedConfig
 
     try:
+        check_depth(PretrainedConfig.get_config_dict(source, revision=revision)[0], f"the config.json of {source}")
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
+    except InputError:
+        raise
     except (OSError, ValueError, KeyError):
         return None
     except Exception as error:  # whatever its values lead to in transformers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -78,6 +79,23 @@ ODD = {
     "an unknown activation": {"hidden_act": "nonsense"},
     "an unknown dtype": {"dtype": "float7"},
 }
+
+
+@pytest.mark.parametrize(
+    "odd", [{"num_hidden_layers": 10**9}, {"num_hidden_layers": -1}, {"text_config": {"n_layer": 10_001}}]
+)
+def test_layers_without_end_are_refused_before_one_of_them_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, odd: dict[str, Any]
+):
+    """transformers makes all of them, for hours and in gigabytes, before it looks at the weights."""
+    source = save_pico(tmp_path / "source", num_hidden_layers=1)
+    changed = json.loads((source / "config.json").read_text()) | odd
+    (source / "config.json").write_text(json.dumps(changed))
+    monkeypatch.setattr("coordinator.model.kind_of", lambda *_: pytest.fail("it went on to load the model"))
+    with pytest.raises(InputError, match="source has .*: .*, expected 0 to 10,000"):
+        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    with pytest.raises(CrossFedError, match="source/config.json has .*, expected 0 to 10,000"):
+        read_config(source)
 
 
 @pytest.mark.parametrize("odd", ODD)

@@ -23,13 +23,33 @@ OWN_ATTENTION = "eager"
 """Attention of transformers itself, named wherever a model is made or loaded: else config.json decides, which may name
 a kernel of the hub, that is code."""
 
+LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers")
+"""Keys of config.json that say how many blocks are stacked."""
+MOST_LAYERS = 10_000
 BUILT_IN = ("eager", "sdpa", "flex_attention")
+
+
+def check_depth(config: Any, where: Path | str) -> None:
+    """Raise `CheckpointError` where a configuration, or a part of it, has layers without end, or fewer than none:
+    transformers makes each of them, in memory, before it compares anything with the weights."""
+    parts = [config]
+    while parts:
+        part = parts.pop()
+        for key, value in part.items() if isinstance(part, dict) else ():
+            parts.append(value)
+            if key in LAYERS and isinstance(value, int) and not 0 <= value <= MOST_LAYERS:
+                raise CheckpointError(f"{where} has {key}: {value:.6g}, expected 0 to {MOST_LAYERS:,}")
 
 
 def config_in(directory: Path) -> Any:
     """transformers' configuration of a checkpoint, from disk only. Raises `CheckpointError`."""
     import transformers
 
+    try:
+        raw, _ = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)
+    except Exception:  # the same, and why, is said below
+        raw = {}
+    check_depth(raw, Path(directory) / "config.json")
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its values lead to in transformers
