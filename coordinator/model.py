@@ -30,7 +30,7 @@ from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_depth
-from facility.exchange.errors import InputError, TryAgain, exit_on_error, named_line
+from facility.exchange.errors import CrossFedError, InputError, TryAgain, exit_on_error, named_line
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
@@ -81,18 +81,27 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
 def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:
     """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert`."""
-    dtype, revision = made_from["dtype"], made_from["revision"]
-    config = config_of(source, revision)
-    how: dict[str, Any] = {"dtype": dtype, "revision": revision, "classes": classes}
     with new_directory(out) as temporary:
-        if is_image_model(config, classes):
-            summary = save_image_classifier(source, temporary, **how)
-        else:
-            summary = save_text_model(source, temporary, kind=kind_of(config, classes), **how)
+        try:
+            summary = _saved(source, temporary, made_from["dtype"], made_from["revision"], classes)
+        except (CrossFedError, OSError):
+            raise
+        except Exception as error:  # whatever the values of config.json lead to once the model is loaded
+            expected = "expected a config.json that fits its weights"
+            raise InputError(f"{source} cannot be used: {named_line(error)}; {expected}") from None
         for weights in temporary.glob("*.safetensors"):  # safetensors writes 0600 whatever the umask
             weights.chmod(as_umask_allows(0o644))
         (temporary / SOURCE).write_text(json.dumps(made_from), encoding="utf-8")
     return summary
+
+
+def _saved(source: str, out: Path, dtype: str, revision: str, classes: Sequence[str]) -> str:
+    """Fill the directory `out` with the model, by its kind; returns what was done."""
+    config = config_of(source, revision)
+    how: dict[str, Any] = {"dtype": dtype, "revision": revision, "classes": classes}
+    if is_image_model(config, classes):
+        return save_image_classifier(source, out, **how)
+    return save_text_model(source, out, kind=kind_of(config, classes), **how)
 
 
 def check_class_names(classes: Sequence[str]) -> None:

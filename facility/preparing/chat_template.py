@@ -236,6 +236,7 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             ArithmeticError,
+            MemoryError,
             RecursionError,
         ) as error:
             raise DatasetError(

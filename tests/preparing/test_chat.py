@@ -313,6 +313,7 @@ def test_conversations_with_tools_take_the_template_that_a_tokenizer_has_for_the
         ("{{ messages.__class__.__mro__ }}", "refuses a conversation"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ raise_exception('') }}", "refuses a conversation"),
+        ("{{ 'x'.center(10**18) }}", "refuses a conversation.*MemoryError"),
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{{ open('/etc/passwd') }}", "'open' is undefined"),
         ("{% if %}", "refuses a conversation"),

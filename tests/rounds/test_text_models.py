@@ -98,6 +98,15 @@ def test_layers_without_end_are_refused_before_one_of_them_is_made(
         read_config(source)
 
 
+def test_architectures_that_are_no_names_are_one_error(tmp_path: Path):
+    source = save_pico(tmp_path / "source", num_hidden_layers=1)
+    changed = json.loads((source / "config.json").read_text()) | {"architectures": 4}
+    (source / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(InputError, match="source cannot be used: TypeError.*; expected a config.json that fits"):
+        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("odd", ODD)
 def test_a_configuration_that_fits_no_model_is_one_error_wherever_it_is_read(tmp_path: Path, odd: str):
     """At the coordinator it is given by hand, at a facility it comes from another machine."""
