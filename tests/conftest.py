@@ -47,6 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
         forked_trainers.fork_server_from_here()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
+    """The processes that run tests are forks of this one, which imports once what each would."""
+    if not config.pluginmanager.hasplugin("_cov"):
+        from tests import forked_workers
+
+        forked_workers.fork_workers(len(specs), config.args, ROOT)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the tests by what they may take: long ones, then all others, each in its own order. Where CROSSFED_TURN is
     set (to a day, say), order the files by chance, the same for the same text: a run that ends early leaves out others

@@ -1,0 +1,91 @@
+"""Processes of pytest-xdist as forks of the one that hands out the tests, which has imported what they collect.
+
+Half of the seconds that each takes until its first test are imports of torch, transformers, the trainer and StreamFlow.
+They are forked before that process has a thread, and found by execnet where it would start a new Python; one that is
+started later, in place of one that died, is a new Python.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import os
+import signal
+import sys
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import execnet.gateway_io
+import pytest
+
+from tests.distributed import IMPORTED, in_a_fork
+
+READY: list[Forked] = []
+"""Those that no gateway has taken yet."""
+
+
+class Forked:
+    """A worker that waits on its input for execnet's first line, as `python -c` does; used as a `subprocess.Popen`."""
+
+    def __init__(self) -> None:
+        reads, self.to = os.pipe()
+        self.out, writes = os.pipe()
+        self.pid = in_a_fork(lambda: work(reads, writes), (reads, writes))
+        os.close(reads)
+        os.close(writes)
+        self.stdin, self.stdout = open(self.to, "wb"), open(self.out, "rb")
+
+    def wait(self) -> int:
+        with suppress(ChildProcessError):  # waited for already
+            return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return 0
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+
+class Gateway(execnet.gateway_io.Popen2IOMaster):
+    """execnet's end of a worker: of a fork while there are some."""
+
+    def __init__(self, arguments: list[str], execmodel: Any) -> None:
+        if not READY:
+            super().__init__(arguments, execmodel)
+            return
+        self.popen = READY.pop(0)
+        execnet.gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
+
+
+def work(reads: int, writes: int) -> None:
+    """Be a worker, to its end."""
+    os.dup2(reads, 0)
+    os.dup2(writes, 1)
+    os.closerange(3, max(reads, writes) + 1)
+    gc.disable()  # until it has collected its tests, as in `tests.conftest`
+    sys.stdin, sys.stdout = open(0, closefd=False), open(1, "w", closefd=False)
+    sys.modules["__main__"] = main = types.ModuleType("__main__")  # not pytest's, which a new process would import
+    exec(execnet.gateway_io.popen_bootstrapline, main.__dict__)
+    atexit._run_exitfuncs()
+
+
+def fork_workers(number: int, collected: Sequence[str], root: Path) -> None:
+    """Import the tests of the arguments `collected`, and fork as many workers as execnet is about to start.
+
+    A module that cannot be imported is left to the workers, which say why.
+    """
+    for name in (*IMPORTED, *_modules(collected, root)):
+        with suppress(Exception, pytest.skip.Exception):
+            importlib.import_module(name)
+    gc.freeze()
+    READY.extend(Forked() for _ in range(number))
+    execnet.gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
+
+
+def _modules(collected: Sequence[str], root: Path) -> list[str]:
+    """The names of the modules of tests below or at these paths, or `path::test`."""
+    paths = [Path(one.partition("::")[0]).resolve() for one in collected]
+    files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("test_*.py")))]
+    return [".".join(file.relative_to(root).with_suffix("").parts) for file in files if file.is_relative_to(root)]

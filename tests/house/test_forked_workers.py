@@ -1,0 +1,40 @@
+"""Laws of `tests.forked_workers`: a worker of pytest-xdist that is a fork is to execnet what a new Python is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import execnet
+import pytest
+
+from tests import forked_workers
+from tests.conftest import ROOT
+
+ASK = """
+import os, sys, threading
+channel.send((os.getpid(), 'tests.conftest' in sys.modules, hasattr(sys.modules['__main__'], '__file__')))
+"""
+
+
+def test_a_gateway_is_a_fork_while_there_are_some_then_a_new_python_and_all_end(monkeypatch: pytest.MonkeyPatch):
+    forked = forked_workers.Forked()
+    monkeypatch.setattr(forked_workers, "READY", [forked])
+    monkeypatch.setattr(execnet.gateway_io, "Popen2IOMaster", forked_workers.Gateway)
+    group = execnet.Group(execmodel="main_thread_only")
+    told = [group.makegateway("popen").remote_exec(ASK).receive(60) for _ in range(2)]
+    group.terminate(60)
+    (first, imported, from_a_file), (second, anew, _) = told
+    assert (first, imported, from_a_file) == (forked.pid, True, False)
+    assert second != first and not anew
+    for process in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
+
+
+def test_what_is_imported_is_what_the_arguments_name(tmp_path: Path):
+    tests = Path(__file__).parent
+    assert forked_workers._modules([f"{__file__}::test_a"], ROOT) == [__name__]
+    below = forked_workers._modules([str(tests)], ROOT)
+    assert below == [f"{__package__}.{file.stem}" for file in sorted(tests.glob("test_*.py"))]
+    assert not forked_workers._modules([str(tmp_path), str(tmp_path / "none.py")], ROOT)
