@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from numpy.typing import NDArray
 from pydantic import AfterValidator
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.one_of import OneOf
 from facility.exchange.registry import Declaration, Registry
 
-Values = NDArray[Any]
-Stored = dict[str, NDArray[Any]]
+if TYPE_CHECKING:  # what reads settings alone starts without numpy
+    from numpy.typing import NDArray
+
+    Values = NDArray[Any]
+    Stored = dict[str, NDArray[Any]]
+
 LOSSLESS_MOST = 1.05
 """Bytes of a lossless message at most, over those of the model: nothing makes random bits fewer. Of tensors of some
 thousand values and more; `bytes_per_tensor` is for what the headers of smaller ones weigh."""

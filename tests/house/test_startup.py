@@ -10,6 +10,7 @@ import pytest
 from tests.conftest import ROOT
 
 HEAVY = ("torch", "transformers", "scipy", "streamflow", "datasets", "pandas", "plotly")
+WITHOUT_NUMPY = ("the trainer", "the gate", "the command line")
 STEPS = tuple(sorted(f"coordinator.steps.{file.stem}" for file in (ROOT / "coordinator/steps").glob("[!_]*.py")))
 COMMANDS = {
     "the trainer": ("facility.train",),
@@ -24,7 +25,8 @@ COMMANDS = {
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_nothing_heavy_is_imported_before_it_is_needed(name: str):
-    script = f"import sys, {', '.join(COMMANDS[name])}; print(*(set(sys.modules) & {set(HEAVY)!r}))"
+    heavy = {*HEAVY, "numpy"} if name in WITHOUT_NUMPY else {*HEAVY}
+    script = f"import sys, {', '.join(COMMANDS[name])}; print(*(set(sys.modules) & {heavy!r}))"
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not done.stdout.split()
 
