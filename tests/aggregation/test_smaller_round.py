@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.storage import sentence
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.smaller import make_smaller, unsent
@@ -101,6 +103,32 @@ def encoded_update(root: Path) -> tuple[Path, Expected]:
     update = make.update(root / "update", make.moved(start, 1), base=base, facility="alpha")
     make_smaller(update, model=base, state=root / "state", round=0, settings=settings, patterns=Patterns())
     return update, Expected(facility="alpha", round=0, model=base, evaluation=False, settings=AggregationSettings())
+
+
+@pytest.mark.parametrize("full", ["message", "state"])
+def test_of_two_disks_the_one_that_is_full_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str):
+    """The message is written into the work directory and what it leaves into the state beside the dataset, at once: a
+    full work directory was told with the name of the other."""
+    update, base, begun = (
+        tmp_path / "work" / "update",
+        tmp_path / "base",
+        make.random_tensors(0, SHAPES, torch.bfloat16),
+    )
+    make.model(base, begun)
+    make.update(update, make.moved(begun, 1), base=base, facility="alpha")
+    disk = str(tmp_path / {"message": "work", "state": "state"}[full])
+    pwrite = os.pwrite
+
+    def limited(descriptor: int, content: memoryview, offset: int) -> int:
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(disk):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, content, offset)
+
+    monkeypatch.setattr(os, "pwrite", limited)
+    settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
+    with pytest.raises(OSError, match="No space") as raised:
+        make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
+    assert sentence(raised.value).startswith(f"{disk}/") and "is full: free some room" in sentence(raised.value)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])

@@ -18,6 +18,7 @@ from pathlib import Path
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, ITEM_BYTES, SINGLE, Checkpoint
 from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import write_json
+from facility.exchange.files.storage import naming
 from facility.exchange.files.streamed_digest import StreamedDigest
 
 
@@ -113,7 +114,7 @@ class TensorWriter:
     ) -> None:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
-        self._descriptors: list[int] = []
+        self._descriptors: dict[int, Path] = {}
         self._hashed, self._digest, self._as_listed = hashed, digest, as_listed
         self._digests: dict[int, StreamedDigest] = {}
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
@@ -133,9 +134,10 @@ class TensorWriter:
             ordered.sort(key=lambda t: (-ITEM_BYTES[t.dtype], t.name))
         header, starts, size = header_of(ordered, metadata)
         descriptor = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        self._descriptors.append(descriptor)
-        _write_exactly(descriptor, memoryview(header), 0)
-        os.ftruncate(descriptor, size)
+        self._descriptors[descriptor] = self.directory / file
+        self._write_exactly(descriptor, memoryview(header), 0)
+        with naming(self.directory / file):
+            os.ftruncate(descriptor, size)
         if self._hashed:
             self._digests[descriptor] = StreamedDigest(self.directory / file, size, self._digest)
             self._digests[descriptor].feed(0, header)
@@ -146,7 +148,7 @@ class TensorWriter:
         """Write bytes of tensor `name` from byte `offset` within it."""
         descriptor, start, tensor = self.places[name]
         assert offset + len(content) <= tensor.size, (name, offset, len(content))
-        _write_exactly(descriptor, content, start + offset)
+        self._write_exactly(descriptor, content, start + offset)
         if self._hashed:
             self._digests[descriptor].feed(start + offset, content)
 
@@ -157,7 +159,7 @@ class TensorWriter:
     def close(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
-        self._descriptors = []
+        self._descriptors = {}
 
     def __enter__(self) -> TensorWriter:
         return self
@@ -165,8 +167,9 @@ class TensorWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-
-def _write_exactly(descriptor: int, content: memoryview, offset: int) -> None:
-    done = 0
-    while done < len(content):
-        done += os.pwrite(descriptor, content[done:], offset + done)
+    def _write_exactly(self, descriptor: int, content: memoryview, offset: int) -> None:
+        """A full disk is told with this file's name: several directories may be written side by side."""
+        done = 0
+        with naming(self._descriptors[descriptor]):
+            while done < len(content):
+                done += os.pwrite(descriptor, content[done:], offset + done)
