@@ -44,7 +44,8 @@ def _key_or_facility(word: str, file: Path | None) -> str:
         raise InputError(f"{unknown}; the federation's facilities are not known: {error}") from None
     names = [one.name for one in federation.facilities]
     if word not in names:
-        raise InputError(f"{unknown}; the facilities are {', '.join(names)}") from None
+        hint = f"; `crossfed explain round {word}` tells of a round" if word.isdecimal() else ""
+        raise InputError(f"{unknown}; the facilities are {', '.join(names)}{hint}") from None
     return _explained(federation, word)
 
 

@@ -21,7 +21,7 @@ from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
-from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
@@ -92,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if work is not None:
+        refuse_layout(given.out)
         write_json(given.out, work.to_json())
         print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
@@ -138,6 +139,15 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
         raise ConfigurationError(f"--out {out}: there is not a directory {out.parent}; make it first")
     if out.is_dir():
         raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
+
+
+def refuse_layout(out: Path) -> None:
+    """Raise `ConfigurationError` where the steps of a round would replace the plan of a layout, which trainers read."""
+    try:
+        read_plan(out)
+    except (InputError, OSError):
+        return
+    raise ConfigurationError(f"{out} is the plan of a layout: expected another --out for the steps of a federation")
 
 
 def solve_for(

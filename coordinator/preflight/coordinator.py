@@ -33,7 +33,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     rows.append(model_row)
     if model is not None:
         rows.append(_room(federation, model))
-    differing = stale(federation)
+    rendered, differing = render(federation), stale(federation)
     root = federation.file.parent.parent
     closed = [folder for name in differing if not _is_open(folder := _existing((root / name).parent))]
     if closed:
@@ -45,7 +45,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "correct its permissions, or move federation.yml to a folder of your own",
             )
         )
-    elif own := replaced(federation, render(federation)):
+    elif own := replaced(federation, rendered):
         rows.append(
             fail(
                 ME,
@@ -54,6 +54,8 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "move it away (a template of your own to another name), or keep federation.yml in a folder of its own",
             )
         )
+    elif not any((root / name).exists() for name in rendered):
+        rows.append(ok(ME, "rendered files", "none yet: crossfed run renders them"))
     elif differing:
         rows.append(
             warning(

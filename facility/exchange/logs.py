@@ -26,7 +26,7 @@ def log_level(default: str = "warning") -> str:
 def configure_logging(level: str | None = None, *, default: str = "warning") -> None:
     """Log CrossFed's own messages from `level` on; without one, from $CROSSFED_LOG_LEVEL, else `default`.
 
-    Other libraries keep their levels. A second call changes the level and adds no handler.
+    Other libraries keep their levels, but for one. A second call changes the level and adds no handler.
     """
     if level is not None:
         os.environ[VARIABLE] = level
@@ -37,6 +37,7 @@ def configure_logging(level: str | None = None, *, default: str = "warning") -> 
             handler = logging.StreamHandler(sys.stderr)
             handler.setFormatter(logging.Formatter(FORMAT, TIME))
             logger.addHandler(handler)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that it lacks
 
 
 class _SetLevel(argparse.Action):

@@ -26,6 +26,7 @@ import dataclasses
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
@@ -185,12 +186,31 @@ class Registry(Generic[D]):
         )
 
     def load(self, name: str) -> Any:
-        """The implementation, imported. Raises `ConfigurationError`."""
+        """The implementation, imported. Raises `ConfigurationError`, also for what one from outside raises then."""
         entry = self.get(name)
         try:
             return getattr(importlib.import_module(entry.module), entry.implementation)
-        except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"{self.kind} {name!r} cannot be loaded: {error}") from error
+        except Exception as error:
+            if (plain := isinstance(error, ImportError | AttributeError)) or name not in self.built_in:
+                said = str(error) if plain else f"{type(error).__name__}: {error}"
+                raise ConfigurationError(f"{self.kind} {name!r} cannot be loaded: {said}") from error
+            raise
+
+    def call(self, name: str, *arguments: Any, **parameters: Any) -> Any:
+        """What the implementation returns. Raises `ConfigurationError` where it cannot be loaded, or takes other
+        arguments than these: a parameter that is declared and not taken, or taken and not declared."""
+        implementation = self.load(name)
+        try:
+            inspect.signature(implementation).bind(*arguments, **parameters)
+        except TypeError as error:
+            raise ConfigurationError(
+                f"{self.kind} {name!r} does not take what it is called with ({error}): expected {len(arguments)} "
+                f"positional argument(s) and, by name, the parameters of its {CONSTANT}: "
+                f"{', '.join(parameters) or 'none'}"
+            ) from error
+        except ValueError:  # a compiled one tells no signature
+            pass
+        return implementation(*arguments, **parameters)
 
     def describe(self) -> list[dict[str, Any]]:
         """Name, summary, citation, needs and parameters (default, allowed values, text) of each, for documentation.
@@ -236,7 +256,7 @@ class Registry(Generic[D]):
             raise ConfigurationError(f"{key or self.kind} is {path!r}, expected a dotted path package.module:object")
         try:
             entry = self._declared(module)
-        except (ImportError, SyntaxError, ValueError) as error:
+        except ImportError as error:
             raise ConfigurationError(
                 f"{key or self.kind} is {path!r}, and {module} cannot be found here: {error}. "
                 "Install its package, or add its folder to PYTHONPATH"
@@ -251,14 +271,32 @@ class Registry(Generic[D]):
         """The declaration of the module at a dotted path; None: there is no such module, or it has none."""
         try:
             return self._declared(path) if all(part.isidentifier() for part in path.split(".")) else None
-        except (ImportError, SyntaxError, ValueError):
+        except ImportError:
             return None
 
     def _declared(self, module: str) -> D | None:
-        """The declaration in a module's source; None: it has none."""
+        """The declaration in a module's source; None: it has none.
+
+        Raises ImportError where there is no such module, `ConfigurationError` where its source or declaration is wrong.
+        """
         spec = importlib.util.find_spec(module)
         if spec is None:
             raise ImportError(f"no module named {module!r}")
+        try:
+            return self._in_source(module, spec)
+        except SyntaxError as error:
+            raise ConfigurationError(
+                f"{spec.origin}:{error.lineno} is no Python, so that no {self.kind} can be read from it: {error.msg}; "
+                "correct it"
+            ) from error
+        except (TypeError, ValueError) as error:
+            raise ConfigurationError(
+                f"the {CONSTANT} of {spec.origin} cannot be read ({error}); expected a {self.declaration.__name__} "
+                "with its own fields, of literals only"
+            ) from error
+
+    def _in_source(self, module: str, spec: ModuleSpec) -> D | None:
+        """The declaration in the source of a module that was found. Raises SyntaxError, TypeError, ValueError."""
         for statement in ast.parse(_source(spec)).body:
             if isinstance(statement, ast.Assign) and [ast.unparse(t) for t in statement.targets] == [CONSTANT]:
                 known = {c.__name__: c for c in (Parameter, Declaration, self.declaration)}

@@ -100,8 +100,8 @@ class ChatEncoder:
         """Prompt and completion one after the other; the completion and the end token bear loss."""
         if conversation.texts is None:
             raise DatasetError(
-                "the data hold messages, and the tokenizer has no chat template: give --chat-template FILE, or a "
-                "tokenizer with chat_template.jinja"
+                "the data hold messages, and there is no chat template to put them into words (the tokenizer has none, "
+                "or --chat-template is none): give --chat-template FILE, or a tokenizer with chat_template.jinja"
             )
         if len(conversation.messages) > 2 or conversation.tools:
             what = "tools" if conversation.tools else f"the {conversation.messages[0]['role']} message"

@@ -206,6 +206,15 @@ def test_a_state_of_another_round_or_model(round0, tmp_path: Path):
         aggregate(base=other, updates=[update], out=tmp_path / "m2", state_in=tmp_path / "s1")
 
 
+def test_a_state_that_is_not_there_is_named_as_it_was_typed(round0, tmp_path: Path):
+    base, updates = round0
+    (tmp_path / "file").write_text("")
+    for name, found in (("NOSUCH", "is not there"), ("file", "is a file")):
+        with pytest.raises(CheckpointError, match=rf"/{name} {found}: expected a directory with a manifest\.json"):
+            aggregate(base=base, updates=updates, out=tmp_path / "m1", state_in=tmp_path / name)
+    assert not (tmp_path / "m1").exists()
+
+
 def test_sharding_on_either_side_and_mixed_dtypes(tmp_path: Path):
     start = make.random_tensors(0, {f"t{i}": (50, 40) for i in range(6)}, torch.bfloat16)
     results = []

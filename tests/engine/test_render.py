@@ -107,6 +107,19 @@ def test_a_file_of_ones_own_is_never_replaced(tmp_path: Path, name: str):
     assert len(write(federation)) == 1, "what was rendered is rendered again"
 
 
+def test_a_check_before_the_first_rendering_warns_of_nothing(tmp_path: Path):
+    federation = read_federation(write_federation(tmp_path, ["a", "b"]))
+
+    def verdict() -> str:
+        return next(row.verdict for row in check_here(federation)[0] if row.check == "rendered files")
+
+    assert verdict() == "ok"
+    write(federation)
+    assert verdict() == "ok"
+    (tmp_path / "workflow" / "facilities" / "a.json").unlink()
+    assert verdict() == "warning", "what was rendered is not whole any more"
+
+
 def test_a_template_where_its_rendering_belongs_stays_a_template(tmp_path: Path):
     """It would be read again with its own placeholders filled, and lose them."""
     file = write_federation(tmp_path, ["a"])

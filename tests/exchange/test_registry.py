@@ -104,6 +104,51 @@ def test_a_missing_implementation_is_a_configuration_error(registry: Registry[De
         registry.load("bare_of_a_test:absent")
 
 
+SLIPS = {
+    "no_python": ("DECLARATION = (", r"no_python\.py:1 is no Python.*was never closed"),
+    "misspelt": ("DECLARATION = Declaration(naem='x')", r"DECLARATION of .*misspelt\.py cannot be read.*'naem'"),
+    "computed": ("DECLARATION = Declaration(name='x', summary=1 + len('x'), implementation='f')", "literals only"),
+    "another": ("DECLARATION = 7", r"DECLARATION of .*another\.py cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", SLIPS)
+@pytest.mark.parametrize("form", ["{}:f", "package.{}"])
+def test_a_slip_in_a_module_of_ones_own_is_named_with_its_file(
+    registry: Registry[Declaration], tmp_path: Path, name: str, form: str
+) -> None:
+    text, words = SLIPS[name]
+    folder = tmp_path / "package" if "package" in form else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.py").write_text(text)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigurationError, match=words):
+        registry.get(form.format(name))
+
+
+def test_what_a_module_of_ones_own_raises_as_it_is_imported_is_one_error(
+    registry: Registry[Declaration], tmp_path: Path
+) -> None:
+    (tmp_path / "raises_of_a_test.py").write_text(FILE.format(name="x", loud="1 / 0"))
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigurationError, match="'raises_of_a_test:apply' cannot be loaded: ZeroDivisionError"):
+        registry.load("raises_of_a_test:apply")
+    with pytest.raises(ZeroDivisionError):  # our own mistake keeps its traceback
+        registry.load("two")
+
+
+@pytest.mark.parametrize("taken", ["updates", "updates, *, rate, weights, more", "updates, *, rat, weights"])
+def test_a_function_that_does_not_take_its_declared_parameters_is_named(
+    registry: Registry[Declaration], tmp_path: Path, taken: str
+) -> None:
+    text = FILE.format(name="x", loud="1").replace("def apply()", f"def apply({taken})")
+    (tmp_path / "takes_of_a_test.py").write_text(text)
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigurationError, match="'takes_of_a_test:apply' does not take .*: rate, weights"):
+        registry.call("takes_of_a_test:apply", "the updates", rate=0.0, weights="equal")
+    assert registry.call("mine") == "three"
+
+
 @pytest.mark.parametrize("bad", [{"rate": 1}, {"rate": "x"}, {"rate": float("nan")}, {"rate": True}, {"rat": 0}])
 def test_values_outside_the_declared_ones_are_refused(registry: Registry[Declaration], bad: dict) -> None:
     with pytest.raises(ConfigurationError, match="rate"):

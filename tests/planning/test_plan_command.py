@@ -176,6 +176,29 @@ def test_the_work_of_a_round(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["round_seconds"] == 30
 
 
+def test_the_steps_of_a_round_do_not_replace_the_plan_of_a_layout(problem_file, tmp_path):
+    """`crossfed plan` writes plan.json of both, and a trainer may be given the first."""
+    from typer.testing import CliRunner
+
+    from coordinator.cli import app
+
+    work, out = tmp_path / "round.json", tmp_path / "plan.json"
+    work.write_text(
+        json.dumps(
+            {"facilities": [{"name": "a", "seconds_per_step": 1.0, "samples_per_step": 8}], "round_samples": 320}
+        )
+    )
+    run("--problem", problem_file, "--out", out, "--iterations", 1)
+    before = out.read_bytes()
+    given = [str(work), "--out", str(out)]
+    with pytest.raises(ConfigurationError, match="is the plan of a layout: expected another --out"):
+        run("--problem", *given)
+    assert isinstance(CliRunner().invoke(app, ["plan", *given]).exception, ConfigurationError)
+    assert out.read_bytes() == before
+    assert not run("--problem", *given[:-1], tmp_path / "steps.json")
+    assert not run("--problem", *given[:-1], tmp_path / "steps.json"), "its own are replaced"
+
+
 def test_the_plan_is_shown(problem_file, tmp_path):
     out = tmp_path / "plan.json"
     run("--problem", problem_file, "--out", out, "--iterations", 1)

@@ -45,6 +45,8 @@ def test_a_round_is_explained_facility_by_facility(federation: Federation):
     assert "facility-03 is out of round 0" in text and "What to do:" in text
     with pytest.raises(InputError, match="the next one is round 3"):
         said(federation, "round", "3")
+    with pytest.raises(InputError, match="unknown key '2'.*`crossfed explain round 2` tells of a round"):
+        said(federation, "2")
 
 
 def test_a_word_that_may_be_a_facility_says_where_facilities_are_looked_for(tmp_path: Path, monkeypatch):

@@ -43,7 +43,7 @@ def decide(name: str, updates: RoundUpdates, parameters: Mapping[str, Value]) ->
         raise InputError(
             f"{name}{f' with {numbers}' if numbers else ''} needs at least {least} updates, found {updates.count}"
         )
-    plan = RULES.load(name)(updates, **parameters)
+    plan = RULES.call(name, updates, **parameters)
     if not isinstance(plan, Plan) or (plan.coefficients is plan.tensor_coefficients is plan.combine is None):
         raise InputError(
             f"the rule {name} returned {plan!r:.200}, expected a Plan with coefficients, tensor_coefficients or combine"

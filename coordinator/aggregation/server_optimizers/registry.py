@@ -17,4 +17,4 @@ SERVER_OPTIMIZERS = Registry(
 
 def build(name: str, round: int, parameters: Mapping[str, Value]) -> tuple[Step, tuple[float, ...]]:
     """The optimizer's step function in round `round`, and the first value of each slot."""
-    return SERVER_OPTIMIZERS.load(name)(round, **parameters)
+    return SERVER_OPTIMIZERS.call(name, round, **parameters)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -187,6 +188,9 @@ def store_manifest(directory: Path, manifest: Manifest) -> None:
 def read_manifest(directory: Path) -> Manifest:
     """Read `manifest.json` without checking the files. Raises `ManifestError` when absent, unreadable or newer."""
     path = Path(directory) / NAME
+    if not os.path.isdir(directory) and not os.path.lexists(path):
+        found = "is a file" if os.path.lexists(directory) else "is not there"
+        raise ManifestError(f"{directory} {found}: expected a directory with a {NAME}; correct the path")
     raw = read_json(path, most_bytes=MOST_BYTES)
     if type(raw.get("format")) is not int:
         raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")

@@ -21,4 +21,3 @@ def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> Non
     usual = logging.INFO if speaks else logging.WARNING
     logger.setLevel(logging.DEBUG if log_level() == "debug" else usual)
     logger.propagate = False
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that it lacks
