@@ -70,6 +70,5 @@ def plan(
             least_gain=gain,
         )
     write_plan(out, made)
-    console = command_console(140)
-    show_plan(made, described if isinstance(described, Problem) else None, console=console)
+    show_plan(made, described if isinstance(described, Problem) else None, console=command_console(140))
     print(f"written to {out}")

@@ -87,7 +87,7 @@ def write(federation: Federation) -> list[Path]:
             f"{own[0]} was not rendered by CrossFed, and a rendering would replace it: move it away (a template of "
             "your own to another name), or keep federation.yml in a folder of its own"
         )
-    changed = update_shipped(root / _folder_of_cwl(federation), masked=federation.masks)
+    changed = update_shipped(root / _folder_of_cwl(federation), masked=bool(federation.masks))
     for name, text in files.items():
         target = root / name
         if not target.exists() or target.read_text(encoding="utf-8") != text:
@@ -136,7 +136,7 @@ def stale(federation: Federation) -> list[str]:
         for name, text in render(federation).items()
         if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
     ]
-    return rendered + [f"{cwl}/{name}" for name in differing(root / cwl, masked=federation.masks)]
+    return rendered + [f"{cwl}/{name}" for name in differing(root / cwl, masked=bool(federation.masks))]
 
 
 def _template(federation: Federation, facility: Facility) -> str | None:

@@ -241,12 +241,13 @@ async def _read_out(stream: Any, command: str) -> bytes:
     return said
 
 
-async def end_kept(stream: Any, most: int = KEPT_BYTES) -> bytes:
-    """The last `most` bytes of a stream, which is read to its end."""
-    said = b""
+async def end_kept(stream: Any, most: int = KEPT_BYTES, said: bytearray | None = None) -> bytes:
+    """The last `most` bytes of a stream, which is read to its end; `said` holds those that have come so far."""
+    said = bytearray() if said is None else said
     while stream is not None and (block := await stream.read(BLOCK_BYTES)):
-        said = (said + block)[-most:]
-    return said
+        said += block
+        del said[:-most]
+    return bytes(said)
 
 
 def words(stderr: Any, status: int) -> str:

@@ -27,7 +27,7 @@ from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begu
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, SHELL, ShellDialect, after_noise
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
-from coordinator.streamflow_plugin.lanes import BLOCK_BYTES, CHANNELS, TransferFailed, end_kept, worth
+from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_kept, worth
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
@@ -222,26 +222,21 @@ class ParallelSSHConnector(SSHConnector):
 
         `apart`: its standard error counts only where it printed nothing else. `shown`: `text` as a person knows it.
         """
-        said, errors = b"", asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
+        errors = asyncio.subprocess.PIPE if apart else asyncio.subprocess.STDOUT
+        said, words = bytearray(), bytearray()
         async with self._get_ssh_client_process(
             location=location.name, command=text, stderr=errors, encoding=None
         ) as process:
-            beside = asyncio.ensure_future(end_kept(process.stderr, most))  # `wait` would keep all of it
             try:
                 async with asyncio.timeout(timeout):  # the wait for a login is not counted
-                    while block := await process.stdout.read(BLOCK_BYTES):
-                        said = (said + block)[-most:]
-                    words = await beside
+                    await asyncio.gather(end_kept(process.stdout, most, said), end_kept(process.stderr, most, words))
                     result = await process.wait()
             except TimeoutError:
                 raise unanswered(self.deployment_name, shown or text, timeout) from None
             except asyncssh.Error:
                 return said.decode(errors="replace").strip(), None
-            finally:
-                beside.cancel()
-                await asyncio.gather(beside, return_exceptions=True)
-        said = said or words or (result.stderr or b"")[-most:]
-        return said.decode(errors="replace").strip(), result.returncode
+        answer = bytes(said or words) or (result.stderr or b"")[-most:]
+        return answer.decode(errors="replace").strip(), result.returncode
 
     def job_line(self, command: str) -> str:
         """What is sent for a job's shell command."""

@@ -24,7 +24,7 @@ from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin import openssh
-from coordinator.streamflow_plugin.lanes import KEPT_BYTES, end_kept
+from coordinator.streamflow_plugin.lanes import end_kept
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import BROKE, SwiftLane, login_of, swift_lanes
@@ -68,13 +68,9 @@ class Session:
 
     def __init__(self, process: asyncio.subprocess.Process, encoding: str | None) -> None:
         self.stdin, self.stdout = process.stdin, process.stdout
-        self._process, self._encoding, self._said = process, encoding, b""
-        self._listens = asyncio.create_task(self._listen())
-
-    async def _listen(self) -> None:
-        """Keep the end of the standard error, so that it never fills its pipe."""
-        while self._process.stderr is not None and (block := await self._process.stderr.read(KEPT_BYTES)):
-            self._said = (self._said + block)[-KEPT_BYTES:]
+        self._process, self._encoding, self._said = process, encoding, bytearray()
+        # The standard error never fills its pipe.
+        self._listens = asyncio.create_task(end_kept(process.stderr, said=self._said))
 
     async def wait(self) -> Ended:
         """Read what is left of the output, of which the end is kept, and wait for the end."""
@@ -83,7 +79,7 @@ class Session:
         code: int | None = await self._process.wait()
         if code == BROKE or code is not None and code < 0:
             code = None
-        return Ended(exit_status=code, stdout=self._text(out), stderr=self._text(self._said))
+        return Ended(exit_status=code, stdout=self._text(out), stderr=self._text(bytes(self._said)))
 
     @property
     def broke(self) -> bool:

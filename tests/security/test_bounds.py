@@ -182,7 +182,7 @@ def test_what_a_job_prints_is_kept_to_its_end():
 
     class Process:
         def __init__(self) -> None:
-            self.stdout, self.left = self, list(told)
+            self.stdout, self.stderr, self.left = self, None, list(told)
 
         async def read(self, size: int) -> bytes:
             return self.left.pop(0) if self.left else b""

@@ -16,7 +16,7 @@ class PlainHeader(tarfile.TarInfo):
     """A header for `tarfile.open(tarinfo=...)`: reading an archive with pax records raises `tarfile.ReadError`."""
 
     @classmethod
-    def frombuf(cls, buf: bytes | bytearray, encoding: str | None, errors: str) -> Self:
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """The header of one block, refused by its type before anything of what follows is parsed."""
         header = super().frombuf(buf, encoding, errors)
         if header.type in PAX:
