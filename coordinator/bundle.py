@@ -46,6 +46,8 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)"""
 """`python -m pip`, which says nothing of an interrupt while it imports."""
+COMPLETE = "bundle.json"
+"""Written last: a folder without it is no bundle."""
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
@@ -84,6 +86,7 @@ def bundle(
     if run is None and index:
         ask_index(index)
     extras = ("eval",) if tasks else ()
+    (out / COMPLETE).unlink(missing_ok=True)  # of an earlier one, until this one is whole
     command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
     code = (run or run_pip)(command)
     if code != 0:
@@ -106,7 +109,7 @@ def bundle(
         "tasks": list(tasks),
         "sha256sums": sha256_of(out / SUMS),
     }
-    write_json(out / "bundle.json", what)
+    write_json(out / COMPLETE, what)
     return what
 
 

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import IO
 
-from coordinator.bundle import copy_code
+from coordinator.bundle import COMPLETE, copy_code
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
@@ -78,8 +78,8 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
     """Replace HOME/code by `folder` (and the bundle, if any); the old one stays until the new one is complete."""
     parts = ["-C", str(folder), "."]
     if bundle is not None:
-        if not (bundle / "bundle.json").is_file():
-            raise InputError(f"{bundle} holds no bundle.json: `crossfed bundle --out {bundle}` makes a bundle")
+        if not (bundle / COMPLETE).is_file():
+            raise InputError(f"{bundle} holds no {COMPLETE}: `crossfed bundle --out {bundle}` makes a bundle")
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
     home = path_word(deployment.environment.home)

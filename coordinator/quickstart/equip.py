@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.bundle import bundle
+from coordinator.bundle import COMPLETE, bundle
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.facility import probe
 from coordinator.quickstart.choice import largest_batch
@@ -85,7 +85,7 @@ def _bundle(survey: Survey, folder: Path) -> Path:
     gpus = survey.gpus or any(one.gpus for one in survey.partitions)
     torch = "cuda" if gpus else "cpu"
     out = folder / f"bundle-{python}-{survey.machine}-{torch}"
-    if not (out / "bundle.json").is_file():
+    if not (out / COMPLETE).is_file():
         log.info("%s: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)", out)
         bundle(out, python=python, platform=f"manylinux_2_28_{survey.machine}", torch=torch)
     return out

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.bundle import ask_index, bundle, download, run_pip
+from coordinator.bundle import COMPLETE, ask_index, bundle, download, run_pip
+from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
 from coordinator.config.scaffold import init
 from coordinator.model import convert
+from coordinator.remote_setup import _send
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TryAgain
 from tests.pico import save_pico
@@ -413,6 +415,27 @@ def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
     tiny_wheel(out / "wheelhouse")
     with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
         bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
+
+
+@pytest.mark.parametrize("during", ["the packages come", "the code is copied"])
+def test_a_bundle_whose_making_anew_was_interrupted_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
+):
+    """It passed for the earlier one: it was sent, and refused at the site, where copying it again does not help."""
+    out = tmp_path / "b"
+    tiny_bundle(out)
+    assert (out / COMPLETE).is_file()
+
+    def interrupted(*_: object) -> int:
+        raise KeyboardInterrupt
+
+    if during == "the code is copied":
+        monkeypatch.setattr("coordinator.bundle.copy_code", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
+        bundle(out, **options, run=interrupted if during == "the packages come" else lambda _: 0)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"holds no bundle.json: `crossfed bundle --out .*` makes a bundle"):
+        _send(Deployment(host="login.invalid", type="ssh", workdir="/w"), tmp_path, out)
 
 
 @pytest.mark.slow
