@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 import numpy
 
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import ConfigurationError, InputError, NewerFormat
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated
 
 FORMAT = 1
+NEWER = "update CrossFed here, or prepare the dataset again with this one"
 NAME = "dataset.json"
 TOKENIZER = "tokenizer"
 IMAGE_PROCESSOR = "image_processor"
@@ -295,9 +296,13 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         splits, sources = raw.pop("splits", None), raw.pop("sources", None)
         if not isinstance(splits, dict) or not isinstance(sources, list):
             raise ConfigurationError("`splits` must be an object and `sources` a list")
-        entries = {name: parse(SplitEntry, value, where=f"splits.{name}") for name, value in splits.items()}
-        origin = [parse(SourceEntry, value, where="sources") for value in sources]
-        manifest = parse(DatasetManifest, raw | {"splits": {}, "sources": []})
+        entries = {
+            name: parse(SplitEntry, value, where=f"splits.{name}", update=NEWER) for name, value in splits.items()
+        }
+        origin = [parse(SourceEntry, value, where="sources", update=NEWER) for value in sources]
+        manifest = parse(DatasetManifest, raw | {"splits": {}, "sources": []}, update=NEWER)
+    except NewerFormat as error:
+        raise DatasetError(f"{file}: {error}") from None
     except ConfigurationError as error:
         raise DatasetError(f"{file} is malformed: {error}") from None
     dataset = PreparedDataset(

@@ -258,7 +258,7 @@ class Archive:
         try:
             raw = _mapping(path)
             check_format(raw, FORMAT, file=path)
-            return parse(RoundFile, raw, file=path)
+            return parse(RoundFile, raw, file=path, update="update CrossFed here")
         except NewerFormat:  # going back would not help
             raise
         except (OSError, ValueError) as error:

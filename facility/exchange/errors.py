@@ -3,7 +3,8 @@
     CrossFedError                 every error a user can see; the message says what was found, expected, and what to do
     ├── InputError (ValueError)   fix the input: trying again will not help
     │   ├── ConfigurationError    a settings file; carries file and line
-    │   │   └── NewerFormat       a file of a newer version of CrossFed
+    │   │   ├── NewerFormat       a file of a newer version of CrossFed
+    │   │   └── UnknownKey        a key that is not declared
     │   ├── CheckpointError       a checkpoint or one of its files
     │   │   └── ManifestError     a directory that is not what its manifest says
     │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
@@ -45,7 +46,11 @@ class ConfigurationError(InputError):
 
 
 class NewerFormat(ConfigurationError):
-    """A file's `format` is newer than this version of CrossFed reads."""
+    """A file's `format`, or a key of it, is newer than this version of CrossFed reads."""
+
+
+class UnknownKey(ConfigurationError):
+    """A key that is not declared: misspelt, or of a newer version."""
 
 
 class CheckpointError(InputError):

@@ -27,7 +27,7 @@ import pydantic.dataclasses
 from annotated_types import Ge, Gt, Le
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, ValidationError
 
-from facility.exchange.errors import ConfigurationError, NewerFormat
+from facility.exchange.errors import ConfigurationError, NewerFormat, UnknownKey
 from facility.exchange.field_texts import field_text
 from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits
 
@@ -100,10 +100,12 @@ else:
         return declare
 
 
-def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None) -> T:
+def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None, update: str = "") -> T:
     """Build validated dataclass `kind` from plain data. `where`: the key that holds `raw`, for errors.
 
-    Raises `ConfigurationError` with file and key.
+    `update`: of data that CrossFed wrote, what to do where a newer one did, as a key says that is unknown here.
+
+    Raises `ConfigurationError` with file and key; `NewerFormat` for an unknown key where `update` is given.
     """
     assert dataclasses.is_dataclass(kind) and hasattr(kind, "__pydantic_validator__"), f"{kind} is not validated"
     if not isinstance(raw, dict):
@@ -111,7 +113,13 @@ def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None =
     try:
         return kind.__pydantic_validator__.validate_python(raw)  # type: ignore[attr-defined]
     except ValidationError as error:
-        raise _translated(error, kind, raw, where, file) from None
+        found = _translated(error, kind, raw, where, file)
+        if update and isinstance(found, UnknownKey):
+            text = (
+                f"{found.key} is a key that is unknown here: a newer CrossFed wrote it, if nobody edited it; {update}"
+            )
+            raise NewerFormat(text, file=file, key=found.key) from None
+        raise found from None
 
 
 def check_format(
@@ -240,7 +248,7 @@ def unknown_key(kind: type, path: Sequence[Any], where: str, file: Path | str | 
     ]
     misspelt = difflib.get_close_matches(key, known, 1, SPELLING)
     meant = f" did you mean {' or '.join(below)}?" if below and not misspelt else close_to(key, known)
-    return ConfigurationError(f"unknown key {name!r};{meant} known keys are {', '.join(known)}", file=file, key=name)
+    return UnknownKey(f"unknown key {name!r};{meant} known keys are {', '.join(known)}", file=file, key=name)
 
 
 def _refused(

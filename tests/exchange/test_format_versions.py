@@ -71,6 +71,16 @@ def test_a_newer_format_is_told_as_such_whatever_it_holds(reader: str, tmp_path:
     assert "rewind" not in said and "remove" not in said
 
 
+@pytest.mark.parametrize("reader", ["round", "dataset", "facility settings", "coordinator settings"])
+def test_a_key_of_a_later_version_within_a_format_is_told_as_such(reader: str, tmp_path: Path):
+    """A round's file of a newer version asked for `crossfed rewind`, and others only listed every key that is known."""
+    more: dict[str, Any] = {"splits": {}, "sources": []} if reader == "dataset" else {}
+    said = said_of(reader, tmp_path, 1, a_key_of_a_later_version=1, **more)
+    assert "a_key_of_a_later_version is a key that is unknown here: a newer CrossFed wrote it" in said
+    assert "update CrossFed" in said or "render again with this version" in said
+    assert "rewind" not in said and "known keys are" not in said and "malformed" not in said
+
+
 @pytest.mark.parametrize("version", [0, -1, True, 1.5, "1", None])
 @pytest.mark.parametrize("reader", READERS)
 def test_what_is_no_format_is_refused_for_it(reader: str, version: object, tmp_path: Path):

@@ -67,7 +67,7 @@ def test_a_missing_or_foreign_directory(prepared: Path, tmp_path: Path):
     [
         ({"format": 2}, "format 2, this version reads up to 1"),
         ({"format": "1"}, "integer `format`"),
-        ({"surprise": 1}, "unknown key"),
+        ({"surprise": 1}, "surprise is a key that is unknown here"),
         ({"task": "telepathy"}, "task"),
         ({"block_tokens": 8}, r"says int32 of shape \(\d+, 8\)"),
         ({"splits": {}}, "has splits"),

@@ -367,7 +367,7 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
     if len(content) > MOST_BYTES:
         raise ConfigurationError(f"cannot be read: it is larger than {MOST_BYTES} bytes", file=path)
     check_format(raw, newest, file=path, update=advice)
-    return parse(kind, raw, file=path)
+    return parse(kind, raw, file=path, update=advice)
 
 
 def read_facility_settings(path: Path) -> FacilitySettings:
