@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ OTHER_KINDS = {
     "alpha_pattern": "an adapter of several scales (alpha_pattern), where training.lora.alpha is one",
     "layer_replication": "an adapter of a model whose layers are repeated (layer_replication)",
     "trainable_token_indices": "an adapter that trains tokens (trainable_token_indices)",
+    "megatron_config": "an adapter of Megatron's layers, whose module it names (megatron_config, megatron_core)",
     "lora_bias": "an adapter with biases (lora_bias)",
 }
 """Keys of adapter_config.json that make another kind of adapter than the federation's, and how to say so."""
@@ -49,7 +51,11 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
             f"{adapter} holds {strangers[0]!r}, which is no tensor of a peft adapter; expected a folder "
             "that peft's `save_pretrained` wrote"
         )
-    load_adapter(adapter, loaded := load_base(base), names)
+    loaded = load_base(base)
+    with tempfile.TemporaryDirectory(prefix="crossfed-adapter-") as known:
+        (Path(known) / WEIGHTS).symlink_to(found.tensors[names[0]].file.resolve())
+        write_json(Path(known) / CONFIGURATION, configuration)  # of the publisher's keys some name modules to import
+        load_adapter(Path(known), loaded, names)
     held = open_checkpoint(base)
     if any(map(is_adapter, held.tensors)):
         raise InputError(f"{base} holds adapters already; expected a plain base model")

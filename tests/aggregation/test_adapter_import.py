@@ -122,6 +122,24 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path):
         import_adapter(tmp_path / "adapter", base=model, out=tmp_path / "again")
 
 
+def test_a_module_that_an_adapter_names_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """peft imports what megatron_core names, from the folder that the command is called in as well."""
+    base = save_pico(tmp_path / "base")
+    adapter = published(tmp_path / "adapter", base)
+    (adapter / "megatron").mkdir()
+    (adapter / "megatron" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    file = adapter / "adapter_config.json"
+    sound = json.loads(file.read_text())
+    file.write_text(json.dumps(sound | {"megatron_config": {"x": 1}, "megatron_core": "megatron.evil"}))
+    monkeypatch.syspath_prepend(str(adapter))
+    with pytest.raises(InputError, match="an adapter of Megatron's layers"):
+        import_adapter(adapter, base=base, out=tmp_path / "model")
+    monkeypatch.setattr("coordinator.adapter_import.refuse_other_kinds", lambda file: None)
+    import_adapter(adapter, base=base, out=tmp_path / "model")
+    assert "megatron" not in (tmp_path / "model" / "adapter_config.json").read_text()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_an_import_takes_nothing_that_would_be_executed_and_follows_no_link_out_of_the_download(tmp_path: Path):
     base = save_pico(tmp_path / "models--o--n" / "snapshots" / "revision")
     adapter = published(tmp_path / "adapter", base)
