@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
+from facility.exchange.messages.settings import FacilitySettings
+from facility.training.data.inputs import check_inputs
 from facility.training.data.tasks import check_family
 from facility.training.model import Attention, build
 from tests.pico import pico_config, save_pico
@@ -39,3 +42,15 @@ def test_a_model_that_cannot_be_built_is_refused_with_what_transformers_says(err
 
     with pytest.raises(InputError, match=f"cannot build a llama model here with sdpa attention: {error}"):
         build(pico_config("llama"), SimpleNamespace(from_config=from_config), Attention(name="sdpa", reason=""))
+
+
+def test_a_model_of_several_parts_with_too_few_entries_is_refused_before_a_document_fails_on_one(tmp_path: Path):
+    """Else a failure would say whether some document holds an entry that the sender left out, which no noise covers."""
+    from transformers import Gemma3Config
+
+    dataset = open_dataset(write_dataset(tmp_path / "data"))
+    entries = dataset.manifest.vocabulary_size
+    settings = FacilitySettings(federation="f", facility="a", rounds=1, seed=0)
+    check_inputs(0, tmp_path / "out", settings, dataset, Gemma3Config(text_config={"vocab_size": entries}))
+    with pytest.raises(InputError, match=f"vocabulary of {entries}, the model has {entries - 1} entries"):
+        check_inputs(0, tmp_path / "out", settings, dataset, Gemma3Config(text_config={"vocab_size": entries - 1}))

@@ -146,7 +146,7 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
         )
     if out.exists():
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
-    vocabulary = getattr(config, "vocab_size", None)
+    vocabulary = getattr(config.get_text_config(), "vocab_size", None)  # of several parts, that which reads text
     if vocabulary is not None and dataset.manifest.vocabulary_size > vocabulary:
         raise InputError(
             f"{dataset.directory} was tokenised with a vocabulary of {dataset.manifest.vocabulary_size}, the model has "
