@@ -1,4 +1,4 @@
-"""How a directory is cut for several streams: small files together in one tar, large ones in pieces of equal size."""
+"""How a directory is cut for several streams: small files together in a tar, large ones in pieces of equal size."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ trips cost little."""
 TURNS = 4
 """Pieces that each connection gets, so that all of them end at about the same time."""
 SMALL_BYTES = 1 << 20
-"""Files up to this size travel in the tar."""
+"""Files up to this size travel in a tar."""
+TAR_BYTES = 32 << 20
+"""Most bytes of files in one tar, which is read in memory: a facility may list twenty thousand of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,3 +57,16 @@ def split(entries: Iterable[Entry], piece_bytes: int = MOST_BYTES) -> tuple[list
         ]
     pieces.sort(key=lambda piece: -piece.length)
     return small, large, pieces
+
+
+def batches(small: Iterable[Entry]) -> list[list[Entry]]:
+    """The files in their order, at most `TAR_BYTES` of them together."""
+    found: list[list[Entry]] = []
+    filled = 0
+    for entry in small:
+        if not found or filled + entry.size > TAR_BYTES:
+            found.append([])
+            filled = 0
+        found[-1].append(entry)
+        filled += entry.size
+    return found

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from streamflow.deployment.connector.ssh import SSHContextFactory
@@ -29,7 +30,7 @@ from coordinator.streamflow_plugin.lanes import (
     send,
     spread,
 )
-from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split
+from coordinator.streamflow_plugin.pieces import Entry, Piece, batches, piece_size, split
 from coordinator.streamflow_plugin.swift import SwiftLane
 from coordinator.streamflow_plugin.targets import check_name, check_new, shown
 from facility.exchange.files.plain_tar import PlainHeader
@@ -295,19 +296,20 @@ def room(target: Path) -> int:
 async def _pull_small(
     lane: SSHContextFactory, source: str, target: Path, small: list[Entry], single: bool, dialect: ShellDialect
 ) -> None:
-    """Small files through one tar that is read in memory, file by file; only what was listed is written."""
+    """Small files through tars that are read in memory, file by file; only what was listed is written."""
     if single:
         content = await persist(lambda: output(lane, dialect.get_file(source), most=small[0].size))
         _write(target, content, small[0])
         return
-    names = b"".join(os.fsencode(entry.path) + b"\0" for entry in small)
-    # Each file: header, contents, padding, and a longer name's own header and block.
-    most = sum(entry.size + 4 * tarfile.BLOCKSIZE + len(entry.path) for entry in small) + (1 << 20)
-    data = await persist(lambda: output(lane, dialect.get_tree(source), names, most=most))
-    try:
-        _unpack(data, target, small)
-    except (tarfile.TarError, ValueError, EOFError, OverflowError, RecursionError) as error:
-        raise TransferFailed(f"the facility sent a malformed archive: {type(error).__name__}") from None
+    for batch in batches(small):
+        names = b"".join(os.fsencode(entry.path) + b"\0" for entry in batch)
+        # Each file: header, contents, padding, and a longer name's own header and block.
+        most = sum(entry.size + 4 * tarfile.BLOCKSIZE + len(entry.path) for entry in batch) + (1 << 20)
+        data = await persist(partial(output, lane, dialect.get_tree(source), names, most=most))
+        try:
+            _unpack(data, target, batch)
+        except (tarfile.TarError, ValueError, EOFError, OverflowError, RecursionError) as error:
+            raise TransferFailed(f"the facility sent a malformed archive: {type(error).__name__}") from None
 
 
 def _unpack(data: bytes, target: Path, small: list[Entry]) -> None:

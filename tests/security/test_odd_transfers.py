@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.streamflow_plugin import tree
 from coordinator.streamflow_plugin.dialect import BEGINS, ShellDialect
 from coordinator.streamflow_plugin.lanes import TransferFailed
-from coordinator.streamflow_plugin.pieces import Entry
+from coordinator.streamflow_plugin.pieces import SMALL_BYTES, TAR_BYTES, Entry
 from coordinator.streamflow_plugin.tree import MOST_FILES, _unpack, read_listing
 
 
@@ -105,3 +107,24 @@ def test_what_a_facility_is_asked_for_is_an_archive_that_is_taken(tmp_path: Path
     (tmp_path / "update").mkdir()
     _unpack(made.stdout.removeprefix(BEGINS), tmp_path / "update", [Entry(path=f"d/{name}", size=5)])
     assert (tmp_path / "update" / "d" / name).read_bytes() == b"12345"
+
+
+def test_many_small_files_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A facility may list twenty thousand of a megabyte: one archive of them all would fill the memory."""
+    place, asked = tmp_path / "place", []
+    place.mkdir()
+    for number in range(70):
+        (place / f"{number:02}").touch()
+        os.truncate(place / f"{number:02}", SMALL_BYTES)
+
+    async def output(lane: object, command: str, text: bytes = b"", *, most: int = 0) -> bytes:
+        asked.append(most)
+        made = subprocess.run(["bash", "-c", command], input=text, stdout=subprocess.PIPE, check=True)
+        return made.stdout.removeprefix(BEGINS)
+
+    monkeypatch.setattr(tree, "output", output)
+    small = [Entry(path=path.name, size=SMALL_BYTES) for path in sorted(place.iterdir())]
+    (tmp_path / "update").mkdir()
+    asyncio.run(tree._pull_small(None, str(place), tmp_path / "update", small, False, ShellDialect()))  # type: ignore[arg-type]
+    assert sorted(one.name for one in (tmp_path / "update").iterdir()) == [entry.path for entry in small]
+    assert len(asked) == 3 and max(asked) < TAR_BYTES + (2 << 20)

@@ -11,7 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.streamflow_plugin.lanes import TransferFailed, blocks_of
-from coordinator.streamflow_plugin.pieces import LEAST_BYTES, MOST_BYTES, SMALL_BYTES, Entry, piece_size, split
+from coordinator.streamflow_plugin.pieces import (
+    LEAST_BYTES,
+    MOST_BYTES,
+    SMALL_BYTES,
+    TAR_BYTES,
+    Entry,
+    batches,
+    piece_size,
+    split,
+)
 from coordinator.streamflow_plugin.tree import _tar, local_entries, read_listing
 
 sizes = st.lists(st.integers(0, 40 * SMALL_BYTES), max_size=8)
@@ -86,3 +95,12 @@ def test_a_listing_is_read_and_paths_that_leave_the_directory_are_refused():
     for path in (b"a\nb", b"\x1b[31mx", b"caf\xc3", "cafe\u0301".encode(), "x\u202ey".encode(), b"a\\b", b"n" * 256):
         with pytest.raises(TransferFailed, match="plain"):
             read_listing(b"5 644 " + path + b"\0")
+
+
+@given(st.lists(st.integers(0, SMALL_BYTES), max_size=200))
+def test_small_files_come_in_tars_of_limited_size(numbers: list[int]):
+    entries = [Entry(path=f"f{number}", size=size) for number, size in enumerate(numbers)]
+    found = batches(entries)
+    assert [entry for batch in found for entry in batch] == entries and all(found)
+    assert all(sum(entry.size for entry in batch) <= TAR_BYTES for batch in found)
+    assert all(sum(one.size for one in (*a, b[0])) > TAR_BYTES for a, b in zip(found, found[1:], strict=False))
