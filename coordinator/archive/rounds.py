@@ -262,8 +262,15 @@ class Archive:
         except NewerFormat:  # going back would not help
             raise
         except (OSError, ValueError) as error:
-            back = f"or go back: `crossfed rewind --to {number}` repeats round {number}"
-            raise _unreadable(path, error, back) from None
+            raise _unreadable(path, error, self.way_back(number)) from None
+
+    def way_back(self, number: int) -> str:
+        """How to repeat round `number`: from it on, or from the newest one before it whose model was not pruned."""
+        kept = next((one for one in range(number, 0, -1) if self.model_for(one).is_dir()), 0)
+        repeated = (
+            f"round {number}" if kept == number else f"rounds {kept} to {number}, for the models between are pruned"
+        )
+        return f"or go back: `crossfed rewind --to {kept}` repeats {repeated}"
 
     def history(self) -> list[RoundFile]:
         return [self.read_round(number) for number in self.rounds()]

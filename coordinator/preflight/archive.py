@@ -45,11 +45,11 @@ def _check_models(federation: Federation, archive: Archive, following: int) -> R
         return fail(ME, CHECK, f"{archive.path} belongs to federation {owner!r}", "choose another `archive:`")
     state = archive.state_for(following)
     if state is not None and not state.is_dir() and following < federation.rounds:
-        return fail(ME, CHECK, f"{state} is missing", way_back(following))
+        return fail(ME, CHECK, f"{state} is missing", way_back(archive, following))
     try:
         verify_manifest(archive.model_for(following))
         if state is not None and state.is_dir():
             verify_manifest(state)
     except ManifestError as error:
-        return fail(ME, CHECK, str(error), way_back(following))
+        return fail(ME, CHECK, str(error), way_back(archive, following))
     return ok(ME, CHECK, f"complete rounds: {following}; the next begins with what was written, digest by digest")

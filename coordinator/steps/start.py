@@ -153,22 +153,19 @@ def verify_whole(archive: Archive, following: int) -> None:
     except ManifestError as error:
         if not following:
             raise
-        raise ManifestError(f"{error}; {way_back(following)}") from None
+        raise ManifestError(f"{error}; {way_back(archive, following)}") from None
 
 
 def check_state_is_there(archive: Archive, following: int) -> None:
     """Raise `ManifestError` when round `following` could not be closed for want of its state, before it is begun."""
     state = archive.state_for(following)
     if state is not None and not state.is_dir():
-        raise ManifestError(f"{state} is missing; {way_back(following)}")
+        raise ManifestError(f"{state} is missing; {way_back(archive, following)}")
 
 
-def way_back(following: int) -> str:
+def way_back(archive: Archive, following: int) -> str:
     """What to do where something that round `following` begins from is damaged."""
-    return (
-        f"restore that file from a copy, or go back: `crossfed rewind --to {following - 1}` repeats round "
-        f"{following - 1}, whose updates are asked for again"
-    )
+    return f"restore that file from a copy, {archive.way_back(following - 1)}, whose updates are asked for again"
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,16 @@ def test_one_damaged_bit_is_named_with_the_way_back(part: str, two_rounds: Archi
     flip(files[0])
     rewind(two_rounds, 1)
     assert start(two_rounds, tmp_path / "model", SETTINGS) == (two_rounds.model_for(1), 1, True)
+
+
+def test_the_way_back_leads_to_a_round_whose_model_is_kept(two_rounds: Archive, tmp_path: Path):
+    """The archive keeps the models of the last rounds, and the first one."""
+    shutil.rmtree(two_rounds.model_for(1))
+    flip(next(two_rounds.model_for(2).glob("*.safetensors")))
+    with pytest.raises(CheckpointError, match="rewind --to 0` repeats rounds 0 to 1, .* asked for again"):
+        start(two_rounds, tmp_path / "model", SETTINGS)
+    rewind(two_rounds, 0)
+    assert start(two_rounds, tmp_path / "model", SETTINGS) == (two_rounds.model_for(0), 0, True)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])
