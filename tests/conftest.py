@@ -23,6 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Processes that tests start share byte code and the compiled kernel; a shell that says otherwise costs each a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Processes that run tests are as many as there are cores, and more: a second thread of each waits for a core and spins.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
@@ -84,7 +86,9 @@ def _place(path: Path) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin no test after the time that CROSSFED_BEGIN_BY states, in seconds since 1970: a slow machine's CI ends, too,
-    and says what it left out."""
+    and says what it left out. What a test computes itself, it computes on one thread, whatever one before has set."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):
         pytest.skip("not begun: the time of this run was over (CROSSFED_BEGIN_BY)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -82,17 +83,20 @@ def read_json(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def random_tensors(seed: int, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, scale: float = 0.02) -> Tensors:
+@lru_cache(maxsize=16)
+def _normal(seed: int, shapes: tuple[tuple[int, ...], ...]) -> list[torch.Tensor]:
+    """Normal values in float32; drawn once, for drawing takes longer than most that is done with them."""
     generator = torch.Generator().manual_seed(seed)
-    return {name: (torch.randn(shape, generator=generator) * scale).to(dtype) for name, shape in shapes.items()}
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def random_tensors(seed: int, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, scale: float = 0.02) -> Tensors:
+    drawn = _normal(seed, tuple(shapes.values()))
+    return {name: (values * scale).to(dtype) for name, values in zip(shapes, drawn, strict=True)}
 
 
 def moved(base: Tensors, seed: int, scale: float = 1e-3) -> Tensors:
     """As after a round of training: every value a little further."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: (t.float() + torch.randn(t.shape, generator=generator) * scale).to(t.dtype)
-        if t.is_floating_point()
-        else t
-        for name, t in base.items()
-    }
+    floating = {name: tuple(t.shape) for name, t in base.items() if t.is_floating_point()}
+    steps = random_tensors(seed, floating, torch.float32, scale)
+    return {name: (t.float() + steps[name]).to(t.dtype) if name in steps else t for name, t in base.items()}

@@ -30,8 +30,7 @@ SLACK = 300_000
 
 
 def tensors(seed: int) -> make.Tensors:
-    draw = torch.Generator().manual_seed(seed)
-    return {f"w{i}": torch.randn(700, 1000, generator=draw).bfloat16() for i in range(3)}
+    return make.random_tensors(seed, {f"w{i}": (700, 1000) for i in range(3)}, torch.bfloat16, scale=1)
 
 
 def size(directory: Path) -> int:
