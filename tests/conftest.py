@@ -41,21 +41,22 @@ seconds, so that no process ends with one alone."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Beside others, a process imports nearly all that the servers of ranks and trainers import: they are its forks."""
-    if hasattr(config, "workerinput") and not config.pluginmanager.hasplugin("_cov"):
+    """Of pytest-xdist: processes that run tests are forks of the one that hands them out, which imports once what each
+    would; and the servers of ranks and trainers are forks of each of those. Now, before pytest or execnet has threads,
+    or handlers of logs with descriptors that a fork closes."""
+    if config.pluginmanager.hasplugin("_cov") or config.getoption("collectonly"):
+        return
+    if hasattr(config, "workerinput"):
         from tests import distributed, forked_trainers
 
         distributed.fork_server_from_here()
         forked_trainers.fork_server_from_here()
+    elif config.getoption("dist", "no") != "no" and config.getoption("tx"):
+        from xdist.workermanage import parse_tx_spec_config
 
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_setupnodes(config: pytest.Config, specs: list[object]) -> None:
-    """The processes that run tests are forks of this one, which imports once what each would."""
-    if not config.pluginmanager.hasplugin("_cov"):
         from tests import forked_workers
 
-        forked_workers.fork_workers(len(specs), config.args, ROOT)
+        forked_workers.fork_workers(len(parse_tx_spec_config(config)), config.args, ROOT)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

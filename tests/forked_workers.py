@@ -1,8 +1,8 @@
 """Processes of pytest-xdist as forks of the one that hands out the tests, which has imported what they collect.
 
 Half of the seconds that each takes until its first test are imports of torch, transformers, the trainer and StreamFlow.
-They are forked before that process has a thread, and found by execnet where it would start a new Python; one that is
-started later, in place of one that died, is a new Python.
+They are forked before that process has a thread or a handler of logs, and found by execnet where it would start a new
+Python; one that is started later, in place of one that died, is a new Python.
 """
 
 from __future__ import annotations
