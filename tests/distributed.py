@@ -170,6 +170,13 @@ class Started:
         self.process.join()
 
 
+def help_of(module: str, outputs: Path, *words: str) -> str:
+    """What `python -m module words --help` prints, on a wide terminal; it must end with 0."""
+    done = Started(module, [*words, "--help"], outputs, os.environ | {"COLUMNS": "200"}).ended()
+    assert done.returncode == 0, f"{module} {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
 def _module(
     module: str, arguments: list[str], out: Path, err: Path, environment: dict[str, str], directory: Path | None
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from coordinator.config.scaffold import init
 from coordinator.config.schema import FIRST_LINE, NAME, schema, schema_text
 from facility.exchange.errors import InputError
 from tests.conftest import ROOT
+from tests.distributed import Started
 
 
 def test_every_key_is_documented():
@@ -60,7 +62,7 @@ def test_an_unknown_key_names_close_ones(key: str, close: str):
 
 def test_the_commands(tmp_path: Path):
     def crossfed(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "coordinator.cli", *words], capture_output=True, text=True)
+        return Started("coordinator.cli", [*words], tmp_path, dict(os.environ)).ended()
 
     assert "nesterov" in crossfed("explain", "aggregation.rule").stdout
     assert crossfed("explain", "aggregation.rul").returncode == 2

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -18,6 +16,7 @@ from typer.testing import CliRunner
 from coordinator.cli import app
 from coordinator.config.federation import read_federation
 from tests.conftest import ROOT
+from tests.distributed import help_of
 from tests.house.conftest import Demo, shell
 
 DOCS = ROOT / "docs"
@@ -49,7 +48,7 @@ def test_every_block_of_commands_is_executed_or_says_what_it_needs():
                 assert re.fullmatch(r"<!-- needs: .+ -->", before), f"{page}: a console block without `needs`"
 
 
-def test_commands_and_options_named_in_the_pages_exist():
+def test_commands_and_options_named_in_the_pages_exist(tmp_path: Path):
     helps: dict[str, str] = {}
 
     def known(command: tuple[str, ...]) -> str:
@@ -59,15 +58,7 @@ def test_commands_and_options_named_in_the_pages_exist():
             assert shown.exit_code == 0, f"{key}: {shown.output}"
             helps[key] = shown.output
         elif key not in helps:
-            done = subprocess.run(
-                [sys.executable, "-m", *command, "--help"],
-                capture_output=True,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | {"COLUMNS": "200"},
-            )
-            assert done.returncode == 0, f"{key}: {done.stderr}"
-            helps[key] = done.stdout
+            helps[key] = help_of(command[0], tmp_path, *command[1:])
         return helps[key]
 
     for page in PAGES:

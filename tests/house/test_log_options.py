@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from tests.conftest import ROOT
+from tests.distributed import help_of
 
 WITHOUT = {
     "facility/gate.py": "started by sshd, whose one line is a request",
@@ -34,6 +34,6 @@ def test_every_command_takes_the_options_of_logging():
 
 
 @pytest.mark.parametrize("module", ["facility.probe", "facility.unmask", "coordinator.steps.receive", "facility.audit"])
-def test_the_help_names_them(module: str):
-    told = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert told.returncode == 0 and "--log-level" in told.stdout and "-v, --verbose" in told.stdout
+def test_the_help_names_them(module: str, tmp_path: Path):
+    told = help_of(module, tmp_path)
+    assert "--log-level" in told and "-v, --verbose" in told

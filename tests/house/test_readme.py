@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 
 import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from tests.conftest import ROOT
+from tests.distributed import help_of
 from tests.house import tree
 from tests.house.conftest import Demo
+from tests.house.imports import together
 
 README = (ROOT / "README.md").read_text()
 SHELL = re.findall(r"```bash\n(.*?)```", README, re.S)
 
 
+@together
 def test_the_tree_is_what_the_disk_holds():
     if not (ROOT / ".git").exists():
         pytest.skip("no git checkout: what is tracked cannot be listed")
@@ -59,12 +62,12 @@ def test_the_federation_shown_is_the_shipped_one():
     assert len(shown) == 1 and shown[0] in shipped
 
 
-def test_every_command_named_in_the_text_exists():
-    text = subprocess.run([sys.executable, "-m", "coordinator.cli", "--help"], capture_output=True, text=True).stdout
+def test_every_command_named_in_the_text_exists(tmp_path: Path):
+    text = help_of("coordinator.cli", tmp_path)
     for name in set(re.findall(r"`crossfed (\w+)", README)):
         assert re.search(rf"│ {name}\s", text), f"crossfed {name}"
     for module in set(re.findall(r"python -m ((?:facility|coordinator)[.\w]+)", README)):
-        assert subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True).returncode == 0, module
+        assert "--help" in help_of(module, tmp_path), module
 
 
 @pytest.mark.readme

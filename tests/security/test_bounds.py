@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.queue_manager import SlurmConnector
 
@@ -26,6 +27,7 @@ from coordinator.streamflow_plugin import bounded_reader, lanes, ssh
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.tree import read_listing
+from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.storage import private, unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
@@ -49,12 +51,11 @@ def test_files_and_directories_are_as_private_as_the_umask_says(tmp_path: Path, 
 
 
 def test_checkpoints_are_as_private_as_the_umask_says(tmp_path: Path):
-    code = (
-        "import os, sys, pathlib, torch; os.umask(0o077)\n"
-        "from facility.exchange.checkpoints.checkpoint import save_tensors\n"
-        "save_tensors(pathlib.Path(sys.argv[1]), iter([('a', torch.zeros(4))]))\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
+    before = os.umask(0o077)
+    try:
+        save_tensors(tmp_path, iter([("a", torch.zeros(4))]))
+    finally:
+        os.umask(before)
     assert list(tmp_path.glob("*.safetensors"))
     assert all(path.stat().st_mode & 0o077 == 0 for path in tmp_path.iterdir())
 
