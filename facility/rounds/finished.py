@@ -7,18 +7,21 @@ links), so it takes no room of its own while that one is there.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
+from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import by_round
 
 PREFIX = "update-"
@@ -78,9 +81,27 @@ class Finished:
 
 
 def key_of(base_sha256: str, settings: Path, dataset: Path) -> str:
-    """What an update depends on: the model it starts from, the settings, the data."""
+    """What an update depends on: the model it starts from, the settings, the data.
+
+    Of the settings what is not the default counts: after an update of CrossFed the same settings are written with keys
+    that the one before did not know.
+    """
     from facility.dataset import NAME
 
     manifest = dataset / NAME
-    parts = [base_sha256, sha256_of(settings), sha256_of(manifest) if manifest.is_file() else "-"]
+    given = json.dumps(_given(read_facility_settings(settings)), sort_keys=True)
+    digest = hashlib.sha256(given.encode()).hexdigest()
+    parts = [base_sha256, digest, sha256_of(manifest) if manifest.is_file() else "-"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _given(value: Any) -> Any:
+    """The value as plain data; of a dataclass the fields that are not at their default."""
+    if not dataclasses.is_dataclass(value):
+        return value
+    found = {}
+    for field in dataclasses.fields(value):
+        one, made = getattr(value, field.name), field.default_factory
+        if one != (field.default if made is dataclasses.MISSING else made()):
+            found[field.name] = _given(one)
+    return found

@@ -28,9 +28,10 @@ from facility.exchange.messages.manifest import (
     write_manifest,
 )
 from facility.exchange.messages.report import read_failure
-from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.launching.notes import PLACE
 from facility.launching.supervise import Ending
+from facility.rounds.finished import key_of
 from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
 from facility.rounds.sweep import NOTE, forget_earlier, note_job, sweep, sweep_jobs
@@ -174,6 +175,19 @@ def test_another_model_other_settings_or_other_data_are_trained(site: Site, chan
         write_dataset(site.root / "data", train=41)
     result, _ = site.run(site.send(seed=1 if change == "model" else 0))
     assert result.returncode == 0 and "launch:" in result.stderr
+
+
+def test_a_finished_update_is_known_by_what_the_settings_ask_for(tmp_path: Path):
+    """An update of CrossFed wrote the same settings with a key that was new, and every facility that had finished its
+    round trained it again, from a new optimizer, for the state before had gone."""
+
+    def key(**training: object) -> str:
+        return key_of("base", write_settings(tmp_path / "settings.json", **training), tmp_path)
+
+    before, defaults = key(), TrainingSettings()
+    assert key(unsent_share=defaults.unsent_share, lora={"rank": defaults.lora.rank}) == before
+    others = [key(learning_rate=1e-4), key(unsent_share=0.25), key(lora={"rank": 4}), key(lora={"rank": 8})]
+    assert len({before, *others, key(freeze=["a"]), key(freeze=["b"])}) == 7
 
 
 def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(site: Site):
