@@ -211,8 +211,8 @@ PYTHON
             run=$base as_is=yes
         fi
     fi
-    echo "$stamp" >"$home/.setup-stamp"
     echo "$as_is" >"$home/.setup-as-is"
+    echo "$stamp" >"$home/.setup-stamp"  # last: it says that both are so
 fi
 if [ -z "$as_is" ]; then  # the checkout itself, without copying it
     site=$("$run" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
@@ -226,7 +226,14 @@ probed="$home/.imports $theirs $(stat -c %Y "$run" "$here/facility/round.py" | c
 # 4. Data of the tasks that a bundle was made for (crossfed bundle --eval)
 if [ -d "$here/../evaluation" ]; then
     mkdir -p "$home/cache/huggingface"
-    cp -a --no-clobber "$here/../evaluation/." "$home/cache/huggingface/"
+    (
+        cd "$here/../evaluation"
+        find . -type d -print0 | (cd "$home/cache/huggingface" && xargs -0 mkdir -p)
+        find . ! -type d -print0 | while IFS= read -r -d '' file; do  # whole or not at all; what is there stays
+            to=$home/cache/huggingface/$file
+            [ -e "$to" ] || [ -L "$to" ] || { cp -a "$file" "$to.new" && mv "$to.new" "$to"; }
+        done
+    )
     say "tasks: their data are in $home/cache/huggingface"
 fi
 

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from coordinator.bundle import COMPLETE, ask_index, bundle, download, run_pip
+from coordinator.bundle_contents import write_digests
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
 from coordinator.config.scaffold import init
@@ -436,6 +437,42 @@ def test_a_bundle_whose_making_anew_was_interrupted_is_none(
         bundle(out, **options, run=interrupted if during == "the packages come" else lambda _: 0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"holds no bundle.json: `crossfed bundle --out .*` makes a bundle"):
         _send(Deployment(host="login.invalid", type="ssh", workdir="/w"), tmp_path, out)
+
+
+CUT_OFF = """#!/bin/bash
+for to; do :; done
+[ ! -d "$to" ] || to=$to/hub/data
+printf half >"$to"
+exit 137
+"""
+"""A `cp` that is killed when half is there."""
+
+
+def test_data_of_tasks_whose_copying_was_cut_off_come_whole_with_the_next_setup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The half stayed, since what was there was never copied again."""
+    out, cache = tmp_path / "b", tmp_path / "home" / "cache" / "huggingface"
+    options = tiny_bundle(out)
+    (out / "evaluation" / "hub").mkdir(parents=True)
+    for name in ("data", "theirs"):
+        (out / "evaluation" / "hub" / name).write_text("whole")
+    (out / "evaluation" / "hub" / "link").symlink_to("data")
+    write_digests(out)
+    (cache / "hub").mkdir(parents=True)
+    (cache / "hub" / "theirs").write_text("of the site")
+    shim = tmp_path / "bin" / "cp"
+    shim.parent.mkdir()
+    shim.write_text(CUT_OFF)
+    shim.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", f"{shim.parent}:{os.environ['PATH']}")
+        assert installed(out, options).returncode != 0
+    done = installed(out, options)
+    assert done.returncode == 0, done.stderr
+    found = {path.name: path.read_text() for path in (cache / "hub").iterdir()}
+    assert found == {"data": "whole", "link": "whole", "theirs": "of the site"}
+    assert (cache / "hub" / "link").is_symlink()
 
 
 @pytest.mark.slow
