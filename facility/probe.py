@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from facility.dataset import DatasetManifest
 
 PACKAGES = ("torch", "transformers", "safetensors", "tokenizers", "datasets", "numpy")
-OPTIONAL = ("bitsandbytes",)
+OPTIONAL = ("bitsandbytes", "lm_eval")
 """Packages that only some settings need."""
 
 HASHED_AT_ONCE, HASHING_SECONDS = 40_000_000_000, 60.0

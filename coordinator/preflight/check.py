@@ -32,6 +32,7 @@ from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.cost import check_hours, check_link, check_memory
 from coordinator.preflight.disk import Disk, facility_disk
 from coordinator.preflight.elastic import check_clock, check_elastic, check_elastic_steps, outlook_if_elastic
+from coordinator.preflight.evaluators import check_own_evaluators, check_tasks
 from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.fitting import check_fitting
@@ -79,6 +80,7 @@ def check(
         return [*rows, fail("federation", "archive", str(error), "correct what is named, or `crossfed rewind`")]
     rows += check_elastic(federation, ahead)
     here, model = check_here(federation)
+    here += check_own_evaluators(federation)
     with ThreadPoolExecutor(max_workers=16) as pool, ThreadPoolExecutor(max_workers=1) as beside:
         archive = beside.submit(check_archive, federation)
         found = answers(
@@ -185,6 +187,7 @@ def check_facility(
     need = disk_of(federation, facility, model) if model is not None else Disk(parts={})
     rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, need, trainer, base)
     rows += rows_of_site
+    rows += check_tasks(federation, facility.name, answer or {})
     rows += check_clock(elastic, facility.name, (answer or {}).get("clock", 0.0))
     rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
     if deployment.type in QUEUES and not deployment.gate:
