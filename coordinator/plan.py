@@ -92,8 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if work is not None:
-        refuse_layout(given.out)
-        write_json(given.out, work.to_json())
+        write_steps(given.out, work)
         print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
     with on_interrupt(stop):
@@ -141,11 +140,13 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
         raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
 
 
-def refuse_layout(out: Path) -> None:
-    """Raise `ConfigurationError` where the steps of a round would replace the plan of a layout, which trainers read."""
+def write_steps(out: Path, work: Budget | Outlook) -> None:
+    """Write the steps of a round. Raises `ConfigurationError` rather than replace the plan of a layout, which trainers
+    read."""
     try:
         read_plan(out)
     except (InputError, OSError):
+        write_json(out, work.to_json())
         return
     raise ConfigurationError(f"{out} is the plan of a layout: expected another --out for the steps of a federation")
 
