@@ -28,6 +28,16 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+
+
+def _fsync(descriptor: int) -> None:
+    """In the tests' own processes nothing waits for the disk, tens of thousands of times: no test takes its power away,
+    and what a process that is killed has written is there without. Commands that tests start do wait."""
+    os.fstat(descriptor)  # of one that is closed the error remains
+
+
+os.fsync = _fsync  # type: ignore[assignment]
+
 # Importing every test and torch leaves half a million objects that live to the end: looking through them for garbage
 # again and again takes a fifth of the time until the first test.
 gc.disable()

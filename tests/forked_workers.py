@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
@@ -76,9 +77,11 @@ def fork_workers(number: int, collected: Sequence[str], root: Path) -> None:
 
     A module that cannot be imported is left to the workers, which say why.
     """
+    logging.disable()  # what packages complain of as they are imported: pytest would show it to nobody either
     for name in (*IMPORTED, *_modules(collected, root)):
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.freeze()
     READY.extend(Forked() for _ in range(number))
     execnet.gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
