@@ -29,7 +29,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-
 def _fsync(descriptor: int) -> None:
     """In the tests' own processes nothing waits for the disk, tens of thousands of times: no test takes its power away,
     and what a process that is killed has written is there without. Commands that tests start do wait."""
