@@ -22,6 +22,7 @@ from typing import Any
 
 import execnet.gateway_io
 import pytest
+import torch
 
 from tests.distributed import IMPORTED, in_a_fork
 
@@ -75,16 +76,28 @@ def work(reads: int, writes: int) -> None:
 def fork_workers(number: int, collected: Sequence[str], root: Path) -> None:
     """Import the tests of the arguments `collected`, and fork as many workers as execnet is about to start.
 
-    A module that cannot be imported is left to the workers, which say why.
+    A module that cannot be imported is left to the workers, which say why. Where one of them began a thread, none is
+    forked, and workers are new Pythons: a fork would wait for ever for a thread that it lacks (OpenMP's, say).
     """
+    torch.set_num_threads(1)
     logging.disable()  # what packages complain of as they are imported: pytest would show it to nobody either
     for name in (*IMPORTED, *_modules(collected, root)):
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
+    if threads() != 1:
+        return
     gc.freeze()
     READY.extend(Forked() for _ in range(number))
     execnet.gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
+
+
+def threads() -> int:
+    """Threads of this process, but for that of pyarrow's allocator, which is begun anew in a fork; 0: not known."""
+    try:
+        return sum("jemalloc" not in one.read_text() for one in Path("/proc/self/task").glob("*/comm"))
+    except OSError:
+        return 0
 
 
 def _modules(collected: Sequence[str], root: Path) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import execnet
@@ -30,6 +31,22 @@ def test_a_gateway_is_a_fork_while_there_are_some_then_a_new_python_and_all_end(
     for process in (first, second):
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_no_worker_is_forked_where_a_test_began_a_thread_as_it_was_imported(monkeypatch: pytest.MonkeyPatch):
+    """A fork waits for ever for threads of OpenMP that it lacks, at the first sum that is made on two."""
+    monkeypatch.setattr(forked_workers, "READY", [])
+    ended = threading.Event()
+    thread = threading.Thread(target=ended.wait)
+    before = forked_workers.threads()
+    thread.start()
+    try:
+        assert forked_workers.threads() == before + 1
+        forked_workers.fork_workers(1, [__file__], ROOT)
+        assert not forked_workers.READY
+    finally:
+        ended.set()
+        thread.join()
 
 
 def test_what_is_imported_is_what_the_arguments_name(tmp_path: Path):
