@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.patterns import check_patterns
-from coordinator.preflight.row import Row, fail, ok, skipped
+from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
 from facility.exchange.checkpoints.conversion import check_names
@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task
 
 ME = "coordinator"
@@ -40,7 +41,15 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
         for one in federation.facilities:
             if model is not None and tasks[one.name] == task and one.training.lora.rank:
                 rows += _adapters(one.name, one.training.lora, model, federation.aggregation.federated)
-    return rows
+    return rows + [row for one in federation.facilities for row in _without_effect(one, tasks[one.name])]
+
+
+def _without_effect(facility: Facility, task: Task | None) -> list[Row]:
+    """A warning where `training.preference` is set and the dataset holds no preferences."""
+    if task in (None, "preference") or facility.training.preference == PreferenceSettings():
+        return []
+    found = f"training.preference has no effect: the dataset was prepared for {task}"
+    return [warning(facility.name, "preference", found, "prepare it with --task preference, or leave the setting out")]
 
 
 def task_in(word: Any) -> Task | None:

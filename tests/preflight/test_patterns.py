@@ -53,3 +53,21 @@ def test_without_patterns_nothing_is_said(tmp_path: Path):
 def test_patterns_that_leave_nothing_to_average_end_a_run_before_it_begins(tmp_path: Path, aggregation: dict[str, Any]):
     federation = read_federation(write_federation(tmp_path, ["a"], aggregation=aggregation))
     assert "leave no tensor to average" in [row.found for row in check_fitting(federation) if row.verdict == "fail"][0]
+
+
+@pytest.mark.parametrize(
+    ("training", "task", "told"),
+    [
+        ({"preference": {"beta": 0.2}}, "chat", True),
+        ({"preference": {"beta": 0.2}}, "preference", False),
+        ({"preference": {"beta": 0.2}}, None, True),  # of a facility that was not asked: its dataset is here
+        ({}, "chat", False),
+    ],
+)
+def test_preferences_that_the_dataset_does_not_hold_are_told(
+    tmp_path: Path, training: dict[str, Any], task: str | None, told: bool
+):
+    """The data were trained on as what they are, and nobody said that the setting did nothing."""
+    federation = read_federation(write_federation(tmp_path, ["a"], training=training))
+    rows = [row for row in check_fitting(federation, {"a": task}) if row.check == "preference"]
+    assert [row.verdict for row in rows] == (["warning"] if told else [])
