@@ -67,7 +67,7 @@ class Notifier:
         if self.settings.command:
             subprocess.run(
                 self.settings.command,
-                input=body + b"\n",  # a command that appends it to a file makes a line of it
+                input=body,
                 timeout=WAIT_SECONDS,
                 check=True,
                 cwd=self.folder,

@@ -292,7 +292,7 @@ def test_each_occasion_is_told_once_to_command_and_webhook(tmp_path: Path):
     server = HTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     (tmp_path / "secret").write_text(f"http://127.0.0.1:{server.server_port}/hook\n")
-    script = "import sys; open('told', 'a').write(sys.stdin.read())"
+    script = "import sys; open('told', 'a').write(sys.stdin.read() + '\\n')"
     made, progress, now = recorder(tmp_path, command=[sys.executable, "-c", script], webhook="file:secret")
     progress.feed(event("starting", round=0, model="m"))
     refused = event("login_refused", facility="a-ssh", host="login.a", reason="Permission denied")

@@ -52,12 +52,3 @@ def test_what_is_posted_to_this_machine_passes_no_proxy(
         notifier.tell("done", "federation f is done")
         notifier.close()
     assert [json.loads(one)["event"] for one in posted] == ["done"] and read_by_proxy == []
-
-
-def test_a_command_that_appends_what_it_reads_makes_a_file_of_lines(tmp_path: Path):
-    notifier = Notifier("heron", NotifySettings(command=["tee", "-a", "told.jsonl"]), tmp_path)
-    notifier.tell("stopped", "first")
-    notifier.tell("done", "second\nline")
-    notifier.close()
-    told = [json.loads(line) for line in (tmp_path / "told.jsonl").read_text().splitlines()]
-    assert [one["event"] for one in told] == ["stopped", "done"]

@@ -206,7 +206,7 @@ def test_what_another_module_trains_without_the_stated_privacy_does_not_leave(si
     [
         ("raise", "RuntimeError: the stand-in was told to fail"),
         ("rank1:raise", "rank 1 ended with exit code 1: RuntimeError"),
-        pytest.param("nothing", "holds no manifest.json", marks=pytest.mark.slow),
+        pytest.param("nothing", "is not there: expected a directory with a manifest.json", marks=pytest.mark.slow),
         pytest.param("wrong-round", "expected ('update', 'pico', 'north', 0)", marks=pytest.mark.slow),
         ("code:7", "exit code 7"),
         pytest.param("code:3", "exit code 3", marks=pytest.mark.slow),

@@ -190,7 +190,7 @@ def read_manifest(directory: Path) -> Manifest:
     path = Path(directory) / NAME
     if not os.path.isdir(directory) and not os.path.lexists(path):
         fault = "is a file" if os.path.lexists(directory) else "is not there"
-        raise ManifestError(f"{directory} {fault}: expected a directory with a {NAME}; correct the path")
+        raise ManifestError(f"{directory} {fault}: expected a directory with a {NAME}")
     raw = read_json(path, most_bytes=MOST_BYTES)
     if type(raw.get("format")) is not int:
         raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")
