@@ -5,8 +5,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 DEMO := .crossfed/demo
-# Processes that run tests side by side: two more than the cores, for much of the suite's time is waiting.
-WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + 2 )))
+# Processes that run tests side by side: more than the cores, for much of the time is waiting; long laws compute more.
+MORE := 2
+WORKERS ?= $(shell echo $$(( $$(nproc 2>/dev/null || echo 2) + $(MORE) )))
 export PATH := $(BIN):$(PATH)
 # Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
 unexport PYTHONDONTWRITEBYTECODE
@@ -30,6 +31,7 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 	python -m coordinator.demo --out $(DEMO)
 	crossfed run --federation workflow/federation.yml
 
+test: MORE := 4
 test: env ## The test suite (6 to 10 minutes on 2 cores).
 	python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
