@@ -11,7 +11,7 @@ from typing import Any
 from coordinator.config.deployments import Deployment, job_template
 from coordinator.config.federation import Facility, Federation
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.hints import dataclass_at
+from facility.exchange.hints import dataclass_at, field_default
 
 Described = Mapping[str, Any]
 """`federation`: key -> value; `facilities`: name -> key -> value."""
@@ -51,7 +51,7 @@ def default_of(key: str) -> Any:
     holder = dataclass_at(Federation, above)
     for field in dataclasses.fields(holder) if holder is not None else ():
         if field.name == name:
-            made = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            made = field_default(field)
             return None if made is dataclasses.MISSING else json.loads(json.dumps(_plain(made), default=str))
     return None
 

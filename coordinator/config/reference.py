@@ -21,7 +21,7 @@ from coordinator.config.federation import FederationFile
 from facility.exchange.errors import InputError
 from facility.exchange.field_texts import field_text
 from facility.exchange.files.durable import write_text
-from facility.exchange.hints import allowed, dataclass_at, hints, limits
+from facility.exchange.hints import allowed, dataclass_at, field_default, hints, limits
 from facility.exchange.validation import close_to
 
 SECTIONS = {
@@ -158,7 +158,7 @@ def _key(kind: type, field: dataclasses.Field[Any], hint: Any, path: str, *, sec
 
 def _default(field: dataclasses.Field[Any]) -> str:
     """As YAML: `1e-4` for a small number, `[]` for nothing, `{}` for a section with its own defaults."""
-    value = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    value = field_default(field)
     if value is None:
         return "absent"
     return "{}" if dataclasses.is_dataclass(value) else json.dumps(value)

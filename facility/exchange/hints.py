@@ -40,6 +40,11 @@ def dataclass_at(kind: type, path: Path) -> type | None:
     return next((plain for plain in map(_plain, _alternatives(hint)) if dataclasses.is_dataclass(plain)), None)  # type: ignore[return-value, arg-type]
 
 
+def field_default(field: dataclasses.Field[Any]) -> Any:
+    """The default of a field, made anew; `dataclasses.MISSING` where it has none."""
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
 def dotted(path: Path, where: str = "") -> str:
     """`facilities[0].training.steps`, below `where`."""
     text = where

@@ -20,6 +20,7 @@ from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.locks import take_lock
+from facility.exchange.hints import field_default
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import by_round
@@ -101,7 +102,7 @@ def _given(value: Any) -> Any:
         return value
     found = {}
     for field in dataclasses.fields(value):
-        one, made = getattr(value, field.name), field.default_factory
-        if one != (field.default if made is dataclasses.MISSING else made()):
+        one = getattr(value, field.name)
+        if one != field_default(field):
             found[field.name] = _given(one)
     return found
