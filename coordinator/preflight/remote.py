@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import shlex
 import subprocess
@@ -14,8 +15,9 @@ from coordinator.config.deployments import Connection, Deployment
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run_bounded
 from coordinator.preflight.row import Row, fail, ok
-from coordinator.preflight.ssh_errors import explain
+from coordinator.preflight.ssh_errors import BROKE, explain
 from coordinator.streamflow_plugin import openssh
+from coordinator.streamflow_plugin.key_file import read_key_file
 from facility.exchange.errors import ConfigurationError, InputError, TryAgain
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
@@ -103,25 +105,36 @@ def _unread(name: str, deployment: Deployment) -> Row | None:
     return None
 
 
+def _unfit(name: str, key: Path) -> Row | None:
+    """A row where ssh would not take `key`."""
+    if not key.is_file():
+        fix = f"make one (ssh-keygen -t ed25519 -f {key}) and give its .pub to the site, or correct `key:`"
+        return fail(name, "key", f"{key} does not exist", fix)
+    if read_key_file(key).public:
+        fix = f"name the private key, {key.with_suffix('') if key.suffix == '.pub' else 'a file without .pub'}"
+        return fail(name, "key", f"{key} is a public key", fix)
+    if (mode := key.stat().st_mode & 0o777) & 0o077:
+        found = f"{key} can be read by others (mode {mode:o}), so ssh refuses it"
+        return fail(name, "key", found, f"chmod 600 {key}")
+    return None
+
+
+def _left_to_agent(key: Path) -> bool:
+    """Whether `key` has a passphrase and ssh-agent does not hold it, so that ssh could not use it."""
+    file = read_key_file(key)
+    if not file.encrypted:
+        return False
+    held = answer_of(["ssh-add", "-L"], data=b"", seconds=10).out.split()
+    return not any(base64.b64encode(one).decode() in held for one in file.identities)
+
+
 def check_connection(name: str, deployment: Deployment) -> Row:
     """Can the facility be reached, is it the right host, and does it let us in?"""
     if not deployment.host:
         return ok(name, "connection", "this machine")
     key = Path(deployment.key).expanduser() if deployment.key else None
-    if key is not None and not key.is_file():
-        return fail(
-            name,
-            "key",
-            f"{key} does not exist",
-            f"make one (ssh-keygen -t ed25519 -f {key}) and give its .pub to the site, or correct `key:`",
-        )
-    if key is not None and key.stat().st_mode & 0o077:
-        return fail(
-            name,
-            "key",
-            f"{key} can be read by others (mode {key.stat().st_mode & 0o777:o}), so ssh refuses it",
-            f"chmod 600 {key}",
-        )
+    if key is not None and (row := _unfit(name, key)) is not None:
+        return row
     if (row := _unread(name, deployment)) is not None:
         return row
     answer = run(
@@ -142,6 +155,9 @@ def check_connection(name: str, deployment: Deployment) -> Row:
             "connection",
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",
         )
+    if answer.code == BROKE and "Permission denied" in answer.error and key is not None and _left_to_agent(key):
+        found = f"{key} has a passphrase, and ssh-agent does not hold it: {deployment.host} does not let us in"
+        return fail(name, "login", found, f'eval "$(ssh-agent)"; ssh-add {key}')
     said = "\n".join(line for line in answer.error.splitlines() if not line.startswith(OWN_WORDS))
     command = ssh_command(deployment)
     return explain(name, deployment, command=command, code=answer.code, out=answer.out, error=said)

@@ -101,6 +101,17 @@ COMPLAINTS = (
 )
 
 
+BROKE = 255
+"""Exit code of ssh itself; any other below `OURS` is that of the shell at the other side."""
+OURS = 124
+"""The first of the exit codes for what was not ssh's, nor the other side's, to say (`remote.answer_of`)."""
+QUIET = (
+    "in the shell's start-up files there (~/.bashrc, ~/.profile, ~/.cshrc), a line may exit, ask a question, or start "
+    "another shell: let it do so in terminals only (bash: `case $- in *i*) ;; *) return ;; esac` above it)"
+)
+"""What to do about a login that runs no command."""
+
+
 def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: int, out: str, error: str) -> Row:
     """How `command`, an ssh that failed, ended, as a sentence with its remedy."""
     words = _words(deployment, error)
@@ -108,6 +119,9 @@ def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: 
         if complaint.mark.lower() in error.lower():
             return fail(name, complaint.check, complaint.found.format(**words), complaint.fix.format(**words))
     said = (error or out).strip().splitlines()[-1:] or ["nothing"]
+    if code < OURS and not deployment.gate:
+        found = f"{deployment.host} lets us in, but its shell runs no command of ours: it ended with {code} and said: "
+        return fail(name, "shell", found + said[0], QUIET)
     return fail(
         name,
         "connection",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from coordinator.config.deployments import WORKDIR, Deployment
 from coordinator.preflight.remote import run
+from coordinator.preflight.ssh_errors import QUIET
 from coordinator.schedulers.partition import Partition, number, words
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
@@ -105,9 +106,7 @@ def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
     answer = run(deployment, script(data), seconds=240)
     if f"{SECTION} end" not in answer.out:
         said = (answer.error.strip() or answer.out.strip() or f"code {answer.code}").splitlines()[-1]
-        raise TryAgain(
-            f"{name} does not answer a shell script: {clean(said, 300)}; log in by hand and see what it says"
-        )
+        raise TryAgain(f"{name} does not answer a shell script: {clean(said, 300)}; {QUIET}; log in by hand and see")
     return read_survey(answer.out)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import asyncssh
@@ -9,6 +10,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param_from_file
 
 from coordinator.events.event import emit
+from coordinator.streamflow_plugin.key_file import read_key_file
 from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
@@ -46,7 +48,8 @@ class CarefulContext(SSHContext):
                 tunnel=tunnel,
                 username=config.username or (),
                 client_keys=config.client_keys or said.keys,
-                ignore_encrypted=not config.client_keys,  # ssh-agent may have them
+                agent_identities=_in_agent(config),
+                ignore_encrypted=not config.client_keys or _agent_may_hold(config),
                 passphrase=get_param_from_file(config.ssh_key_passphrase_file, self._streamflow_config_dir),
                 password=get_param_from_file(config.password_file, self._streamflow_config_dir),
                 known_hosts=said.known_hosts if config.check_host_key else None,
@@ -104,3 +107,14 @@ class CarefulContext(SSHContext):
         """Let the next use connect anew, where the original would say for ever that it cannot."""
         await self.close()
         self._connect_event.clear()
+
+
+def _in_agent(config: SSHConfig) -> list[bytes] | tuple[()]:
+    """The only keys that ssh-agent may offer: where the federation names one, that one and its certificate, as for ssh
+    itself. Another one that the host takes could open a shell where `key:` opens a gate."""
+    return [one for key in config.client_keys for one in read_key_file(key).identities] or ()
+
+
+def _agent_may_hold(config: SSHConfig) -> bool:
+    """Whether a key that cannot be read without its passphrase is left to ssh-agent."""
+    return bool(os.environ.get("SSH_AUTH_SOCK")) and not config.ssh_key_passphrase_file
