@@ -9,6 +9,7 @@ HOME/code/job.sh        the facility's job template, for the self-check through 
 
 from __future__ import annotations
 
+import secrets
 import shlex
 import shutil
 import subprocess
@@ -30,6 +31,12 @@ from facility.exchange.messages.template_inheritance import find_template, read_
 TEMPLATE = "job.sh"
 SSH_FAILED = 255
 """Exit code of ssh itself; others are those of the command there."""
+LOCKED, GONE = int(ExitCode.TRANSIENT), 76
+"""Exit codes of our commands there: another set-up is at work, or began to send its code after we had."""
+ALONE = f"exec 9>>.setup.lock && {{ flock -n 9 2>/dev/null || [ $? != 1 ] || exit {LOCKED}; }}"  # else: no locks there
+"""Hold the lock of setup.sh in the current directory until the shell ends, or closes 9."""
+FEW_LINES = 20
+"""Of what tar complains of: on a full disk it is a line for each file."""
 LONGEST_LINE = 4096
 """Bytes of what a facility prints that are shown in one line."""
 
@@ -82,13 +89,15 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
             raise InputError(f"{bundle} holds no {COMPLETE}: `crossfed bundle --out {bundle}` makes a bundle")
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
-    home = path_word(deployment.environment.home)
+    home, new = path_word(deployment.environment.home), f"code.new.{secrets.token_hex(4)}"
     back = "{ [ -d code ] || [ ! -d code.old ] || mv code.old code; }"  # a connection broke within the swap below
-    arrive = (
-        f"umask 077; mkdir -p {home} && cd {home} && {back} && rm -rf code.new code.old && mkdir code.new "
-        "&& tar xf - -C code.new"
-    )
-    swap = f"cd {home} && {{ [ ! -d code ] || mv code code.old; }} && mv code.new code && rm -rf code.old"
+    gone = 'for one in code.new*; do [ ! -d "$one" ] || mv "$one" "code.gone.$RANDOM$RANDOM" || exit; done'
+    gone += "; { rm -rf code.gone.* 2>/dev/null || true; }"  # one that another tar still fills goes with the next
+    begin = f"mkdir -p {home} && cd {home} && {ALONE} && {back} && {gone} && rm -rf code.old && mkdir {new}"
+    unpack = f"tar xf - -C {new} 2>&1 | {{ head -n {FEW_LINES}; cat >/dev/null; }} >&2; code=${{PIPESTATUS[0]}}"
+    arrive = f"umask 077; {begin} || exit; exec 9>&-; {unpack}; [ -d {new} ] || code={GONE}; exit $code"
+    swap = f"cd {home} && {ALONE} && {{ [ -d {new} ] || exit {GONE}; }} && {{ [ ! -d code ] || mv code code.old; }}"
+    swap += f" && mv {new} code && rm -rf code.old code.gone.*"
     packing = subprocess.Popen(["tar", "cf", "-", *parts], stdout=subprocess.PIPE)
     sent = _relayed(_there(deployment, arrive), packing.stdout)
     if packing.stdout is not None:
@@ -97,13 +106,23 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
     if packed and not sent:
         raise TryAgain(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
     for code in (sent, 0 if sent else _relayed(_there(deployment, swap))):
-        if code == SSH_FAILED:
-            raise TryAgain(f"the connection to {deployment.host} broke while the code was sent; ssh says above why")
         if code:
-            raise TryAgain(
-                f"{deployment.host} could not keep the code in {deployment.environment.home}/code (code {code}); the "
-                "lines above say why: a full file system, a quota, or a folder that is another account's?"
-            )
+            raise TryAgain(_unsent(deployment, code))
+
+
+def _unsent(deployment: Deployment, code: int) -> str:
+    """Why the code did not get there, by the exit code of a command that was to keep it."""
+    place = f"{deployment.environment.home}/code"
+    if code == SSH_FAILED:
+        return f"the connection to {deployment.host} broke while the code was sent; ssh says above why"
+    if code == LOCKED:
+        return f"another set-up works in {deployment.environment.home} at {deployment.host}; wait for it"
+    if code == GONE:
+        return f"another `crossfed setup` sends its code to {place} at {deployment.host}, in place of this one's"
+    return (
+        f"{deployment.host} could not keep the code in {place} (code {code}); the lines above say why: a full file "
+        "system, a quota, or a folder that is another account's?"
+    )
 
 
 def _there(deployment: Deployment, script: str) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 import shlex
 import subprocess
 import tempfile
@@ -113,11 +114,13 @@ def _holds(deployment: Deployment, place: str, digest: str) -> bool:
 
 
 def _send(name: str, deployment: Deployment, place: str, model: Path, names: Sequence[str], sums: str) -> None:
-    """Unpack beside the old folder, verify there, then take its place."""
-    new = path_word(f"{place}.new")
+    """Unpack beside the old folder, verify there, then take its place; two at once do so one after the other."""
+    there, new = path_word(place), path_word(f"{place}.new.{secrets.token_hex(4)}")
+    parent, name_there = place.rsplit("/", 1)
+    left = f"-maxdepth 1 -name {shlex.quote(name_there + '.new*')} -mmin +{MOST_SECONDS / 60:.0f}"  # killed ones'
     script = (
-        f"umask 077; rm -rf {new} && mkdir -p {new} && tar xf - -C {new} && cd {new} && "
-        f"sha256sum --check --quiet --strict {SUMS} && rm -rf {path_word(place)} && mv {new} {path_word(place)}"
+        f"umask 077; mkdir -p {new} && find {path_word(parent)} {left} -exec rm -rf {{}} + ; tar xf - -C {new} && "
+        f"cd {new} && sha256sum --check --quiet --strict {SUMS} && rm -rf {there} && mv -T {new} {there}"
     )
     with tempfile.TemporaryDirectory(prefix="crossfed-share-") as scratch:
         write_text(Path(scratch) / SUMS, sums)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -71,6 +74,79 @@ def test_code_that_a_broken_swap_put_aside_stays_until_the_new_code_has_come(far
     with pytest.raises(TryAgain):
         set_up(federation, "far", bundle=None, arguments=[])
     assert (home / "code" / "kept").is_file()
+
+
+def twice_at_once(folder: Path, send: Callable[[], object]) -> list[str]:
+    """What two sends end with ('': well): the second has unpacked all before the first does, and goes on after it."""
+    first, begun, unpacked, go_first, go_second = (folder / name for name in ("first", "a", "b", "c", "d"))
+    for fifo in (begun, unpacked, go_first, go_second):
+        os.mkfifo(fifo)
+    (folder / "bin" / "tar").write_text(
+        '#!/bin/bash\n[ "$1" = xf ] || exec /bin/tar "$@"\n'
+        f"if mkdir '{first}' 2>/dev/null; then echo >'{begun}'; read -r <'{go_first}'; exec /bin/tar \"$@\"; fi\n"
+        f"/bin/tar \"$@\"; code=$?; echo >'{unpacked}'; read -r <'{go_second}'; exit $code\n"
+    )
+    (folder / "bin" / "tar").chmod(0o755)
+
+    def ended() -> str:
+        try:
+            send()
+        except TryAgain as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor() as pool:
+        results = [pool.submit(ended)]
+        begun.read_text()
+        results.append(pool.submit(ended))
+        unpacked.read_text()
+        go_first.write_text("go\n")
+        results[0].result()
+        go_second.write_text("go\n")
+        return [one.result() for one in results]
+
+
+def test_two_set_ups_at_once_leave_the_code_of_one_of_them_whole(far: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("coordinator.remote_setup.setup_command", lambda *_, **__: "exit 0")
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    ends = twice_at_once(tmp_path, lambda: set_up(federation, "far", bundle=None, arguments=[]))
+    home = far / "it's a home"
+    assert (home / "code" / "crossfed" / "facility" / "setup.sh").is_file()
+    assert "another `crossfed setup` sends its code to ~/it's a home/code at login.example.org" in ends[0]
+    assert ends[1] == "" and sorted(path.name for path in home.iterdir()) == [".setup.lock", "code"]
+
+
+def test_code_is_not_replaced_while_setup_sh_works_with_it(far: Path, tmp_path: Path):
+    home = far / "it's a home"
+    (home / "code").mkdir(parents=True)
+    (home / "code" / "kept").touch()
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with open(home / ".setup.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(TryAgain, match="another set-up works in ~/it's a home at login.example.org; wait for it"):
+            set_up(federation, "far", bundle=None, arguments=[])
+    assert (home / "code" / "kept").exists() and not list(home.glob("code.*"))
+
+
+def test_a_full_disk_is_told_in_a_few_lines(far: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """tar complains of each file."""
+    floods = "cat >/dev/null; for i in {1..1000}; do echo tar: file $i: Cannot write: No space left; done >&2; exit 2"
+    (tmp_path / "bin" / "tar").write_text(f'#!/bin/bash\n[ "$1" = xf ] || exec /bin/tar "$@"\n{floods}\n')
+    (tmp_path / "bin" / "tar").chmod(0o755)
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    with pytest.raises(TryAgain, match="could not keep the code in .* .code 2.; the lines above say why"):
+        set_up(federation, "far", bundle=None, arguments=[])
+    assert 0 < capfd.readouterr().out.count("No space left") <= 20
+
+
+def test_two_shares_at_once_both_send_the_whole_tokenizer(far: Path, tmp_path: Path):
+    (tmp_path / "text").write_text("a small text\n")
+    make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
+    federation = read_federation(tmp_path / "workflow" / "federation.yml")
+    ends = twice_at_once(tmp_path, lambda: list(share(federation, weights=False, only=["far"])))
+    assert ends == ["", ""]
+    shared = far / "it's a home" / "shared"
+    assert [path.name for path in shared.iterdir()] == ["model"] and (shared / "model" / "tokenizer.json").is_file()
 
 
 def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
