@@ -19,7 +19,7 @@ import torch
 from coordinator.aggregate import aggregate, main, read_settings
 from coordinator.aggregation.reading import TensorReader
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.verify import check_update
+from coordinator.aggregation.verify import check_tokenizer, check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import CheckpointError, ConfigurationError, CrossFedError, InputError, UpdateRefused
@@ -130,6 +130,18 @@ def test_another_round_another_model_another_tokenizer(round0, tmp_path: Path):
     with pytest.raises(UpdateRefused, match="'x'.*tokenizer"):
         aggregate(base=base, updates=updates, out=tmp_path / "out")
     assert nothing_left(tmp_path)
+
+
+def test_a_tokenizer_of_another_size_is_refused_without_reading_it(tmp_path: Path, monkeypatch):
+    """A sparse file of a terabyte takes no room at a facility, and an hour to hash here."""
+    base, update = tmp_path / "base", tmp_path / "update"
+    for place in (base, update):
+        place.mkdir()
+        (place / "tokenizer.json").write_text("{}")
+    os.truncate(update / "tokenizer.json", 1 << 40)
+    monkeypatch.setattr("coordinator.aggregation.verify.sha256_of", lambda path: pytest.fail(f"{path} is read"))
+    with pytest.raises(UpdateRefused, match="'x'.*its tokenizer.json is not the base model's"):
+        check_tokenizer(base, update, "x")
 
 
 def test_a_late_update_is_discounted_where_that_is_allowed(tmp_path: Path):

@@ -200,6 +200,16 @@ def test_hostile_index(index: object, words: str, tmp_path: Path):
         open_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["a named pipe", "a device"])
+def test_an_index_that_would_be_read_for_ever_is_refused(kind: str, tmp_path: Path):
+    if kind == "a device":
+        (tmp_path / INDEX).symlink_to("/dev/zero")
+    else:
+        os.mkfifo(tmp_path / INDEX)
+    with pytest.raises(CheckpointError, match="is not a regular file"):
+        open_checkpoint(tmp_path)
+
+
 def test_index_nested_without_end(tmp_path: Path):
     (tmp_path / INDEX).write_bytes(NESTED)
     with pytest.raises(CheckpointError, match="malformed"):

@@ -253,6 +253,8 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         raise CheckpointError(f"{directory} is not a directory: expected a Hugging Face checkpoint")
     if (directory / INDEX).exists():
         try:
+            if not (directory / INDEX).is_file():  # a named pipe would block, a device never end
+                raise CheckpointError(f"{directory / INDEX} is not a regular file")
             if (directory / INDEX).stat().st_size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"{directory / INDEX} is larger than {MAX_HEADER_BYTES} bytes")
             weight_map = _parsed((directory / INDEX).read_bytes())["weight_map"]
