@@ -15,11 +15,13 @@ from rich.table import Table
 
 from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.summary import shown
+from coordinator.engine.run_process import lives
 from facility.exchange.files.durable import write_text
 
 FILE = "live.json"
 STALE_SECONDS = 30.0
-"""A snapshot older than this is of a run that has ended or was killed: a living one renews it."""
+"""A snapshot older than this is of a run that has ended or was killed, where its process cannot be looked for: a living
+one renews it."""
 
 
 LAST_AT_WORK = 5
@@ -64,11 +66,17 @@ class Snapshot:
     """Of speeds."""
     ended: str = ""
     """Why the run ended; empty: it goes on."""
+    process: str = ""
+    """Which process the run is (`run_process.this_process`); empty: not known."""
     facilities: dict[str, FacilityState] = field(default_factory=dict)
 
     @property
     def alive(self) -> bool:
-        return not self.ended and time.time() - self.time < STALE_SECONDS
+        """Whether the run goes on: as its process says, where it is of this host; else by the time of the snapshot."""
+        if self.ended:
+            return False
+        lives_on = lives(self.process)
+        return time.time() - self.time < STALE_SECONDS if lives_on is None else lives_on
 
 
 def write_snapshot(workdir: Path, snapshot: Snapshot) -> None:

@@ -43,6 +43,8 @@ class Progress:
     facilities: list[str]
     rounds: int
     clock: Callable[[], float] = time.monotonic
+    done: int = 0
+    """Rounds that were complete when the run began."""
     round: int | None = None
     """Round under way; equal to `rounds` during the final evaluation."""
     phase: str = ""
@@ -83,7 +85,7 @@ class Progress:
     @property
     def title(self) -> str:
         if self.round is None:
-            return "before the first round"
+            return f"after round {self.done - 1}" if self.done else "before the first round"
         return self.phase or "final evaluation" if self.round >= self.rounds else f"round {self.round}"
 
     def _on_starting(self, event: Event) -> None:

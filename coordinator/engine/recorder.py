@@ -14,6 +14,7 @@ from coordinator.engine.live import FacilityState, Snapshot, span, write_snapsho
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import facility_of
+from coordinator.engine.run_process import this_process
 from coordinator.events.event import Event
 from facility.exchange.errors import CrossFedError
 
@@ -100,6 +101,7 @@ class Recorder:
                     unit=progress.unit(),
                     expected_end=self._expected_end(),
                     ended=ended,
+                    process=this_process(),
                     facilities=facilities,
                 ),
             )

@@ -86,7 +86,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         )
         names = [facility.name for facility in federation.facilities]
         history = History(archive)
-        progress = Progress(names, federation.rounds, unit=lambda: history.words().live_unit)
+        progress = Progress(names, federation.rounds, done=done, unit=lambda: history.words().live_unit)
         with run_place(federation.workdir_path) as place, log_file(log) as sink:
             run = Run(
                 federation=federation,

@@ -382,6 +382,25 @@ def test_a_webhook_that_leads_elsewhere_is_not_followed(tmp_path: Path, caplog: 
     assert asked == ["/hook"] and "was not sent: HTTPError" in caplog.text
 
 
+@pytest.mark.parametrize("ahead", [-3 * 3600.0, 0.0, 3 * 3600.0])
+def test_whether_a_run_lives_is_said_by_its_process_and_by_no_clock(tmp_path: Path, ahead: float):
+    """A run that was killed passed for one at work for as long as the clock was set back, and one at work for killed
+    where it was set forward. That of another host or boot is judged by the time of its snapshot."""
+    made, _, _ = recorder(tmp_path)
+    made.clock = lambda: time.time() + ahead
+    made.write()
+    living = read_snapshot(tmp_path)
+    assert living is not None and living.alive and not dataclasses.replace(living, ended="done").alive
+    end = "made.write(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    script = "import sys, time; from pathlib import Path; from tests.engine.test_live import recorder; "
+    script += f"made, _, _ = recorder(Path(sys.argv[1])); made.clock = lambda: time.time() + {ahead}; {end}"
+    assert subprocess.run([sys.executable, "-c", script, tmp_path]).returncode == -9
+    killed = read_snapshot(tmp_path)
+    assert killed is not None and killed.process and killed.process != living.process and not killed.alive
+    elsewhere = dataclasses.replace(killed, process=f"another-boot{killed.process[12:]}")
+    assert elsewhere.alive == dataclasses.replace(killed, process="").alive == (ahead >= 0)
+
+
 def test_a_run_that_may_not_be_looked_at_is_not_taken_for_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As another account's is, whose workdir is its own."""
     with pytest.raises(InputError, match="no run has begun here"):
