@@ -138,7 +138,8 @@ class Deployment(Connection):
     """Sessions in each ssh connection; sshd's MaxSessions is 10 unless the site changed it. Where it gives fewer, the
     run says so and goes on with those."""
     retries: AtLeastOne[int] = 240
-    """Times a lost ssh connection is tried again."""
+    """Times a lost ssh connection is tried again. A login node that answers and opens no session for 10 minutes counts
+    as often as tries fit into them."""
     gate: bool = False
     """The facility lets us in through its gate (`facility/setup.sh --gate`): it submits a template of its own, and its
     `policy.yml` says what we may do."""

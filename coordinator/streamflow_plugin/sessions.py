@@ -23,7 +23,8 @@ LEAST = 4
 """Sessions that a login node must give at once: the shell, a job without a queue, the look at its progress, and one for
 everything else."""
 OPEN_SECONDS = 600.0
-"""A host that answers, and opens no session within this, is one that gives none: as long as it may be silent."""
+"""A host that answers, and opens no session within this, is one that gives none: as long as it may be silent. Such a
+try counts as many as would have fit into it."""
 LAG_SECONDS = 1.0
 """sshd may count a session for a moment after it has ended here."""
 FAILED = (
@@ -137,7 +138,8 @@ class _Session(SSHContextManager):
                 usable = [one for one in self._contexts if one.connection_attempts < self._retries]
                 if not usable:
                     raise WorkflowExecutionException(
-                        f"{self._contexts[0].get_hostname()} gives no session, tried {self._retries} times: {said}"
+                        f"{self._contexts[0].get_hostname()} gives no session, tried {self._retries} times or for as "
+                        f"long: {said}"
                     )
                 free = [one for one in usable if not one.full()]
                 if not free:
@@ -188,6 +190,8 @@ class _Session(SSHContextManager):
             process: asyncssh.SSHClientProcess = await self._waiting.within(OPEN_SECONDS, opening)
         except TimeoutError:
             connection.abort()  # to asyncssh the session counts as open, for ever
+            # `retries` and `retryDelay` say for how long it is tried: this took as long as many tries of a host away.
+            context.connection_attempts += max(0, math.ceil(OPEN_SECONDS / max(1, self._retry_delay)) - 1)
             raise TimeoutError(f"it opened none within {OPEN_SECONDS:g} s") from None
         self._selected_context, self._proc = context, process
         await process.__aenter__()

@@ -118,6 +118,43 @@ def test_a_host_that_answers_and_opens_no_session_is_given_up(tmp_path: Path, mo
     asyncio.run(asyncio.wait_for(act(), 200))
 
 
+def test_a_host_that_opens_no_session_is_not_waited_for_much_longer_than_one_that_is_away(monkeypatch):
+    """240 tries of ten minutes were 40 hours, in place of the two that the settings say."""
+    pauses, tries = [], []
+
+    async def silent(seconds: float, _: Any) -> None:
+        tries.append(seconds)
+        raise TimeoutError
+
+    waiting = Waiting()
+    monkeypatch.setattr(waiting, "within", silent)
+    monkeypatch.setattr(waiting, "pause", lambda seconds: asyncio.sleep(0, pauses.append(seconds)))
+
+    async def act() -> None:
+        made = Sessions(
+            waiting=waiting,
+            least=1,
+            given=Given(10),
+            cls_context=CarefulContext,
+            streamflow_config_dir="",
+            config=SSHConfig(True, [], 1, "h", None, None, None, "me"),
+            max_connections=1,
+            retries=240,
+            retry_delay=30,
+        )
+        context = made._contexts[0]
+        connection = SimpleNamespace(
+            create_process=lambda *_, **__: None, abort=lambda: None, is_closed=lambda: True, _channels=[]
+        )
+        monkeypatch.setattr(context, "get_connection", lambda: asyncio.sleep(0, connection))
+        with pytest.raises(WorkflowExecutionException, match="gives no session"):
+            async with made.get("true", None):
+                pass
+
+    asyncio.run(act())
+    assert 6600 <= sum(tries) + sum(pauses) <= 9000, (len(tries), pauses)
+
+
 class Open(asyncssh.SSHServer):
     """Lets everybody in."""
 
