@@ -168,7 +168,7 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
     def add(start: Entry | None, end: float) -> None:
         if start is not None and start.round is not None:
             key = (start.round, start.facility)
-            found[key] = found.get(key, 0.0) + end - start.time
+            found[key] = found.get(key, 0.0) + max(0.0, end - start.time)  # less: the clock was set back
 
     for entry in entries:
         if entry.kind == "started":

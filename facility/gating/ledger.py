@@ -54,7 +54,9 @@ class JobEntry:
     @property
     def node_hours(self) -> float:
         """What it uses at most, as far as is known."""
-        return self.nodes * min(self.hours, (self.ended - self.submitted) / 3600 if self.ended else self.hours)
+        if self.ended < self.submitted:  # it has not ended, or the clock was set back and nothing is known
+            return self.nodes * self.hours
+        return self.nodes * min(self.hours, (self.ended - self.submitted) / 3600)
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -23,6 +24,7 @@ from facility.exchange.messages.order import sign_order
 from facility.exchange.messages.report import read_failure
 from facility.gating import queue
 from facility.gating.grammar import FORMS
+from facility.gating.ledger import JobEntry
 from facility.gating.policy import read_policy
 from facility.gating.session import Session
 from tests.conftest import ROOT
@@ -451,6 +453,14 @@ def test_node_hours_are_counted_by_what_was_used(site: Gate):
     assert site.ask(site.round())[0] == 77
     site.active = ""
     assert site.ask(site.round())[0] == 0
+
+
+def test_a_clock_that_is_set_back_makes_no_job_count_less_than_nothing():
+    """A job that was seen to end before it was submitted took hours off what the others had used."""
+    before = JobEntry(id="1", name="n", directory="/d", submitted=10_000.0, nodes=2, hours=3.0, ended=10_000.0 - 7200)
+    assert before.node_hours == 6.0, "what it used is not known"
+    assert dataclasses.replace(before, ended=0.0).node_hours == 6.0
+    assert dataclasses.replace(before, ended=11_800.0).node_hours == 1.0
 
 
 def test_bytes_that_leave_are_counted_before_they_leave(site: Gate):

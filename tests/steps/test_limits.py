@@ -120,6 +120,17 @@ def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():
     assert node_seconds(one) == 120.0 and node_seconds(one, jobs) == 200.0 + 30.0
 
 
+def test_a_clock_that_is_set_back_while_a_job_runs_takes_nothing_off_the_others():
+    """It was seen to end an hour before it began; an attempt before it took 100 s."""
+    told = [
+        Entry(time=5000.0, kind="started", facility="a", round=0),
+        Entry(time=5100.0, kind="trained", facility="a", round=0),
+        Entry(time=5200.0, kind="started", facility="a", round=0),
+        Entry(time=1700.0, kind="trained", facility="a", round=0),
+    ]
+    assert job_seconds(told) == {(0, "a"): 100.0}
+
+
 @pytest.mark.parametrize("began", [0, 1], ids=["at once", "after a round in its queue"])
 def test_a_late_job_is_paid_for_once(began: int):
     """It used 2 node-hours, was seen in the rounds that closed without it, and reports them in the one it came in."""
