@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import shlex
 import shutil
+import stat
 import tomllib
 from pathlib import Path
 
@@ -67,7 +69,17 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
         )
     else:
         rows.append(ok(ME, "rendered files", "those of this federation.yml"))
-    return rows, model
+    return [*rows, *_open_to_all(federation)], model
+
+
+def _open_to_all(federation: Federation) -> list[Row]:
+    """A warning where every user of this host may decide what a run does, as under a umask of 000; none otherwise."""
+    for place in (federation.file, federation.file.parent, federation.archive_path, federation.workdir_path):
+        mode = place.stat().st_mode if place.exists() else 0
+        if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            found = f"every user of this host may write {place}, and with it decide what this account runs"
+            return [warning(ME, "permissions", found, f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077")]
+    return []
 
 
 def failing_here(federation: Federation) -> list[Row]:
