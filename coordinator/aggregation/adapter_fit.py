@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from coordinator.aggregation import lora
-from coordinator.aggregation.stored_names import stored_tensor
+from coordinator.aggregation.stored_names import stored_parameter
 from facility.exchange.checkpoints.adapters import (
     HEADS,
     MAGNITUDE,
@@ -48,7 +48,7 @@ def check_adapters(base: Checkpoint, update: Checkpoint, facility: str, agreed: 
 
 def _check_beside(base: Checkpoint, update: Checkpoint, name: str, facility: str) -> None:
     """A tensor that is no factor: the magnitudes of an adapted layer, or part of a module that is trained whole."""
-    entry, plain = update.tensors[name], stored_tensor(base, name.removeprefix(PREFIX))
+    entry, plain = update.tensors[name], stored_parameter(base, name.removeprefix(PREFIX))
     if not name.startswith(PREFIX):
         raise UpdateRefused(facility, f"beside its adapters it holds {name!r}, which none of them trains")
     if is_magnitude(name):
@@ -72,7 +72,7 @@ def _check_pair(base: Checkpoint, update: Checkpoint, a: str, b: str, facility: 
         if not any(name.startswith(inside) for name in base.tensors):
             raise UpdateRefused(facility, f"adapter {a!r} is for experts that the base model does not have")
         return
-    whole = stored_tensor(base, layer + ".weight")
+    whole = stored_parameter(base, layer + ".weight")
     if whole is None:
         raise UpdateRefused(
             facility, f"adapter {a!r} is for the layer {layer + '.weight'!r}, which the base model does not have"

@@ -17,8 +17,8 @@ import numpy as np
 from coordinator.aggregation import lora
 from coordinator.aggregation.expected import Layout
 from coordinator.aggregation.factor_errors import FactorErrors
-from coordinator.aggregation.magnitudes import first_magnitudes, value_of
-from coordinator.aggregation.stored_names import stored_tensor
+from coordinator.aggregation.magnitudes import first_magnitudes
+from coordinator.aggregation.stored_names import stored_parameter, value_of
 from coordinator.aggregation.updates import Update
 from coordinator.aggregation.work import NotFinite
 from facility.exchange.checkpoints.adapters import (
@@ -53,8 +53,8 @@ def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Check
             if is_magnitude(one.name):
                 if (lengths := first_magnitudes(base, one.name)) is not None:
                     _write(writer, one.name, lengths)
-            elif not is_factor(one.name) and (entry := stored_tensor(base, one.name.removeprefix(PREFIX))) is not None:
-                _write(writer, one.name, value_of(entry))
+            elif not is_factor(one.name) and (held := stored_parameter(base, one.name.removeprefix(PREFIX))):
+                _write(writer, one.name, held.values())
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 
 

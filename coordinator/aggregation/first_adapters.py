@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.aggregation.magnitudes import first_magnitudes
-from coordinator.aggregation.stored_names import stored_tensor
+from coordinator.aggregation.stored_names import stored_parameter
 from facility.exchange.checkpoints.adapters import PREFIX, is_adapter, is_added, is_factor, is_magnitude
 from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, SINGLE, open_checkpoint
-from facility.exchange.checkpoints.delta_parts import as_bytes, raw
+from facility.exchange.checkpoints.delta_parts import as_bytes
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 
 
@@ -28,10 +28,9 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
         return
     planned = []
     for name, entry in sorted(trained.tensors.items()):
-        plain = stored_tensor(held, name.removeprefix(PREFIX))
+        plain = None if is_added(name) else stored_parameter(held, name.removeprefix(PREFIX))
         if entry.dtype in FLOATS and (is_added(name) or (plain is not None and plain.shape == entry.shape)):
-            dtype = "F32" if is_added(name) or plain is None else plain.dtype
-            planned.append(Planned(name=name, dtype=dtype, shape=entry.shape))
+            planned.append(Planned(name=name, dtype="F32", shape=entry.shape))
     with tempfile.TemporaryDirectory(dir=scratch, prefix=".begun.") as begun:
         with TensorWriter(Path(begun), {SINGLE: planned}) as writer:
             for one in planned:
@@ -43,8 +42,7 @@ def started_from(update: Path, model: Path, seed: int, *, scratch: Path) -> Iter
                     first = np.zeros(one.shape, np.float32) if lengths is None else lengths.astype(np.float32)
                     writer.write(one.name, 0, as_bytes(first))
                     continue
-                whole = stored_tensor(held, one.name.removeprefix(PREFIX))
+                whole = stored_parameter(held, one.name.removeprefix(PREFIX))
                 assert whole is not None
-                for offset, content in raw(whole):
-                    writer.write(one.name, offset, content)
+                writer.write(one.name, 0, as_bytes(whole.values().astype(np.float32)))
         yield Path(begun)
