@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
-from facility.exchange.checkpoints.adapters import is_adapter, loaded_as
-from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
+from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
-from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.messages.strict_json import Fields
 
-WEIGHTS, CONFIGURATION, MERGED = "adapter_model.safetensors", "adapter_config.json", "merged"
-MOST_BYTES, MOST_TARGETS = 8 << 20, 100_000
+MERGED = "merged"
+MOST_TARGETS = 100_000
 TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "tekken", "chat_template")
 """Beginnings of the names of a tokenizer's files."""
 MODELS = (".model", ".spm", ".tiktoken")
@@ -40,7 +40,7 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
     names = sorted(filter(is_adapter, checkpoint.tensors))
     if not names:
         raise InputError(f"{model} holds no adapters: expected the model of a federation with training.lora")
-    configuration = read_configuration(model / CONFIGURATION)
+    configuration = read_configuration(model)
     loaded = load_base(base)
     configuration |= loaded_as(type(loaded).__name__)
     with new_directory(out) as temporary:
@@ -53,9 +53,10 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
     return f"{written}{beside}; {served_by_vllm(configuration, names)}"
 
 
-def read_configuration(file: Path) -> dict[str, Any]:
-    """The known keys of a facility's `adapter_config.json`; raises `ManifestError` for other types or kinds."""
-    fields = Fields(raw=read_json(file, most_bytes=MOST_BYTES), where=str(file))
+def read_configuration(adapter: Path) -> dict[str, Any]:
+    """The known keys of an adapter's `adapter_config.json`; raises `InputError` for other types or kinds."""
+    file = adapter / CONFIG
+    fields = Fields(raw=read_adapter_config(adapter), where=str(file))
     targets = fields.raw.get("target_modules")
     if not isinstance(targets, list) or len(targets) > MOST_TARGETS or not all(isinstance(t, str) for t in targets):
         raise InputError(f"{file}: target_modules must be a list of names of layers")
@@ -101,9 +102,9 @@ def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], con
     """Write both files as peft names them."""
     from safetensors.torch import save_file
 
-    save_file({name: checkpoint.read(name) for name in names}, directory / WEIGHTS, metadata={"format": "pt"})
-    os.chmod(directory / WEIGHTS, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
-    write_json(directory / CONFIGURATION, configuration)
+    save_file({name: checkpoint.read(name) for name in names}, directory / ADAPTER, metadata={"format": "pt"})
+    os.chmod(directory / ADAPTER, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
+    write_json(directory / CONFIG, configuration)
 
 
 def load_adapter(directory: Path, base: Any, names: list[str]) -> Any:

@@ -14,13 +14,20 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_export import CONFIGURATION, MOST_BYTES, WEIGHTS, load_adapter, load_base, read_configuration
-from facility.exchange.checkpoints.adapters import PREFIX, adapts_parameter, is_adapter, is_factor, loaded_as
-from facility.exchange.checkpoints.checkpoint import INDEX, Checkpoint, open_checkpoint
+from coordinator.adapter_export import load_adapter, load_base, read_configuration
+from facility.exchange.checkpoints.adapters import (
+    CONFIG,
+    PREFIX,
+    adapts_parameter,
+    is_adapter,
+    is_factor,
+    loaded_as,
+    read_adapter_config,
+)
+from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
-from facility.exchange.messages.strict_json import read_json
 
 OTHER_KINDS = {
     "rank_pattern": "an adapter of several ranks (rank_pattern), where training.lora.rank is one",
@@ -42,8 +49,8 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
         raise InputError(f"{out} exists; choose another --out")
     refuse_links_elsewhere(base)
     refuse_links_elsewhere(adapter)
-    refuse_other_kinds(adapter / CONFIGURATION)
-    configuration = read_configuration(adapter / CONFIGURATION)
+    refuse_other_kinds(adapter)
+    configuration = read_configuration(adapter)
     found = open_checkpoint(adapter)
     names = sorted(found.tensors)
     if strangers := [name for name in names if not is_adapter(name)]:
@@ -53,8 +60,8 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
         )
     loaded = load_base(base)
     with tempfile.TemporaryDirectory(prefix="crossfed-adapter-") as known:
-        (Path(known) / WEIGHTS).symlink_to(found.tensors[names[0]].file.resolve())
-        write_json(Path(known) / CONFIGURATION, configuration)  # of the publisher's keys some name modules to import
+        (Path(known) / ADAPTER).symlink_to(found.tensors[names[0]].file.resolve())
+        write_json(Path(known) / CONFIG, configuration)  # of the publisher's keys some name modules to import
         load_adapter(Path(known), loaded, names)
     held = open_checkpoint(base)
     if any(map(is_adapter, held.tensors)):
@@ -63,10 +70,10 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
         copy_companions(base, temporary)
         for file in {entry.file for entry in held.tensors.values()}:
             shutil.copyfile(file, temporary / file.name)
-        shutil.copyfile(found.tensors[names[0]].file, temporary / WEIGHTS)
-        os.chmod(temporary / WEIGHTS, as_umask_allows(0o644))
+        shutil.copyfile(found.tensors[names[0]].file, temporary / ADAPTER)
+        os.chmod(temporary / ADAPTER, as_umask_allows(0o644))
         write_json(temporary / INDEX, index_of(held, names))
-        write_json(temporary / CONFIGURATION, configuration | loaded_as(type(loaded).__name__))
+        write_json(temporary / CONFIG, configuration | loaded_as(type(loaded).__name__))
         open_checkpoint(temporary)
     return (
         f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{settings_of(configuration, names)}"
@@ -85,19 +92,19 @@ def refuse_links_elsewhere(folder: Path) -> None:
             raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")
 
 
-def refuse_other_kinds(file: Path) -> None:
+def refuse_other_kinds(adapter: Path) -> None:
     """Raise `InputError` for an adapter that the federation could not go on from, with the reason."""
-    raw = read_json(file, most_bytes=MOST_BYTES)
+    file, raw = adapter / CONFIG, read_adapter_config(adapter)
     for key, kind in OTHER_KINDS.items():
-        if isinstance(raw, dict) and raw.get(key):
+        if raw.get(key):
             raise InputError(f"{file}: this is {kind}; take a plain LoRA adapter, or merge it into the base by peft")
-    if isinstance(raw, dict) and raw.get("bias", "none") != "none":
+    if raw.get("bias", "none") != "none":
         raise InputError(f"{file}: bias is {raw['bias']!r}, expected 'none': the base's biases would have to travel")
 
 
 def index_of(base: Checkpoint, names: list[str]) -> dict[str, Any]:
     """The index over the base's files and the adapter's."""
-    weight_map = {name: entry.file.name for name, entry in base.tensors.items()} | dict.fromkeys(names, WEIGHTS)
+    weight_map = {name: entry.file.name for name, entry in base.tensors.items()} | dict.fromkeys(names, ADAPTER)
     return {"metadata": {}, "weight_map": dict(sorted(weight_map.items()))}
 
 

@@ -28,6 +28,7 @@ from facility.exchange.checkpoints.adapters import (
     is_adapter,
     is_factor,
     is_magnitude,
+    read_adapter_config,
 )
 from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
@@ -35,10 +36,6 @@ from facility.exchange.checkpoints.writer import Layout as FileLayout
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.messages.strict_json import read_json
-
-MOST_BYTES = 1 << 20
-"""Of an adapter_config.json."""
 
 
 def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
@@ -63,25 +60,25 @@ def settings_of(updates: Sequence[Update], agreed: LoraSettings | None) -> LoraS
     if agreed is not None and agreed.rank:
         return agreed
     rank = next(e.shape[0] for n, e in updates[0].checkpoint.tensors.items() if A in n)
-    claimed = Counter(filter(None, (_alpha(update.directory / CONFIG) for update in updates)))
+    claimed = Counter(filter(None, (_alpha(update.directory) for update in updates)))
     alpha = next((value for value, count in claimed.most_common(1) if 2 * count > len(updates)), None)
     if alpha is None and claimed:
         raise InputError(f"the updates' {CONFIG} differ in lora_alpha ({sorted(claimed)}): set training.lora.alpha")
-    rslora = all(_claims(update.directory / CONFIG).get("use_rslora") is True for update in updates)
+    rslora = all(_claims(update.directory).get("use_rslora") is True for update in updates)
     dora = any(map(is_magnitude, updates[0].checkpoint.tensors))
     return LoraSettings(rank=rank, alpha=alpha or float(rank), rslora=rslora, dora=dora)
 
 
-def _alpha(path: Path) -> float | None:
+def _alpha(directory: Path) -> float | None:
     """`lora_alpha` of an adapter_config.json that a facility wrote; None where there is no plausible one."""
-    value: Any = _claims(path).get("lora_alpha")
+    value: Any = _claims(directory).get("lora_alpha")
     return float(value) if type(value) in (int, float) and 0 < value < 1e6 else None
 
 
-def _claims(path: Path) -> dict[str, Any]:
+def _claims(directory: Path) -> dict[str, Any]:
     """What a facility's adapter_config.json says; empty where it cannot be read."""
     try:
-        return read_json(path, most_bytes=MOST_BYTES)
+        return read_adapter_config(directory)
     except ManifestError:
         return {}
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import numpy as np
 
 from coordinator.aggregation.stored_names import stored_parameter
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.floats import Array
+from facility.exchange.checkpoints.model_files import stated
 
 COLUMNS = ("gpt2", "openai-gpt", "imagegpt")
 """Families whose linear layers are transformers' Conv1D: a column for each output, not a row."""
@@ -21,11 +19,5 @@ def first_magnitudes(base: Checkpoint, name: str) -> Array | None:
     weight = stored_parameter(base, name.removeprefix(PREFIX).removesuffix(MAGNITUDE) + ".weight")
     if weight is None or len(weight.shape) != 2:
         return None
-    return np.asarray(np.linalg.norm(weight.values(), axis=0 if _holds_columns(base.directory) else 1))
-
-
-def _holds_columns(base: Path) -> bool:
-    try:
-        return json.loads((base / "config.json").read_text(encoding="utf-8")).get("model_type") in COLUMNS
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
+    holds_columns = stated(base.directory).get("model_type") in COLUMNS
+    return np.asarray(np.linalg.norm(weight.values(), axis=0 if holds_columns else 1))

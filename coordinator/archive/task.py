@@ -6,12 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
-from facility.exchange.errors import ManifestError
-from facility.exchange.messages.strict_json import read_json
+from facility.exchange.checkpoints.model_files import stated
 from facility.exchange.task_words import task_of_classes, words_of
-
-MOST_BYTES = 1 << 20
-"""Of config.json."""
 
 
 def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:
@@ -33,8 +29,5 @@ def task_of_rows(rows: Iterable[FacilityRow]) -> str:
 
 
 def _of_model(archive: Archive) -> str:
-    try:
-        config = read_json(archive.path / "initial" / "model" / "config.json", most_bytes=MOST_BYTES)
-    except (OSError, ManifestError):
-        return ""
-    return task_of_classes(config.get("architectures"))
+    config = stated(archive.path / "initial" / "model")
+    return task_of_classes(config.get("architectures")) if config else ""

@@ -5,7 +5,6 @@ Estimates of disk, transfers and memory (`coordinator.preflight.disk`, `coordina
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -18,10 +17,12 @@ from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_ch
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in, other_problem
+from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.patterns import Patterns, matches
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
+from facility.exchange.errors import CheckpointError
 from facility.exchange.memory.optimizer_state import state_bytes, with_second_moments
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -209,9 +210,9 @@ def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
 
 
 def model_figures(directory: Path) -> ModelFigures:
-    """Raises `InputError` for damaged weights or tokenizer.json, `OSError` or `ValueError` for damaged config.json."""
+    """Raises `InputError` for damaged weights, config.json, tokenizer.json or preprocessor_config.json."""
     checkpoint = open_checkpoint(directory)
-    whole, config = _configuration(directory / "config.json")
+    whole, config = _configuration(directory)
 
     def first(*names: str) -> int:
         return next((_largest(config[name], name) for name in names if config.get(name)), 0)
@@ -235,15 +236,12 @@ def model_figures(directory: Path) -> ModelFigures:
     )
 
 
-def _configuration(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says of the model, and of its part that reads text. Raises `ValueError`, `OSError`."""
-    try:
-        whole = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError("it is nested without end") from None
-    config = (whole.get("text_config") or whole) if isinstance(whole, dict) else None
+def _configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What config.json says of the model, and of its part that reads text. Raises `CheckpointError`."""
+    whole = read_model_file(directory)
+    config = whole.get("text_config") or whole
     if not isinstance(config, dict):
-        raise ValueError("it, or its text_config, is no object")
+        raise CheckpointError(f"{directory / CONFIG}: its text_config is a {type(config).__name__}, expected an object")
     return whole, config
 
 
@@ -251,8 +249,10 @@ def _largest(value: Any, name: str) -> int:
     """A number of a configuration; the largest of those by block (Gemma 3n) or by stage (SegFormer, PVT)."""
     try:
         return max(map(int, value)) if isinstance(value, list) else int(value)
-    except (TypeError, OverflowError):
-        raise ValueError(f"{name} is {value!r:.60}, expected a number, or one for each block") from None
+    except (TypeError, ValueError, OverflowError):
+        raise CheckpointError(
+            f"config.json: {name} is {value!r:.60}, expected a number, or one for each block"
+        ) from None
 
 
 WALK_BYTES = 4

@@ -19,7 +19,7 @@ from coordinator.memory.need import needed_by_plan
 from coordinator.memory.weights import dimensions_of, weights_of
 from coordinator.planning.frozen_seconds import with_frozen
 from coordinator.problem.problem import Problem
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.memory.rank import RankLayout, exchanged_bytes, logits_bytes, reduced_bytes
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import UnitMemory, memory_of_units
@@ -68,7 +68,7 @@ def model_of(directory: Path) -> ModelFigures:
     """The initial model's figures. Raises `ConfigurationError`."""
     try:
         return model_figures(directory)
-    except (OSError, ValueError) as error:
+    except InputError as error:
         raise ConfigurationError(f"the initial model {directory} cannot be read: {error}") from None
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.preflight.row import Row, warning
+from facility.exchange.checkpoints.model_files import stated
 
 
 def check_chat_template(model: Path, datasets: Mapping[str, Mapping[str, Any]]) -> list[Row]:
@@ -32,8 +32,4 @@ def carries_template(model: Path) -> bool:
     """Whether a model's tokenizer has a chat template, in a file of its own or in tokenizer_config.json."""
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
-    try:
-        found = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and bool(found.get("chat_template"))
+    return bool(stated(model, "tokenizer_config.json").get("chat_template"))

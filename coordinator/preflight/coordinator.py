@@ -136,13 +136,6 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             f"the model is damaged: {error}",
             "fetch or convert it again: bash coordinator/setup.sh --model NAME",
         ), None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return fail(
-            ME,
-            "model",
-            f"{path / 'config.json'} cannot be read: {error}",
-            "fetch or convert it again: bash coordinator/setup.sh --model NAME",
-        ), None
     return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
 
 

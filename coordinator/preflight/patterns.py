@@ -7,7 +7,7 @@ from coordinator.memory.figures import ModelFigures, in_update, model_figures
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.checkpoints.checkpoint import FLOATS
 from facility.exchange.checkpoints.patterns import matches
-from facility.exchange.errors import CrossFedError
+from facility.exchange.errors import InputError
 
 ME = "coordinator"
 CHECK = "patterns"
@@ -24,7 +24,7 @@ def check_patterns(federation: Federation) -> list[Row]:
         return []
     try:
         figures = model_figures(federation.path(federation.model))
-    except (CrossFedError, OSError, ValueError):
+    except InputError:
         return []
     averaged = _averaged(federation, figures)
     names = [*figures.shapes, *(name for name in averaged if name not in figures.shapes)]

@@ -21,17 +21,14 @@ from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
-from facility.exchange.checkpoints.adapters import CONFIG, class_in, loaded_as
+from facility.exchange.checkpoints.adapters import CONFIG, class_in, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
 from facility.exchange.messages.manifest import read_manifest, sha256_of, verify_manifest
-from facility.exchange.messages.strict_json import read_json
 
 CARD = "README.md"
-MOST_BYTES = 8 << 20
-"""Of an adapter_config.json."""
 PRIVATE = ("versions", "devices", "reason", "note", "unasked")
 """Keys of a facility's row that an unnamed facility keeps to itself."""
 TOLD = {"drift": "reason", "scores": "problem"}
@@ -101,7 +98,7 @@ def name_the_base(model: Path, base: str) -> dict[str, str]:
     file = model / CONFIG
     if not file.is_file():
         return {}
-    told = read_json(file, most_bytes=MOST_BYTES)
+    told = read_adapter_config(model)
     if not (told.get("task_type") or told.get("auto_mapping")):
         told |= loaded_as(class_in(model))
     write_json(file, told | {"base_model_name_or_path": base})

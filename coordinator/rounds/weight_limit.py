@@ -6,12 +6,13 @@ larger claim is a mistake or an attempt to outweigh the others.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config.settings import CoordinatorSettings
+from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.model_files import stated
 from facility.exchange.messages.report import Report
 
 
@@ -49,14 +50,10 @@ def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -
 
 
 def longest_sequence(model: Path) -> int:
-    """Positions that the model has, by its config.json; 0 where that does not say."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        config = config.get("text_config") or config
-        said = next((config[name] for name in ("max_position_embeddings", "n_positions") if config.get(name)), 0)
-        return max(0, int(said))
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-        return 0
+    """Tokens of the longest sequence that the model takes, by its config.json; 0 where that does not say."""
+    config = stated(model)
+    part = config.get("text_config") or config
+    return most_positions(part) if isinstance(part, dict) else 0
 
 
 @dataclass(frozen=True, kw_only=True)

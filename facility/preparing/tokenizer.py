@@ -10,6 +10,7 @@ from typing import Any
 from facility.dataset import DatasetError
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.messages.manifest import sha256_of
 
@@ -125,11 +126,4 @@ def vocabulary_size(model: Path) -> int | None:
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
-    path = directory / "config.json"
-    if not path.is_file():
-        return {}
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DatasetError(f"{path} cannot be read: {error}") from None
-    return raw if isinstance(raw, dict) else {}
+    return read_model_file(directory) if (directory / "config.json").is_file() else {}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CrossFedError
+from facility.exchange.checkpoints.model_files import MOST_BYTES, stated
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.strict_json import read_json
 
@@ -19,8 +19,6 @@ MAGNITUDE = ".lora_magnitude_vector"
 CONFIG = "adapter_config.json"
 TASK_TYPES = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 """End of a model class's name -> what peft calls its task."""
-MOST_BYTES = 8 << 20
-"""Of a config.json."""
 
 HEADS = ("classifier", "score")
 """Heads of classifiers: peft saves them with an adapter."""
@@ -81,11 +79,13 @@ def loaded_as(model_class: str) -> dict[str, Any]:
 
 def class_in(model: Path) -> str:
     """The class that a checkpoint's config.json names first; '' where there is none."""
-    try:
-        named = read_json(model / "config.json", most_bytes=MOST_BYTES).get("architectures")
-    except (CrossFedError, OSError):
-        return ""
+    named = stated(model).get("architectures")
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """What the adapter_config.json of a facility, or of a publisher, says. Raises `ManifestError`."""
+    return read_json(directory / CONFIG, most_bytes=MOST_BYTES)
 
 
 def write_adapter_config(

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Container
 from pathlib import Path
 
+from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.files.links import copy_tree
 
 EXECUTABLE = (
@@ -68,7 +69,7 @@ def state_dtype(directory: Path, dtype: str) -> None:
     file = directory / "config.json"
     if not file.is_file():
         return
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_model_file(directory)
     config["dtype"] = dtype
     config.pop("torch_dtype", None)
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.errors import InputError
 
 FILE = "preprocessor_config.json"
-MOST_BYTES = 1 << 20
 MEANING = (
     "do_resize",
     "size",
@@ -64,18 +64,7 @@ def image_processor_digest(directory: Path) -> str | None:
 
 def read_processor(directory: Path) -> dict[str, Any] | None:
     """What the file says; None where there is none. Raises `InputError` for a damaged file."""
-    path = Path(directory) / FILE
-    if not path.is_file():
-        return None
-    if path.stat().st_size > MOST_BYTES:
-        raise InputError(f"{path} has {path.stat().st_size} bytes, expected an image processor's file of a few hundred")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} cannot be read: {error}; copy it again from where the model came from") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path} holds {type(raw).__name__}, expected an object; copy it again")
-    return raw
+    return read_model_file(directory, FILE) if (Path(directory) / FILE).is_file() else None
 
 
 def normalisation(raw: dict[str, Any], *, channels: int, where: str) -> Normalisation:

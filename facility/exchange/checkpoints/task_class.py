@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CheckpointError, first_line, named_line
+from facility.exchange.checkpoints.model_files import read_model_file
+from facility.exchange.errors import CheckpointError, named_line
 from facility.exchange.task_words import Task
 
 CAUSAL = "AutoModelForCausalLM"
@@ -64,10 +64,7 @@ def check_attention(directory: Path) -> None:
     file = Path(directory) / "config.json"
     if not file.is_file():
         return
-    try:
-        parts = [json.loads(file.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} cannot be read: {first_line(error)}") from None
+    parts: list[Any] = [read_model_file(directory)]
     while parts:
         part = parts.pop()
         for key, value in part.items() if isinstance(part, dict) else ():

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import InputError
+from facility.exchange.json_values import parse_values
 from facility.exchange.messages.manifest import sha256_of
 
 WHOLE = "tokenizer.json"
@@ -43,12 +44,12 @@ def differ(one: str | None, other: str | None) -> bool:
 
 def _meaning(path: Path) -> bytes:
     try:
-        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = parse_values(path.read_text(encoding="utf-8"))
         model = raw["model"]
         ids = {**_vocabulary(model["vocab"]), **{t["content"]: t["id"] for t in raw.get("added_tokens") or []}}
         merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
         scores = [entry[1] for entry in model["vocab"]] if isinstance(model["vocab"], list) else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise InputError(
             f"{path} is not a tokenizer: {error!r}; copy it again from where the model came from"
         ) from None
