@@ -24,9 +24,9 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.json_text import no_duplicates, parse_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.messages.strict_json import no_duplicates
 from facility.exchange.validation import parse
 
 log = logging.getLogger("coordinator.aggregate")
@@ -110,11 +110,11 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 def _plain_json(path: Path, overrides: Mapping[str, str]) -> AggregationSettings | None:
     """The settings in a JSON file; None where YAML's reader has to look into it, or to say what is wrong."""
     try:
-        found = json.loads(Path(path).read_bytes(), object_pairs_hook=no_duplicates)
+        found = parse_values(Path(path).read_bytes(), object_pairs_hook=no_duplicates)
         if not isinstance(found, dict) or "facilities" in found:
             return None
         return parse(AggregationSettings, {**found.get("aggregation", found), **overrides})
-    except (ValueError, TypeError, OSError, RecursionError, ConfigurationError):
+    except (ValueError, TypeError, OSError, ConfigurationError):
         return None
 
 

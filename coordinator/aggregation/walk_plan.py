@@ -26,6 +26,7 @@ from statistics import median
 
 from coordinator.aggregation.updates import Update
 from facility.exchange.errors import CheckpointError
+from facility.exchange.json_text import parse_values
 from facility.exchange.messages.drift import DriftReport, drift_of
 
 WEIGHTS = "weights"
@@ -69,7 +70,7 @@ class WalkPlan:
 def weights_in(metadata: Mapping[str, str]) -> dict[str, float]:
     """The members' weights that the coordinator keeps with the mean. Raises `CheckpointError`."""
     try:
-        found = json.loads(metadata.get(WEIGHTS, "{}"))
+        found = parse_values(metadata.get(WEIGHTS, "{}"))
         return {str(name): float(weight) for name, weight in found.items()}
     except (ValueError, TypeError, AttributeError):
         raise CheckpointError(f"the mean walk's {WEIGHTS} are not a number by facility") from None

@@ -6,7 +6,6 @@ that was cut short lacks heads that signed models carried to the facilities.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
+from facility.exchange.json_text import object_in
 from facility.exchange.messages.audit_compare import head_of
 
 log = logging.getLogger(__name__)
@@ -47,18 +47,9 @@ def heads_of(archive: Path, facility: str) -> list[str]:
     """
     log = Path(archive) / NAME
     head_of(log)
-    found = [entry for line in log.read_bytes().split(b"\n") if (entry := _entry(line)).get("facility_head")]
+    found = [entry for line in log.read_bytes().split(b"\n") if (entry := object_in(line) or {}).get("facility_head")]
     heads = [str(entry["facility_head"]) for entry in found if entry.get("facility") == facility]
     if not heads:
         known = ", ".join(sorted({str(entry.get("facility")) for entry in found})) or "no facility"
         raise InputError(f"{log} holds heads of the logs of {known}, none of {facility!r}: there is nothing to compare")
     return heads
-
-
-def _entry(line: bytes) -> dict[str, Any]:
-    """A line of a sound log; {} for one that was cut off while it was written, of which the next one tells."""
-    try:
-        found = json.loads(line)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.files.durable import append_lines
+from facility.exchange.json_text import parse_values
 
 FILE = "events.jsonl"
 KINDS: Mapping[str, str] = {
@@ -167,7 +168,7 @@ def waited_by_facility(entries: Iterable[Entry]) -> dict[str, float]:
 
 def _entry(line: str) -> Entry | None:
     try:
-        raw = json.loads(line)
+        raw = parse_values(line)
         raw.pop("time", None)
         found = Entry(
             time=float(raw.pop("unix")),
@@ -177,7 +178,7 @@ def _entry(line: str) -> Entry | None:
             detail=raw,
         )
         return found if math.isfinite(found.time) else None
-    except (ValueError, KeyError, TypeError, AttributeError, AssertionError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         return None
 
 

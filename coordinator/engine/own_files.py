@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
+
+from facility.exchange.json_text import object_in
 
 HEAD = "# Rendered by `crossfed render` from federation.yml: edit that file and render again.\n"
 LOGIN_SUFFIX = "-login.sh"
@@ -37,7 +38,7 @@ def _rendered(path: Path) -> bool:
 def _federated(path: Path) -> dict[str, object]:
     """The values of a JSON file that names a federation; none of any other."""
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        values = object_in(path.read_bytes()) or {}
+    except OSError:
         return {}
-    return values if isinstance(values, dict) and "federation" in values else {}
+    return values if "federation" in values else {}

@@ -9,7 +9,6 @@ states, reasons and details are one printable line.
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from coordinator.schedulers.partition import Partition, Wish
+from facility.exchange.json_text import parse_values
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.strict_json import clean, printable
 
@@ -100,8 +100,8 @@ def read_answer(text: str) -> Any:
     start, end = text.find("{"), text.rfind("}")
     for part in (text, text[start : end + 1]):
         try:
-            return json.loads(part, strict=False)
-        except (ValueError, RecursionError):
+            return parse_values(part, strict=False)
+        except ValueError:
             continue
     return None
 

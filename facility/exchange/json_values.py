@@ -1,29 +1,22 @@
-"""JSON of a person or a library, as plain values: problems, profiles, descriptions of federations, models' files.
-
-Messages between institutions are read by `facility.exchange.messages.strict_json`, which bounds what it accepts.
-"""
+"""A JSON file of a person or a library, as plain values: problems, profiles, settings, descriptions of federations."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_text import parse_values
 
 
-def parse_values(text: str | bytes) -> Any:
-    """As `json.loads`, whose `RecursionError` for deep nesting is a `ValueError` here, like every other refusal."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("lists or mappings are nested too deep") from None
-
-
-def read_values(path: Path) -> Any:
+def read_values(path: Path, *, most_bytes: int | None = None) -> Any:
     """The value in the file. Raises `ConfigurationError`, which quotes nothing of a file that is not JSON."""
     try:
-        return parse_values(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = file.read(-1 if most_bytes is None else most_bytes + 1)
+        if most_bytes is not None and len(content) > most_bytes:
+            raise ValueError(f"it is larger than {most_bytes} bytes")
+        return parse_values(content.decode())
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:

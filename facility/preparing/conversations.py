@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from facility.dataset import DatasetError
+from facility.exchange.json_text import parse_values
 
 Message = dict[str, Any]
 ROLES = {
@@ -355,8 +356,8 @@ def _plain(value: Any, name: str, place: str) -> Any:
 
 def _parsed(text: str, name: str, place: str) -> Any:
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
+        return parse_values(text)
+    except ValueError as error:
         raise DatasetError(f"{place}: {name} {text!r:.60} is not valid JSON ({error})") from None
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError
+from facility.exchange.json_text import parse_values
 
 
 def label_names(metadata: Mapping[bytes, bytes], label_field: str) -> list[str]:
     """Names of the classes, where `datasets` wrote them into the file; none: labels are taken as they are."""
     try:
-        features = json.loads(metadata.get(b"huggingface", b"{}"))["info"]["features"]
+        features = parse_values(metadata.get(b"huggingface", b"{}"))["info"]["features"]
         names = features[label_field]["names"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError):
         return []
     return [str(name) for name in names] if isinstance(names, list) and all(isinstance(n, str) for n in names) else []
 

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from facility.dataset import DatasetError
 from facility.exchange.files.durable import new_file
+from facility.exchange.json_text import parse_values
 from facility.preparing.near_duplicates import NUMBERS
 
 FORMAT = "crossfed signatures 1"
@@ -121,13 +122,13 @@ def read_signatures(path: Path, key: bytes) -> numpy.ndarray:
             size = struct.unpack("<Q", file.read(8))[0]
             if size > MOST_HEADER:
                 raise ValueError(f"a header of {size} bytes")
-            header = json.loads(file.read(size))
+            header = parse_values(file.read(size))
         metadata, (documents, numbers) = header["__metadata__"], header["signatures"]["shape"]
         if metadata["format"] != FORMAT or numbers != NUMBERS or type(documents) is not int or documents < 0:
             raise ValueError("another format")
         if os.path.getsize(path) != 8 + size + 4 * documents * NUMBERS:
             raise ValueError("another length than its header says")
-    except (OSError, ValueError, KeyError, TypeError, struct.error, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
         raise DatasetError(f"{path} is not a file of `prepare --share-signatures`: {error}") from None
     if metadata.get("salt") != check_of(key):
         raise DatasetError(f"{path} was made with another salt: nothing in it could match; agree on one salt")

@@ -9,7 +9,6 @@ import bz2
 import dataclasses
 import gzip
 import io
-import json
 import logging
 import lzma
 import re
@@ -23,6 +22,7 @@ from typing import IO, Any, BinaryIO, Literal
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
 from facility.exchange.hub import hub
+from facility.exchange.json_text import parse_values
 from facility.preparing.conversations import (
     SURROGATE,
     check_depth,
@@ -311,10 +311,10 @@ def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = parse_values(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise DatasetError(f"{path}:{number}: not UTF-8 text: {error}; convert the file first") from None
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise DatasetError(f"{path}:{number}: not valid JSON ({error}); expected one object per line") from None
         yield _document(record, fields, f"{path}:{number}", done)
 

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
     ("content", "why"),
     [
         (b"[" * 100_000, "nested too deep"),
-        (b"[4]", "it holds a list, expected an object"),
+        (b"[4]", "holds a list, expected an object"),
         (b"{", "Expecting property name"),
-        (b'{"a": "\xff"}', "utf-8"),
-        (b" " * MOST_BYTES + b"{}", f"more than {MOST_BYTES} bytes"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b" " * MOST_BYTES + b"{}", f"larger than {MOST_BYTES} bytes"),
         (None, "No such file"),
     ],
     ids=["deep", "list", "cut", "latin-1", "large", "missing"],
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_what_is_not_a_models_file_is_one_error_that_names_it(tmp_path: Path, content: bytes | None, why: str):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=rf"config\.json cannot be read: .*{why}.*copy it again"):
+    with pytest.raises(CheckpointError, match=rf"config\.json.*{why}.*copy it again"):
         read_model_file(tmp_path)
     assert stated(tmp_path) == {}
 

@@ -255,5 +255,5 @@ def test_planning_needs_no_torch():
 def test_json_that_is_nested_without_end_is_one_error(tmp_path, read):
     deep = tmp_path / "deep.json"
     deep.write_text("[" * 100_000)
-    with pytest.raises(ConfigurationError, match="cannot be read as JSON: maximum recursion depth"):
+    with pytest.raises(ConfigurationError, match="cannot be read as JSON: lists or mappings are nested too deep"):
         read(deep)

@@ -8,7 +8,6 @@ Format: https://huggingface.co/docs/safetensors (8-byte little-endian header len
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import as_umask_allows, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
+from facility.exchange.json_text import no_duplicates, parse_values
 
 if TYPE_CHECKING:
     import torch
@@ -180,7 +180,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     try:
         header = _parsed(raw)
-    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointError(f"{file} has a header that is not valid JSON: {str(error):.200}") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file} has a header that is not an object")
@@ -205,14 +205,7 @@ def read_header(file: Path) -> tuple[dict[str, TensorEntry], dict[str, str]]:
 def _parsed(raw: bytes) -> Any:
     if (values := raw.count(b"{") + raw.count(b"[") + raw.count(b",")) > MOST_VALUES:
         raise ValueError(f"it holds some {values} values, expected at most {MOST_VALUES}")
-    return json.loads(raw.decode(), object_pairs_hook=_no_duplicates)  # of bytes, json would take UTF-16 as well
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    return result
+    return parse_values(raw.decode(), object_pairs_hook=no_duplicates)  # of bytes, json would take UTF-16 as well
 
 
 def _entry(file: Path, name: str, value: Any, begin: int, size: int) -> TensorEntry:
@@ -261,7 +254,7 @@ def open_checkpoint(directory: Path) -> Checkpoint:
             names = sorted(set(weight_map.values()))
         except CheckpointError:
             raise
-        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{directory / INDEX} is malformed: {error!r}") from None
     elif single := next((name for name in (SINGLE, ADAPTER) if (directory / name).exists()), None):
         weight_map, names = None, [single]

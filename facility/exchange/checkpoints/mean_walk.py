@@ -20,6 +20,7 @@ import numpy as np
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import CheckpointError
+from facility.exchange.json_text import parse_values
 
 FOLDER = "mean_walk"
 DTYPE = "F8_E4M3"
@@ -80,8 +81,8 @@ def open_mean_walk(directory: Path) -> tuple[Checkpoint, dict[str, int]]:
     if odd := next((entry for entry in checkpoint.tensors.values() if entry.dtype != DTYPE), None):
         raise CheckpointError(f"{checkpoint.directory}: {odd.name!r:.80} is {odd.dtype}, expected {DTYPE}")
     try:
-        found = json.loads(checkpoint.metadata.get(ROUNDS, "{}"))
-    except (ValueError, RecursionError):
+        found = parse_values(checkpoint.metadata.get(ROUNDS, "{}"))
+    except ValueError:
         found = None
     if (
         not isinstance(found, dict)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import CheckpointError
-from facility.exchange.json_values import parse_values
+from facility.exchange.errors import CheckpointError, ConfigurationError
+from facility.exchange.json_values import read_values
 
 CONFIG = "config.json"
 MOST_BYTES = 8 << 20
@@ -20,15 +20,11 @@ def read_model_file(directory: Path, name: str = CONFIG) -> dict[str, Any]:
     """
     file = Path(directory) / name
     try:
-        with open(file, "rb") as opened:
-            content = opened.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
-        found = parse_values(content.decode())
-        if not isinstance(found, dict):
-            raise ValueError(f"it holds a {type(found).__name__}, expected an object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}; copy it again from where the model came from") from None
+        found = read_values(file, most_bytes=MOST_BYTES)
+    except ConfigurationError as error:
+        raise CheckpointError(f"{file} {error.message}; copy it again from where the model came from") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds a {type(found).__name__}, expected an object; copy it again")
     return found
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import InputError
-from facility.exchange.json_values import parse_values
+from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 
 WHOLE = "tokenizer.json"

@@ -21,6 +21,7 @@ from typing import Any
 
 from facility.exchange.files.durable import write_all
 from facility.exchange.files.locks import take_lock
+from facility.exchange.json_text import object_in
 
 HEAD = "audit"
 """In a manifest's `extra`: head of its maker's log when it was made."""
@@ -95,7 +96,7 @@ def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
                 return Verdict(lines=number - 1, head=previous, broken=number, reason=torn)
             torn = ""
             if reason := _reason(raw, number, previous):
-                if not _unreadable(raw):
+                if _whole(raw) is not None:
                     return Verdict(lines=number, head=previous, broken=number + 1, reason=reason)
                 torn = reason  # a line that was cut off is followed by one that says so
             previous = digest_of(raw.rstrip(b"\n"))
@@ -112,9 +113,8 @@ def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
 
 def _reason(raw: bytes, number: int, previous: str, what: str = "") -> str:
     """Why this line is not the next of the chain, or ''."""
-    if _unreadable(raw):
+    if (entry := _whole(raw)) is None:
         return "it is cut off or not a JSON object"
-    entry = json.loads(raw)
     if entry.get("number") != number:
         return f"it says that it is number {entry.get('number')!r:.20}, expected {number}"
     if entry.get("previous") != previous:
@@ -124,13 +124,9 @@ def _reason(raw: bytes, number: int, previous: str, what: str = "") -> str:
     return ""
 
 
-def _unreadable(raw: bytes) -> bool:
-    if not raw.endswith(b"\n"):
-        return True
-    try:
-        return not isinstance(json.loads(raw), dict)
-    except (ValueError, RecursionError):
-        return True
+def _whole(raw: bytes) -> dict[str, Any] | None:
+    """The entry in a line that ends as one; None where it is cut off, or no object."""
+    return object_in(raw) if raw.endswith(b"\n") else None
 
 
 def _lines(file: Any) -> Iterator[bytes]:
@@ -171,8 +167,8 @@ def _last(file: int) -> tuple[bytes, bool, int]:
 def _number(line: bytes) -> int:
     """Number of a line, or -1 where it has none."""
     try:
-        return int(json.loads(line)["number"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return int((object_in(line) or {})["number"])
+    except (ValueError, KeyError, TypeError):
         return -1
 
 

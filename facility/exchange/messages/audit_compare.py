@@ -8,13 +8,13 @@ heads by a way that does not lead through the log's owner see whether they were 
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.audit_log import Verdict, digest_of, verify
+from facility.exchange.json_text import object_in
 from facility.exchange.messages.strict_json import clean
 
 HEAD = re.compile(r"(?:([1-9]\d{0,14}):)?([0-9a-fA-F]{64})")
@@ -114,19 +114,10 @@ def _of_seen(file: Path, mine: list[bytes], other: Path, seen: dict[str, dict[st
 
 def _seen_in(lines: list[bytes]) -> dict[str, dict[str, Any]]:
     """Entries of a gate's log by the head of the coordinator's log that they hold."""
-    entries = (_entry(line) for line in lines)
+    entries = (object_in(line) or {} for line in lines)
     return {str(entry[SEEN]).lower(): entry for entry in entries if entry.get(SEEN)}
 
 
-def _entry(line: bytes) -> dict[str, Any]:
-    """A line of a sound log; {} for one that was cut off while it was written."""
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _told(line: bytes) -> str:
-    entry = _entry(line)
+    entry = object_in(line) or {}
     return clean(f"{entry.get('what')} of {entry.get('time')}", 100)

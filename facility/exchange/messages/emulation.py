@@ -10,13 +10,13 @@ and before every backward of every stage, with a probability, sleep for a number
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_values import read_values
 from facility.exchange.scheduling.draws import uniform
 from facility.exchange.validation import NonNegative, Positive, ShareOrNone, check_format, validated
 
@@ -89,7 +89,7 @@ class Emulation(Stalls):
 def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
     """Read `{"format": 1, "workers": {"0": [[second, factor], ...]}}`. Raises `ConfigurationError`."""
     try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+        raw = read_values(path)
         check_format(raw, FORMAT, file=path)
         if not isinstance(raw, dict) or set(raw) != {"format", "workers"} or raw["format"] != FORMAT:
             raise ConfigurationError(f'expected {{"format": {FORMAT}, "workers": {{...}}}}', file=path)
@@ -100,6 +100,6 @@ def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
         Emulation(trace=trace)
     except ConfigurationError as error:
         raise ConfigurationError(error.message, file=path) from None
-    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigurationError(f"cannot be read as a trace of speeds: {error}", file=path) from None
     return trace

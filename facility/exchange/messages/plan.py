@@ -10,7 +10,6 @@ schedules do (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from dataclasses import field
@@ -19,6 +18,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_values import read_values
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.validation import check_format, parse, validated
@@ -273,14 +273,7 @@ def read_plan(path: Path) -> Plan:
 
     Settings name the file, and what is said of it leaves the facility.
     """
-    try:
-        raw = json.loads(Path(path).read_text(encoding="utf-8"))
-    except UnicodeDecodeError:
-        raise ConfigurationError("is no plan, expected JSON in UTF-8", file=path) from None
-    except OSError as error:
-        raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"cannot be read as JSON: {error}", file=path) from None
+    raw = read_values(path)
     if not isinstance(raw, dict) or not set(OF_EVERY_PLAN) <= set(raw):
         raise ConfigurationError(
             f"is no plan, expected a mapping with {', '.join(OF_EVERY_PLAN)} as `crossfed plan` writes it", file=path

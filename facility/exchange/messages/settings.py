@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,6 +10,7 @@ from annotated_types import Ge, Lt
 
 from facility.exchange.delta_codecs import CODECS, FULL, Encoding, declared_codec
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_values import read_values
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
@@ -356,16 +356,7 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
 
     Raises `ConfigurationError`.
     """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        raw = json.loads(content.decode()) if len(content) <= MOST_BYTES else None
-    except RecursionError:
-        raise ConfigurationError("cannot be read: it is nested too deep", file=path) from None
-    except (OSError, ValueError) as error:
-        raise ConfigurationError(f"cannot be read: {error}", file=path) from None
-    if len(content) > MOST_BYTES:
-        raise ConfigurationError(f"cannot be read: it is larger than {MOST_BYTES} bytes", file=path)
+    raw = read_values(path, most_bytes=MOST_BYTES)
     check_format(raw, newest, file=path, update=advice)
     return parse(kind, raw, file=path, update=advice)
 

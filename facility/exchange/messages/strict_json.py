@@ -6,7 +6,6 @@ file contains; no part of a message is longer than a line or contains a control 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from facility.exchange.errors import ManifestError
+from facility.exchange.json_text import no_duplicates, parse_values
 
 DEPTH = 12
 """Lists and mappings inside one another."""
@@ -52,15 +52,13 @@ def parse_json(text: str, *, where: Path | str, bounded: bool = True) -> dict[st
     """
     path = where
     try:
-        value = json.loads(
+        value = parse_values(
             text,
             parse_int=_whole,
             parse_float=_real,
             parse_constant=_no_constant,
             object_pairs_hook=no_duplicates,
         )
-    except RecursionError:
-        raise ManifestError(f"{path} is malformed: lists or mappings are nested too deep") from None
     except ValueError as error:
         raise ManifestError(f"{path} cannot be read, it is malformed: {clean(str(error), 200)}") from None
     if not isinstance(value, dict):
@@ -244,14 +242,6 @@ def _real(text: str) -> float:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is not a number in JSON")
-
-
-def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `object_pairs_hook`: raises `ValueError` where a key is repeated."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice in one mapping")
-    return result
 
 
 def _bounded(value: Any, path: Path | str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
+from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.labels import label_names, named
 from facility.preparing.sources import spelled, unicode_text
@@ -207,9 +207,9 @@ def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 return
             for number, line in enumerate(lines, start=1):
                 if line.strip():
-                    raw = json.loads(line)
+                    raw = parse_values(line)
                     yield f"{file}:{number}", raw if isinstance(raw, dict) else {}
-    except (OSError, ValueError, csv.Error, RecursionError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise DatasetError(f"{file} cannot be read: {error}") from None
 
 
