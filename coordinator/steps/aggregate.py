@@ -28,9 +28,9 @@ from coordinator.steps.final import close_final
 from coordinator.steps.following import ends_anew
 from coordinator.steps.incomplete import ask_again, number_of_attempt, remember_failed, too_few, wait_for_late
 from coordinator.steps.next_round import NextRound
+from coordinator.steps.options import step_parser
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.logs import add_log_options
 from facility.exchange.messages.strict_json import clean
 
 log = logging.getLogger("coordinator.steps.aggregate")
@@ -70,25 +70,15 @@ def close_round(
                 return NextRound(model, number, proceed=True)
 
 
-def arguments_of(program: str, text: str) -> argparse.ArgumentParser:
+def arguments_of(step: str, text: str | None) -> argparse.ArgumentParser:
     """The options of the steps that close a round."""
-    parser = argparse.ArgumentParser(prog=program, description=text)
-    parser.add_argument(
-        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
-    )
-    parser.add_argument(
-        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
-    )
-    parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
-    parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
+    parser = step_parser(step, text, "archive", "model", "round", "updates")
     parser.add_argument("--scores", type=Path, help="the coordinator's own evaluation of the model, JSON")
-    parser.add_argument("--updates", type=Path, nargs="*", default=[], help="directories from the receive steps")
-    add_log_options(parser)
     return parser
 
 
 def main() -> int:
-    return run_step(arguments_of("python -m coordinator.steps.aggregate", __doc__ or "").parse_args(), close_round)
+    return run_step(arguments_of("aggregate", __doc__).parse_args(), close_round)
 
 
 def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> int:

@@ -11,7 +11,7 @@ from facility.exchange.errors import exit_on_error
 
 
 def main() -> int:
-    parser = arguments_of("python -m coordinator.steps.aggregate_masked", __doc__ or "")
+    parser = arguments_of("aggregate_masked", __doc__)
     parser.add_argument("--request", type=Path, required=True, help="what the facilities were asked for")
     parser.add_argument("--answers", type=Path, nargs="*", default=[], help="directories from the steps `unmask`")
     arguments = parser.parse_args()

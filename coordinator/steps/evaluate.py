@@ -6,7 +6,6 @@ inside the loop would hang the engine.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import subprocess
@@ -18,9 +17,9 @@ from typing import Any
 
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit
+from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import read_manifest
 
 
@@ -46,13 +45,8 @@ def start(command: Sequence[str]) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.evaluate", description=__doc__)
-    add = parser.add_argument
-    add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
-    add("--model", type=Path, required=True, help="the global model that the round starts from")
-    add("--round", type=int, required=True, help="number of the round, from 0")
-    add("--out", type=Path, required=True, help="file to write, JSON")
-    add_log_options(parser)
+    parser = step_parser("evaluate", __doc__, "model", "round")
+    parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
     arguments = parser.parse_args()
     found = scores(arguments.model, arguments.round, read_coordinator_settings(arguments.federation))
     if problem := found.get("problem"):

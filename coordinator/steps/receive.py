@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 import sys
@@ -33,6 +32,7 @@ from coordinator.steps.answers import (
     check_run,
 )
 from coordinator.steps.expectation import Earlier, Expected
+from coordinator.steps.options import step_parser
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
@@ -42,7 +42,6 @@ from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import refuses_writes
 from facility.exchange.files.sweep import remove_transferred
-from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import (
     NAME,
@@ -245,19 +244,12 @@ def expected_of(settings: CoordinatorSettings, facility: str, round: int, model:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.receive", description=__doc__)
-    parser.add_argument(
-        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
-    )
-    parser.add_argument("--model", type=Path, required=True, help="global model that the round started from")
-    parser.add_argument("--round", type=int, required=True, help="number of the round, from 0")
-    parser.add_argument("--facility", required=True, help="name of the facility the update must come from")
+    parser = step_parser("receive", __doc__, "model", "round", "facility")
     parser.add_argument("--update", type=Path, help="the update's directory; leave out when the facility left none")
     parser.add_argument("--archive", help="where late updates find the model that they started from")
     parser.add_argument(
         "--out", type=Path, required=True, help="directory to make: the sound update, or failure.json alone"
     )
-    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     decoded = arguments.out.with_name(f".{arguments.out.name}.decoded")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import sys
@@ -18,24 +17,17 @@ from coordinator.events.event import emit
 from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
+from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error, first_line
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.logs import add_log_options
 
 log = logging.getLogger("coordinator.steps.report")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.report", description=__doc__)
-    parser.add_argument(
-        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
-    )
-    parser.add_argument(
-        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
-    )
+    parser = step_parser("report", __doc__, "archive")
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
-    add_log_options(parser)
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 from pathlib import Path
@@ -11,26 +10,20 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.masking.pending import Pending
 from coordinator.masking.rosters import make_roster
+from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
-from facility.exchange.logs import add_log_options
 from facility.exchange.masking.unmasking import ROSTER
 
 log = logging.getLogger("coordinator.steps.roster")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.roster", description=__doc__)
-    add = parser.add_argument
-    add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
-    add("--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout")
-    add("--model", type=Path, required=True, help="global model that the round starts from")
-    add("--round", type=int, required=True, help="number of the round, from 0")
-    add("--keys", type=Path, nargs="*", default=[], help="directories from the steps `keys`")
-    add("--out", type=Path, required=True, help="directory to make")
-    add_log_options(parser)
+    parser = step_parser("roster", __doc__, "archive", "model", "round")
+    parser.add_argument("--keys", type=Path, nargs="*", default=[], help="directories from the steps `keys`")
+    parser.add_argument("--out", type=Path, required=True, help="directory to make")
     arguments = parser.parse_args()
     settings, archive = read_coordinator_settings(arguments.federation), Archive(resolve(arguments.archive))
     pending = Pending(archive=archive, round=arguments.round)

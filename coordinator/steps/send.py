@@ -8,7 +8,6 @@ says why.
 
 from __future__ import annotations
 
-import argparse
 import logging
 import shutil
 import sys
@@ -21,6 +20,7 @@ from coordinator.aggregation.state import belong_to, draw_near
 from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings, read_coordinator_settings
 from coordinator.rounds.order import order_or_tell
+from coordinator.steps.options import step_parser
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import MOMENTS
 from facility.exchange.checkpoints.delta import encode_model
@@ -28,7 +28,6 @@ from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
-from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, read_manifest
 
 log = logging.getLogger("coordinator.steps.send")
@@ -159,15 +158,8 @@ def _unlike(model: Path, reference: Path) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.send", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`")
-    add("--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout")
-    add("--model", type=Path, required=True, help="the global model of the round")
-    add("--round", type=int, required=True, help="number of the round, from 0")
-    add("--facility", required=True, help="name of the facility that it is for")
-    add("--out", type=Path, required=True, help="directory to make")
-    add_log_options(parser)
+    parser = step_parser("send", __doc__.split("\n\n")[0], "archive", "model", "round", "facility")
+    parser.add_argument("--out", type=Path, required=True, help="directory to make")
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import sys
 import time
@@ -30,10 +29,10 @@ from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.next_round import NextRound
+from coordinator.steps.options import step_parser
 from coordinator.steps.telling import tell_untold
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import verify_manifest
 
 log = logging.getLogger("coordinator.steps.start")
@@ -169,15 +168,8 @@ def way_back(archive: Archive, following: int) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m coordinator.steps.start", description=__doc__)
-    parser.add_argument(
-        "--federation", type=Path, required=True, help="coordinator.json, rendered by `crossfed render`"
-    )
-    parser.add_argument(
-        "--archive", required=True, help="archive directory; relative paths count from $CROSSFED_HOME or the checkout"
-    )
+    parser = step_parser("start", __doc__, "archive")
     parser.add_argument("--model", type=Path, required=True, help="initial Hugging Face checkpoint")
-    add_log_options(parser)
     arguments = parser.parse_args()
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)

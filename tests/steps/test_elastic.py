@@ -285,7 +285,7 @@ def test_a_round_that_is_asked_for_again_ends_later(tmp_path: Path, monkeypatch:
     link_tree(following, tmp_path / "given")  # as the step before handed it on
     given = ["--federation", described, "--archive", archive.path, "--model", tmp_path / "given", "--round", 1]
     failed = failure(tmp_path / "failed", "b", number=1)
-    arguments = arguments_of("aggregate", "").parse_args([*map(str, given), "--updates", str(failed)])
+    arguments = arguments_of("aggregate", None).parse_args([*map(str, given), "--updates", str(failed)])
     assert run_step(arguments, close_round) == 0
     assert archive.read_note("attempts")["count"] == 1, "it is asked for again"
     for handed_on in (tmp_path / "step" / "model", archive.model_for(1)):
