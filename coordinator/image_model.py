@@ -9,7 +9,6 @@ from typing import Any
 
 from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
-from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL
 from facility.exchange.errors import InputError
 
 SUFFIX = "ForImageClassification"
@@ -47,17 +46,15 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
 
 def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
     """The model, and whether its head is new. Raises `InputError`, `TryAgain`."""
-    import torch
     from transformers import AutoModelForImageClassification
 
-    names: dict[str, Any] = {}
-    if classes:
-        names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
-        names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
-        names["problem_type"] = ONE_OF_SEVERAL
-    torch.manual_seed(0)
     model, found = load_published(
-        AutoModelForImageClassification, source, kind="an image classifier", dtype=dtype, revision=revision, **names
+        AutoModelForImageClassification,
+        source,
+        kind="an image classifier",
+        dtype=dtype,
+        revision=revision,
+        classes=classes,
     )
     new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
     strange = [name for name in new if not (classes and any(part in HEAD for part in name.split(".")))]

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
-from facility.exchange.checkpoints.labels import other_problem
+from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line, named_line
 
 
 def load_published(
-    factory: Any, source: str, *, kind: str, dtype: str, revision: str, **options: Any
+    factory: Any, source: str, *, kind: str, dtype: str, revision: str, classes: Sequence[str] = ()
 ) -> tuple[Any, dict[str, Any]]:
     """The model of one of transformers' automatic classes, and what its loading reports.
 
-    `kind`: what it is expected to be, with its article, for the error. Raises `InputError` for a source that is none,
+    `kind`: what it is expected to be, with its article, for the error. `classes`: of a head that may be new, drawn
+    from a fixed seed; none: the model's own head. Raises `InputError` for a source that is none,
     `TryAgain` when the hub cannot be reached.
     """
     import torch
 
+    options: dict[str, Any] = {}
+    if classes:
+        options = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
+        options |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
+        options["problem_type"] = ONE_OF_SEVERAL
+    torch.manual_seed(0)
     try:
         model, found = factory.from_pretrained(
             source,

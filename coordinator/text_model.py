@@ -10,7 +10,6 @@ from typing import Any
 
 from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
-from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL
 from facility.exchange.errors import InputError
 
 log = logging.getLogger(__name__)
@@ -71,17 +70,10 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
     """The model, and whether its head is new. Raises `InputError`, `TryAgain`."""
-    import torch
     import transformers
 
-    names: dict[str, Any] = {}
-    if classes:
-        names = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
-        names |= {"label2id": {name: number for number, name in enumerate(classes)}, "ignore_mismatched_sizes": True}
-        names["problem_type"] = ONE_OF_SEVERAL
-    torch.manual_seed(0)
     factory = getattr(transformers, kind.factory)
-    model, found = load_published(factory, source, kind=kind.title, dtype=dtype, revision=revision, **names)
+    model, found = load_published(factory, source, kind=kind.title, dtype=dtype, revision=revision, classes=classes)
     new = sorted({*found["missing_keys"], *(str(item[0]) for item in found.get("mismatched_keys", ()))})
     advice = f"take a checkpoint of the whole {kind.title.partition(' ')[2]}"
     advice += ", or give --classes" if kind is CLASSIFIER and not classes else ""

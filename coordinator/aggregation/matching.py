@@ -79,7 +79,7 @@ def content_digest(entry: TensorEntry) -> bytes:
 
 
 def match_tensors(
-    base: Checkpoint, update: Checkpoint, facility: str, *, federated: Callable[[str], bool] = lambda name: True
+    base: Checkpoint, update: Checkpoint, facility: str, *, federated: Callable[[str], bool]
 ) -> dict[str, TensorEntry]:
     """The update's entry for every federated tensor of the base.
 

@@ -108,7 +108,7 @@ def _keep_changes(archive: Archive, to: int, undone: list[RoundFile]) -> None:
 def _set_updates_aside(archive: Archive, undone: list[RoundFile], aside: Path) -> None:
     """Updates that are kept to be compared and were of these rounds: no facility's last one that counted any more."""
     for name in sorted({row.facility for entry in undone for row in entry.facilities if row.status == "ok"}):
-        update = archive.path / COMPARED / f"{UPDATE_OF}{name}"
+        update = archive.compared / f"{UPDATE_OF}{name}"
         if update.is_dir():
             (aside / COMPARED).mkdir(exist_ok=True)
             update.rename(aside / COMPARED / update.name)

@@ -238,6 +238,11 @@ class Archive:
     def round_directory(self, number: int) -> Path:
         return self.path / f"round-{number:04d}"
 
+    @property
+    def compared(self) -> Path:
+        """Where the models that are compared after the last round lie; empty again once that is over."""
+        return self.path / COMPARED
+
     def model_for(self, number: int) -> Path:
         """Directory of the global model that is the input of round `number`."""
         return self.path / "initial" / "model" if number == 0 else self.round_directory(number - 1) / "model"

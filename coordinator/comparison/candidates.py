@@ -14,7 +14,6 @@ from coordinator.archive.averaged import FOLDER
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account
 from coordinator.comparison.averaging import average
-from coordinator.comparison.place import place
 from coordinator.config.evaluation import ComparisonSettings
 from facility.exchange.messages.comparison import GLOBAL, LAST_OF
 
@@ -31,7 +30,7 @@ def candidates(archive: Archive, wanted: ComparisonSettings) -> list[str]:
 
 def candidate(archive: Archive, folder: str) -> Path:
     """The directory of a candidate, which is made where it is not there yet."""
-    target = place(archive) / folder
+    target = archive.compared / folder
     if not target.is_dir():
         models = _last_models(archive, int(folder.removeprefix(LAST_OF)))
         target.parent.mkdir(exist_ok=True)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.candidates import candidate, candidates
-from coordinator.comparison.place import place
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -46,7 +45,7 @@ SENT = "sent"
 def keep(archive: Archive, prefix: str, updates: Mapping[str, Path]) -> None:
     """Keep each facility's update in place of the one before; the files are shared, not copied, where that can be."""
     for name, update in updates.items():
-        target = place(archive) / f"{prefix}{name}"
+        target = archive.compared / f"{prefix}{name}"
         target.parent.mkdir(exist_ok=True)
         fresh = target.with_name(f".{target.name}.new")
         for path in (fresh, target):
@@ -66,14 +65,14 @@ def keep_updates(
 def begin(archive: Archive) -> None:
     """Forget what an earlier comparison, which was stopped before another round, made or asked for: of all that lies
     there, the updates alone are of this one."""
-    for path in place(archive).glob("*"):
+    for path in archive.compared.glob("*"):
         if not path.name.startswith(UPDATE_OF):
             shutil.rmtree(path)
 
 
 def drop(archive: Archive) -> None:
     """Forget the models that were compared: only the global and the initial one outlive the comparison."""
-    shutil.rmtree(place(archive), ignore_errors=True)
+    shutil.rmtree(archive.compared, ignore_errors=True)
 
 
 def compared(archive: Archive, settings: CoordinatorSettings) -> list[str]:
@@ -85,7 +84,7 @@ def compared(archive: Archive, settings: CoordinatorSettings) -> list[str]:
         GLOBAL,
         *([INITIAL] if settings.comparison.matrix else []),
         *candidates(archive, settings.comparison),
-        *(name for name in kept if wanted and (place(archive) / name / NAME).is_file()),
+        *(name for name in kept if wanted and (archive.compared / name / NAME).is_file()),
     ]
 
 
@@ -108,11 +107,11 @@ def make_batch(
     if settings.comparison is not None:
         for name in candidates(archive, settings.comparison):
             sources[name] = candidate(archive, name)
-    target = place(archive) / SENT
+    target = archive.compared / SENT
     shutil.rmtree(target, ignore_errors=True)
     with new_directory(target) as temporary:
         for name in folders:
-            link_tree(sources.get(name, place(archive) / name), temporary / name)
+            link_tree(sources.get(name, archive.compared / name), temporary / name)
             (temporary / name / SIGNATURE).unlink(missing_ok=True)
         extra: dict[str, object] = {FOLDERS: list(folders)}
         if own is not None:
@@ -123,7 +122,7 @@ def make_batch(
 
 def make_order(archive: Archive, settings: CoordinatorSettings, rounds: Mapping[str, int], *, whole: bool) -> Path:
     """The order to train alone for one more round; with the initial model if `whole`."""
-    target = place(archive) / SENT
+    target = archive.compared / SENT
     shutil.rmtree(target, ignore_errors=True)
     with new_directory(target) as temporary:
         if whole:

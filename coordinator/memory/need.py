@@ -50,7 +50,7 @@ def needed_bytes(
 
 
 def needed_by_plan(
-    model: ModelFigures, training: TrainingSettings, plan: Plan, block_tokens: int, *, device: str = "cuda"
+    model: ModelFigures, training: TrainingSettings, plan: Plan, block_tokens: int, *, device: str
 ) -> dict[int, float]:
     """Memory of each device of a plan, by its number. Raises `ConfigurationError` for a plan of another model."""
     if plan.units != model.layers + 2:

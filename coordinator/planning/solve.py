@@ -1,8 +1,8 @@
-"""The composition root: a problem and a method's name to a plan."""
+"""From a problem and the name of a method to a plan: where the planners are put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -96,9 +96,9 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
     if isinstance(problem, ChainProblem):
         return plan
     samples = min(problem.whole_sizes)
-    best = fastest(
+    return _fastest(
         problem,
-        (
+        [
             plan_on(
                 problem,
                 plan.grid,
@@ -108,20 +108,26 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
                 schedule=schedule,
                 sync=problem.syncs[0],
             )
-            for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]
-        ),
-    )
-    assert best.predicted_seconds is not None
-    bound = min(joint_bound(problem).seconds, best.predicted_seconds)
-    return replace(
-        best,
+            for schedule in _whole_schedules(problem)
+        ],
         cost=plan.cost,
         objective="seconds of the busiest device for one micro-batch; network not looked at",
-        lower_bound_seconds=bound,
-        gap=gap(best.predicted_seconds, bound),
         reasons=plan.reasons,
         tried=plan.tried,
     )
+
+
+def _whole_schedules(problem: Problem) -> list[str]:
+    """The problem's schedules in which each device has one stage; 1F1B where it has none."""
+    return [one for one in problem.schedules if not interleaved(one)] or ["1f1b"]
+
+
+def _fastest(problem: Problem, plans: Sequence[Plan], **told: Any) -> Plan:
+    """The plan that is predicted to be fastest, with its bound, its gap and what its method has `told`."""
+    best = fastest(problem, plans)
+    assert best.predicted_seconds is not None
+    bound = min(joint_bound(problem).seconds, best.predicted_seconds)
+    return replace(best, lower_bound_seconds=bound, gap=gap(best.predicted_seconds, bound), **told)
 
 
 def _place(problem: AnyProblem, stop: Stop, seed: int) -> Plan:
@@ -159,7 +165,7 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
     found = plan_place(network, stop, seed=seed)
     samples = min(problem.whole_sizes)
     plans = []
-    for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]:
+    for schedule in _whole_schedules(problem):
         cost = Cost(problem, stages, replicas, samples, schedule)
         share = even_share(cost.micro_batches, replicas)
         cuts = even_cuts(len(problem.units), stages)
@@ -178,15 +184,11 @@ def placed(problem: Problem, stages: int, replicas: int, stop: Stop, *, seed: in
             )
             for sync in problem.syncs
         ]
-    best = fastest(problem, plans)
-    assert best.predicted_seconds is not None
-    bound = min(joint_bound(problem).seconds, best.predicted_seconds)
-    return replace(
-        best,
+    return _fastest(
+        problem,
+        plans,
         cost=found.cost,
         objective="DT-FM's communication cost (arXiv 2206.01288, section 3), seconds an iteration",
-        lower_bound_seconds=bound,
-        gap=gap(best.predicted_seconds, bound),
         reasons=(f"placed on the network alone ({found.start}); layers split {split}",),
         tried=tuple({"cost": c, "seconds": s, "proposals": p} for s, p, c in found.curve),
     )

@@ -111,7 +111,7 @@ def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]
     return [one.result() for one in asked.values()]
 
 
-def check_for_run(file: Path, *, link: bool = True, submit: bool = False) -> list[Row]:
+def check_for_run(file: Path, *, link: bool, submit: bool = False) -> list[Row]:
     """All rows, as a command finds them: progress goes to stderr, and what fails is kept for `crossfed run`."""
     rows = check(file, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
     with suppress(ConfigurationError):  # then the row on federation.yml fails

@@ -39,14 +39,14 @@ def copy_to(testbed: Testbed, site: Site, source: Path, target: str) -> None:
     ssh(testbed, site, f"mkdir -p {place} && tar xf - -C {place}", stdin=packed)
 
 
-def prepare_sites(testbed: Testbed, sizes: Sizes = SIZES) -> tuple[Path, dict[str, str]]:
+def prepare_sites(testbed: Testbed) -> tuple[Path, dict[str, str]]:
     """Make a small model on the coordinator and a prepared dataset at every facility, each of another text.
 
     Returns the model's directory and the datasets' paths by facility. The text is written and tokenised at the
     facility, by its own user; no other user can read it. What is there already is recognised.
     """
     material = testbed.root / "coordinator" / "material"
-    make(material, sizes=sizes)
+    make(material, sizes=SIZES)
     arguments = (
         "--input text/train.jsonl --validation text/validation.jsonl --tokenizer tokenizer --out dataset --offline"
     )
@@ -56,7 +56,7 @@ def prepare_sites(testbed: Testbed, sizes: Sizes = SIZES) -> tuple[Path, dict[st
         copy_to(testbed, site, material / "text" / text, "text")
         copy_to(testbed, site, material / "tokenizer", "tokenizer")
         command = f"umask 077; PYTHONPATH={site.code} {testbed.python} -m facility.prepare {arguments}"
-        ssh(testbed, site, f"{command} --block-tokens {sizes.block_tokens}")
+        ssh(testbed, site, f"{command} --block-tokens {SIZES.block_tokens}")
         return f"{site.home}/dataset"
 
     with ThreadPoolExecutor() as pool:

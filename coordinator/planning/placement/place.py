@@ -100,7 +100,7 @@ def plan_place(problem: PlacementProblem, stop: Stop, *, seed: int = 0, chains: 
     while costs.stages > 1 and idle < PATIENCE and not stop(rounds) and best.cost > bound * (1 + 1e-9):
         before = best.cost
         names, states = _round_starts(costs, starts, best, rng, chains, rounds)
-        proposals = _anneal(costs, names, states, best, rng, stop, proposals, steps=STEPS)
+        proposals = _anneal(costs, names, states, best, rng, stop, proposals)
         if not stop(rounds):
             proposals = _descend(best, rng, stop, proposals)
         rounds += 1
@@ -213,8 +213,6 @@ def _anneal(
     rng: np.random.Generator,
     stop: Stop,
     proposals: int,
-    *,
-    steps: int,
 ) -> int:
     """One cooling of all chains; returns the number of proposals made in all."""
     chains, stages, replicas = states.shape
@@ -224,10 +222,10 @@ def _anneal(
     energy = state.energy(state.data, state.edges)
     hot = energy * np.choose((k // 4) % 3, HOT)
     low, kept = energy.copy(), state.x.copy()
-    for step in range(steps):
+    for step in range(STEPS):
         if step % 50 == 49 and stop(0):
             break
-        temperature = hot * (0.002 ** (step / steps))
+        temperature = hot * (0.002 ** (step / STEPS))
         if step % 12 == 11:
             x, data, edges = _swap_stages(state, rng)
         else:

@@ -104,7 +104,7 @@ def factors_of(entry: TensorEntry, scale: float = 1.0) -> Factors:
         os.close(descriptor)
 
 
-def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array], scale: float = 1.0) -> Factors:
+def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array], scale: float) -> Factors:
     """Row means and column means of a tensor that `read(start, count)` gives piece by piece, float32, row by row."""
     count = shape[0] if shape else 1
     width = max(1, math.prod(shape) // max(1, count))

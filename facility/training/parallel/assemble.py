@@ -22,7 +22,6 @@ from facility.exchange.malloc import return_what_is_freed
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
-from facility.training.blocks import layers_of
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
 from facility.training.model import Attention, Names, build, names_of
@@ -325,3 +324,8 @@ def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
             recompute_in_backward(block, selective=settings.layout.activation_checkpointing == "selective")
         if settings.layout.compile:
             block.compile()
+
+
+def layers_of(block: nn.Module) -> list[nn.Module]:
+    """A block, or what it lists: a list of layers (Funnel) is never called, its layers are."""
+    return [layer for inner in block for layer in layers_of(inner)] if isinstance(block, nn.ModuleList) else [block]

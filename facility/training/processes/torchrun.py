@@ -25,14 +25,14 @@ RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LOOK_SECONDS = 0.2
 
 
-def under_torchrun(environment: Mapping[str, str] = os.environ) -> bool:
+def under_torchrun() -> bool:
     """Whether a torchrun agent started this process and serves its store."""
-    return environment.get(AGENT) == "True"
+    return os.environ.get(AGENT) == "True"
 
 
-def agents_directory(environment: Mapping[str, str] = os.environ) -> Path:
+def agents_directory() -> Path:
     """The directory of this process's siblings under one agent, made by the first of them with mode 0700."""
-    agent, restarts = os.getppid(), environment.get(RESTARTS, "0")
+    agent, restarts = os.getppid(), os.environ.get(RESTARTS, "0")
     fields = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     started = fields[19]  # ticks since boot, field 22 of proc(5)
     name = f"crossfed-torchrun-{os.getuid()}-{agent}-{started}-{int(restarts)}"
