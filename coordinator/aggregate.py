@@ -55,10 +55,10 @@ def aggregate(
 
     `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
     train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base` and `verify_updates`:
-    compare the base and the updates with their manifests as they are read. `work`: of each facility, where that differs
-    by intention. `facilities`: all of the federation. round.json is written to `record`, by
-    default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
-    facility.
+    compare the base and the updates with their manifests as they are read. `work`: of each facility, as a multiple of
+    its settings' steps, where these differ by intention. `facilities`: all of the federation. round.json is written to
+    `record`, by default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels
+    to every facility.
 
     Raises `UpdateRefused` naming the facility; with `drop_refused` the round goes on without it, and the record says
     so (`dropped`), as long as `minimum_updates` are left. Raises another `CrossFedError` otherwise. Then nothing is
@@ -89,7 +89,7 @@ def aggregate(
 def read_settings(path: Path | None = None, rule: str | None = None, weights: str | None = None) -> AggregationSettings:
     """Settings from a YAML or JSON file (a whole federation.yml, or its `aggregation:` section), then the overrides.
 
-    Without a file there may be no next round that a momentum could help: the plain mean.
+    Without a file: the plain mean, since a server optimizer helps only where another round follows.
     """
     overrides = ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
     if path is None:

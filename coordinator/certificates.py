@@ -1,4 +1,4 @@
-"""When the ssh certificates that let us in end, as ssh-keygen and the agent say: a warning in time, an error after."""
+"""When our ssh certificates expire, by ssh-keygen and the agent: a warning ahead of time, an error afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m coordinator.simulate`: what a plan, or a whole federation, will do with time."""
+"""`python -m coordinator.simulate`: how long a plan's iterations, or a federation's rounds, will take."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a file system's quota leaves to this account, asked by the commands of the file system itself.
+"""Remaining disk quota of this account, from the file system's own command.
 
 - Lustre: `lfs quota` of user, group and project (https://doc.lustre.org/lustre_manual.xhtml, chapter "Configuring and
   Managing Quotas")

@@ -62,28 +62,28 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_ways_to_send(p: argparse.ArgumentParser) -> None:
-    """How the update leaves, and what earlier ones left."""
+    """Options for the form in which the update leaves, and for the residual of earlier updates."""
     p.add_argument(
         "--unsent",
         type=Path,
         metavar="DIR",
-        help="what earlier updates of this facility left out: added to the received weights before the first step, a "
-        "share of it where the encoding fades",
+        help="residual of this facility's earlier updates (error feedback): added to the received weights before the "
+        "first step, a share of it where the encoding fades",
     )
     p.add_argument(
         "--unsent-out",
         type=Path,
         metavar="DIR",
-        help="write the update as a message in the settings' encoding, straight from memory, and what it leaves out "
-        "here; must not exist. Where several ranks train, or the model is stored in other pieces, the update is "
+        help="write the update as a message in the settings' encoding, straight from memory, and its residual here; "
+        "must not exist. Where several ranks train, or the model is stored in other pieces, the update is "
         "written whole",
     )
     p.add_argument(
         "--left",
         type=Path,
         metavar="DIR",
-        help="with --unsent-out and an encoding that fades: what the last message left out; what of it was not trained "
-        "from is added to the difference before it is encoded",
+        help="with --unsent-out and an encoding that fades: the residual of the last message; the share of it that was "
+        "not trained from is added to the difference before it is encoded",
     )
     p.add_argument(
         "--roster",

@@ -9,7 +9,7 @@ For every piece of every federated tensor, with b the half-precision base that w
     out = round(m')        once, to the tensor's own dtype
 
 Elementwise IEEE operations in a fixed order: the bits of the result depend on neither arrival, threads, read size nor
-sharding. What half precision cannot carry stays in m and is sent when it has grown.
+sharding. What half precision cannot represent stays in m, and is sent once it has grown large enough.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class _Buffers:
 
     def __init__(self, sources: int, elements: int, *, masked: bool) -> None:
         self.raw = [np.empty(elements * WIDEST, np.uint8).data for _ in range(sources)]
-        """Of the widest dtype: what a narrower one does not touch takes no memory."""
+        """What each source is read into, sized for the widest dtype: pages that a narrower one spares take none."""
         self.output = np.empty(elements * WIDEST, np.uint8)
         self.masked = [np.empty(elements * WIDEST, np.uint8).data for _ in range(2 if masked else 0)]
         """What masked updates are read into: where they are hashed in turn, one while the next is read."""
         self.reader: TensorReader | None = None
-        """Of the tensor that is under way."""
+        """Reads the tensor that is under way."""
         self.blocks: dict[tuple[str, str], Array] = {}
         self._steps: dict[str, Steps] = {}
 
@@ -105,7 +105,7 @@ class _Cut:
     """First element, within the tensor."""
     count: int
     begins: bool
-    """The span."""
+    """Whether it is the first part of its span."""
 
 
 def _cuts(spans: Sequence[Span], elements: int) -> Iterator[_Cut]:
@@ -117,7 +117,7 @@ def _cuts(spans: Sequence[Span], elements: int) -> Iterator[_Cut]:
 
 @dataclass
 class _Part:
-    """One part of a span, as read: what its pieces are worked on with."""
+    """One part of a span, as read, and what its pieces are computed with."""
 
     work: Work
     name: str
@@ -336,7 +336,7 @@ def _blame(part: _Part, piece: slice, dtype: str) -> None:
         values, bits = base + row, np.empty(len(row), np.uint32)
         if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
             raise NotFinite(part.name, dtype, number)
-    largest = np.abs(steps).max(axis=1)  # of one that is finite, the square may not be, which an optimizer keeps
+    largest = np.abs(steps).max(axis=1)  # a finite step whose square, which an optimizer keeps, may not be finite
     squares = part.slots and largest.max() > np.sqrt(np.finfo(steps.dtype).max)
     raise NotFinite(part.name, dtype, int(largest.argmax()) if squares else None)
 

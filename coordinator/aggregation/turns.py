@@ -1,7 +1,7 @@
-"""Work handed to several threads in its order, whose results are taken in the same order.
+"""Hand work to several threads in its order, and take the results in the same order.
 
-Threads stay close to each other: what is hashed in the order of a file then waits for nothing but the few items that
-others have under way.
+Threads stay close to each other, so that hashing a file in its order waits only for the few items that other threads
+have under way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a federation trains its model to do, for the words of what is shown of it."""
+"""The task of a federation's model (text, masked text, classes), by which tables and reports word their figures."""
 
 from __future__ import annotations
 

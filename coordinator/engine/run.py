@@ -116,7 +116,7 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
         return 0
     reason = data["stopped"] or ended
     console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
-    first = "; with that mended," if code == ExitCode.INPUT else ";"
+    first = "; once that is fixed," if code == ExitCode.INPUT else ";"
     console.print(f"Complete rounds in the archive: {len(data['rounds'])}{first} the same command goes on from there.")
     return code
 
@@ -192,8 +192,8 @@ def engine_environment() -> dict[str, str]:
     }
 
 
-def patience(federation: Federation) -> dict[str, float]:
-    """Seconds after which a stuck job of each facility is given up."""
+def give_up_seconds(federation: Federation) -> dict[str, float]:
+    """Seconds after which a stuck job is given up, by facility."""
     return {one.name: one.deployment.give_up_minutes * 60.0 for one in federation.facilities}
 
 
@@ -211,7 +211,7 @@ class Run:
     sink: TextIO
     """StreamFlow's log: every line goes there."""
     console: Console
-    """What matters goes there."""
+    """What an operator should see goes there."""
     done: int
     """Rounds in the archive at the start."""
 
@@ -270,7 +270,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         | run.place.environment()
         | {PROGRESS_SECONDS: str(federation.progress_seconds), LOG: str(archive.path / AUDIT_LOG)}
         | {LOGINS: str(login_place(federation.workdir_path))},
-        queues=read_queues(federation.file.parent / "streamflow.yml", patience(federation)),
+        queues=read_queues(federation.file.parent / "streamflow.yml", give_up_seconds(federation)),
         on_line=run.write_line,
         events=run.place.events,
         on_event=on_event,

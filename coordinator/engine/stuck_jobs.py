@@ -1,4 +1,4 @@
-"""Jobs that will not begin by waiting: what a scheduler's reason means, what to do, and when a round is given up."""
+"""Detects jobs that will never start: what the scheduler's reason means, what to do, and when a round is given up."""
 
 from __future__ import annotations
 

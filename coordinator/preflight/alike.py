@@ -1,4 +1,4 @@
-"""What all facilities must have alike: who has something else than the others, and what these have."""
+"""Values that must be the same at all facilities: which facility differs, and what the others have."""
 
 from __future__ import annotations
 

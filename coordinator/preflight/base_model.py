@@ -1,4 +1,4 @@
-"""Checks of the base model that stays at a facility where adapters alone travel: is it there, and is it everybody's?"""
+"""Checks of the base model that stays at a facility where only adapters travel: is it there, and alike everywhere?"""
 
 from __future__ import annotations
 

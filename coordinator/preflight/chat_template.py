@@ -1,4 +1,4 @@
-"""Does the model carry a chat template, where facilities train it on conversations in words of one?"""
+"""Does the model have a chat template, where facilities train it on conversations rendered by one?"""
 
 from __future__ import annotations
 

@@ -13,11 +13,13 @@ from coordinator.steps.global_loss import Told, global_losses, until_known, with
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
+    """Whether another round follows, and why."""
+
     proceed: bool
     reason: str
     """`go on`, or why not."""
     broken: bool = False
-    """True when a person must look: the loss diverged."""
+    """True when operator action is needed: the loss diverged."""
 
 
 def decide(

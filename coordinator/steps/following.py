@@ -1,4 +1,4 @@
-"""What a round that was averaged says of the next one: how many steps it asks for, and whether there is room for it."""
+"""What an aggregated round settles for the next: its steps, and whether deadline and node-hours leave room for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard of `aggregation.guard`: a server learning rate that yields when rounds make the model worse.
+"""`aggregation.guard`: lowers the server learning rate while rounds make the global model worse.
 
 A pure function of the archive: the same rounds give the same factor, however often a run was resumed.
 """
@@ -17,7 +17,7 @@ RECOVERY = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """What the guard says to a round."""
+    """The guard's factor for one round."""
 
     factor: float = 1.0
     """Of the server learning rate."""

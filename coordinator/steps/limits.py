@@ -1,7 +1,7 @@
 """When a federation has no time or no node-hours left for another round: a pure function of its rounds so far.
 
-What the next round will take is the median of the last `WINDOW` rounds; of the first nothing is known, and it is begun.
-A round is not begun where it, and the final evaluation after it, are expected to take more than is left.
+The next round is expected to take the median of the last `WINDOW` rounds. The first is always begun: nothing is known
+of it. A round is not begun where it, and the final evaluation after it, are expected to take more than is left.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""A round of masked updates: whose are summed, and taking the masks off.
+"""A round of masked updates: which of them are summed, and how the masks come off the sum.
 
-The rest is as in `coordinator.steps.aggregate`.
-
-Two steps, with the facilities' answers between them. What the first decides is final, so whether a round is asked for
-again for a facility's sake is decided there too.
+There are two steps, with the facilities' answers between them. What the first decides is final, so it also decides
+whether the round is repeated for a facility's sake. The rest is as in `coordinator.steps.aggregate`.
 """
 
 from __future__ import annotations

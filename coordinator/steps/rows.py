@@ -48,7 +48,7 @@ def rows_of(
 
 
 def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
-    """The row without scores that nobody asked for, whose place a sentence takes, which is told as well."""
+    """The row without scores that nobody asked for: a sentence takes their place, and is logged."""
     if not row.scores:
         return row
     scores, where = row.scores.get("results", []), f"round {row.round}"

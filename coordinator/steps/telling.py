@@ -1,7 +1,7 @@
-"""What a round is told to once it is in the archive: the coordinator's audit log, and the experiment trackers.
+"""Report a round that is in the archive to the coordinator's audit log and the experiment trackers.
 
-Old models are removed in between, which takes minutes on some file systems. A note says which round is still to be
-told, so that the start after a kill does it: perhaps twice, never not at all.
+Old models are removed in between, which takes minutes on some file systems. A note in the archive says which round is
+still to be reported, so that the next start does it after a kill: at least once, perhaps twice.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from coordinator.report.trackers import track_round
 log = logging.getLogger(__name__)
 
 UNTOLD = "untold"
-"""Note of the archive: a round that is appended, and not told to all yet."""
+"""Note of the archive: a round that is appended, and not reported everywhere yet."""
 
 
 def note_untold(archive: Archive, number: int) -> None:
-    """Before the round is in the archive."""
+    """Note, before the round is in the archive, that it is still to be reported."""
     archive.write_note(UNTOLD, {"round": number})
 
 
@@ -37,7 +37,7 @@ def log_aggregated(entry: RoundFile) -> None:
 
 
 def feed_trackers(archive: Archive, settings: CoordinatorSettings, entry: RoundFile) -> None:
-    """Feed the experiment trackers with the curves of a round, after which nobody is left to be told of it."""
+    """Feed the experiment trackers with the curves of a round, and drop the note: it is reported everywhere now."""
     for problem in track_round(archive.path, settings.federation, settings.trackers, entry):
         log.warning(problem)
         emit("problem", text=problem)
@@ -45,7 +45,7 @@ def feed_trackers(archive: Archive, settings: CoordinatorSettings, entry: RoundF
 
 
 def tell_untold(archive: Archive, settings: CoordinatorSettings) -> None:
-    """Tell of the round that a killed coordinator had appended; one that it had not is made again, and told then."""
+    """Report the round that a killed coordinator had appended; one that it had not is made, and reported, again."""
     number = archive.read_note(UNTOLD).get("round")
     if number in archive.rounds():
         entry = archive.read_round(number)

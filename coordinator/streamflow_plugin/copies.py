@@ -1,4 +1,4 @@
-"""Where data lies: of what went to facilities, each facility's copy is found by who asks for that facility.
+"""Where data lies: a step of a facility finds that facility's copy at once, whatever other facilities hold.
 
 StreamFlow enters a copy beside its original and goes through all copies whenever it looks for either. A model has one
 at every facility, and every facility's steps look for it several times a round.

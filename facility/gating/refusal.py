@@ -1,4 +1,4 @@
-"""What the gate says no with."""
+"""The error and the exit code of a request that the gate refuses."""
 
 from __future__ import annotations
 

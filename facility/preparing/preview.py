@@ -1,4 +1,4 @@
-"""The first documents of a dataset as the trainer gets them, what bears loss set off."""
+"""The first documents of a dataset as the trainer reads them, with the tokens that bear loss marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataset of a round is the one that was prepared: cheap every round, whole once after every change of its files.
+"""Verifies that a round's dataset is the prepared one: cheaply in every round, in full after its files have changed.
 
 Sizes, times and inodes of the files are compared with those of the last whole verification, which is recorded in the
 facility's state. Where they differ, every file is read and compared with the digests in `dataset.json`.

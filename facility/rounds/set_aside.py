@@ -1,8 +1,8 @@
-"""What a facility keeps of rounds that `crossfed rewind` set aside is gone on from by none that follows.
+"""Discards what a facility kept of rounds that `crossfed rewind` set aside: no later round may continue from it.
 
 A facility that takes part in the first repeated round replaces it. One that misses that round, and perhaps all others,
-would go on from an optimizer's state, a residual and local parameters that belong to models which are no ancestors of
-the one that it receives. So each model names the rewinds of its run, and the state those that it has seen.
+would continue with optimizer state, a residual and local parameters of models that are not ancestors of the one it
+receives. So each model names the rewinds of its run, and the state names those that it has seen.
 """
 
 from __future__ import annotations

@@ -74,12 +74,12 @@ class Round:
         self.clock = Clock(ranks.device)
         self.engine = build_engine(request, inputs, setup, ranks, self.clock)
         self.private = private_training(request, inputs, self.engine, ranks)
-        """What takes the place of plain steps where the settings ask for differential privacy."""
+        """Differentially private steps and evaluations, in place of plain ones; None without differential privacy."""
         self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
         self.share = replica_share(setup.layout, self.replica, together=self.engine.together)
         """Sequences of a batch that this replica takes a step on."""
         self.counts = ranks.first if self.engine.together else setup.layout.grid.place(ranks.rank)[1:] == (0, 0)
-        """True on the one rank that tells what its replica has trained on."""
+        """True on the one rank of a replica that reports what the replica has trained on."""
         self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
         """True on the ranks of the first replica, which writes what all replicas agree on."""
         self.drift: DriftCorrection | None = None
@@ -99,7 +99,7 @@ class Round:
         self.times.loaded = time.perf_counter()
 
     def _begin_correction(self) -> None:
-        """Correct the steps of this round where the mean walk and this facility's own are there."""
+        """Turn drift correction on for this round, where the mean walk and this facility's own are known."""
         engine = self.engine
         self.drift = DriftCorrection(engine.parts, rates=self.progress.rates)
         with together(self.ranks):
@@ -128,8 +128,8 @@ class Round:
         show_stage(self.ranks, self.request.job_directory, stage, done=done, steps=steps)
 
     def evaluate_received(self) -> None:
-        """Evaluate the received model (once per round), then add the share of what earlier updates left out that is
-        trained from."""
+        """Evaluate the received model (once per round), then add the residual of earlier updates to its weights, or
+        the share of it that is trained from."""
         self.show("evaluating")
         if self.inputs.task.separate:
             check_separation(self.engine.loss_of, self.inputs, self.request.training.compute_dtype)
@@ -266,7 +266,7 @@ class Round:
 
     @property
     def words(self) -> TaskWords:
-        """What its figures are called."""
+        """The words of this task's figures, for logs."""
         return words_of(self.inputs.dataset.manifest.task)
 
     @property
@@ -277,7 +277,7 @@ class Round:
         return scheduled_step(request.round, self.sync.progress, steps=request.training.steps, planned=planned)
 
     def _pausing(self, stop: Stop) -> bool:
-        """True once this replica takes no further step for now."""
+        """True once a pause is pending: this replica takes no further step in this job."""
         wanted = stop.wanted(self.progress.done, resumed=self.saved.checkpoint is not None)
         if self.engine.agree_to_stop(wanted) if self.engine.together else wanted:
             self.sync.ask_to_pause()
@@ -378,7 +378,7 @@ class Round:
 
 
 def check_loss(loss: float, model: str, why: str) -> None:
-    """Raise `InputError` for a validation loss that is no number: no report can tell it."""
+    """Raise `InputError` for a validation loss that is not finite: no report can hold it."""
     if not math.isfinite(loss):
         raise InputError(f"the {model} model's loss on the validation data is {loss}, expected a number: {why}")
 

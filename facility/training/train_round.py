@@ -1,4 +1,4 @@
-"""One local round on one rank, from the received model to the update: the story of `facility.train`."""
+"""One local round on one rank, from the received model to the update: what `facility.train` runs."""
 
 from __future__ import annotations
 

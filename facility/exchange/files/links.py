@@ -1,4 +1,4 @@
-"""Directory trees that are given again: by hard links where these will do, without copying bytes, or by copies."""
+"""Hands on a directory tree: by hard links where the file system allows them, which copies no bytes, else by copies."""
 
 from __future__ import annotations
 

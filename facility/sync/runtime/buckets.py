@@ -1,4 +1,4 @@
-"""Tensors in runs of bounded size, and what a ring sends."""
+"""Tensors grouped into buckets of bounded size, and the bytes that a ring all-reduce sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Name the class of an image; augmentation drawn from the seeds that every layout shares."""
+"""Image classification: pixels, targets, and augmentation drawn from seeds that every layout shares."""
 
 from __future__ import annotations
 

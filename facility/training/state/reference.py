@@ -1,4 +1,4 @@
-"""What the reference model thinks of every pair, measured once at the facility and kept beside its state.
+"""The reference model's preference for every pair, measured once at the facility and kept beside its state.
 
 STATE/reference/train.npy, validation.npy   float64, log q(chosen) - log q(rejected) of each pair
 STATE/reference/reference.json              of which dataset and federation they are
