@@ -154,16 +154,14 @@ def audit(
         raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")
     if others and action != "compare":
         raise InputError(f"audit {action} takes one log, and {others[0]!r} stands there as well")
+    if (archive is None) != (not facility):
+        raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
     if action == "head":
         print(head_of(file))
         return
     if action == "compare":
         text, code = compared(file, others or [])
-        print(text)
-        raise typer.Exit(code)
-    if (archive is None) != (not facility):
-        raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
-    heads = [*(head or []), *(heads_of(archive, facility) if archive is not None else [])]
-    text, code = verified(file, heads)
+    else:
+        text, code = verified(file, [*(head or []), *(heads_of(archive, facility) if archive is not None else [])])
     print(text)
     raise typer.Exit(code)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,12 +88,11 @@ def write(federation: Federation) -> list[Path]:
             "your own to another name), or keep federation.yml in a folder of its own"
         )
     changed = update_shipped(root / _folder_of_cwl(federation), masked=bool(federation.masks))
-    for name, text in files.items():
+    for name in _unlike(root, files):
         target = root / name
-        if not target.exists() or target.read_text(encoding="utf-8") != text:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            write_text(target, text)
-            changed.append(target)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_text(target, files[name])
+        changed.append(target)
     return changed + _remove_gone(federation)
 
 
@@ -128,15 +127,17 @@ def _folder_of_cwl(federation: Federation) -> str:
     return "cwl" if here == "workflow" else f"{here}/cwl"
 
 
-def stale(federation: Federation) -> list[str]:
-    """Files that `write` would write: missing, or not as a fresh rendering and the shipped CWL have them."""
+def stale(federation: Federation, rendered: Mapping[str, str] | None = None) -> list[str]:
+    """Files that `write` would write: missing, or not as in `rendered` (default: a rendering) and the shipped CWL."""
     root, cwl = federation.file.parent.parent, _folder_of_cwl(federation)
-    rendered = [
-        name
-        for name, text in render(federation).items()
-        if not (root / name).exists() or (root / name).read_text(encoding="utf-8") != text
-    ]
-    return rendered + [f"{cwl}/{name}" for name in differing(root / cwl, masked=bool(federation.masks))]
+    files = _unlike(root, render(federation) if rendered is None else rendered)
+    return files + [f"{cwl}/{name}" for name in differing(root / cwl, masked=bool(federation.masks))]
+
+
+def _unlike(root: Path, rendered: Mapping[str, str]) -> list[str]:
+    """Names of the rendered files that are not below `root` as they are rendered."""
+    paths = {name: root / name for name in rendered}
+    return [n for n, path in paths.items() if not path.exists() or path.read_text(encoding="utf-8") != rendered[n]]
 
 
 def _template(federation: Federation, facility: Facility) -> str | None:

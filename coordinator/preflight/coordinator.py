@@ -35,7 +35,8 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     rows.append(model_row)
     if model is not None:
         rows.append(_room(federation, model))
-    rendered, differing = render(federation), stale(federation)
+    rendered = render(federation)
+    differing = stale(federation, rendered)
     root = federation.file.parent.parent
     closed = [folder for name in differing if not _is_open(folder := _existing((root / name).parent))]
     if closed:
