@@ -157,7 +157,10 @@ def check_connection(name: str, deployment: Deployment) -> Row:
         )
     if answer.code == BROKE and "Permission denied" in answer.error and key is not None and _left_to_agent(key):
         found = f"{key} has a passphrase, and ssh-agent does not hold it: {deployment.host} does not let us in"
-        return fail(name, "login", found, f'eval "$(ssh-agent)"; ssh-add {key}')
+        fix = f'eval "$(ssh-agent)"; ssh-add {key}'
+        if deployment.passphrase_file:
+            fix += "; `passphrase_file` serves the run alone, checks and set-up ask ssh-agent"
+        return fail(name, "login", found, fix)
     said = "\n".join(line for line in answer.error.splitlines() if not line.startswith(OWN_WORDS))
     command = ssh_command(deployment)
     return explain(name, deployment, command=command, code=answer.code, out=answer.out, error=said)

@@ -37,8 +37,9 @@ SBATCH_REFUSES = (
     ),
     (
         "node configuration is not available",
-        "no node of the partition has what the template asks for",
-        "compare nodes, cores, GPUs and memory with `sinfo -o '%P %D %c %m %G'`",
+        "no node of the partition that is up has what the template asks for",
+        "compare nodes, cores, GPUs and memory with `sinfo -o '%P %T %D %c %m %G'`; nodes that are drained or down do "
+        "not count",
     ),
     (
         "memory specification",
@@ -109,7 +110,9 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     if answer.code == 0:
         return ok(name, "job accepted", said or "sbatch --test-only accepts it")
     for mark, found, fix in SBATCH_REFUSES:
-        if mark in answer.out.lower() or mark in answer.error.lower():
+        lines = [line for line in (answer.out + answer.error).splitlines() if mark in line.lower()]
+        if lines:  # the last line may be advice to read --help
+            said = clean(lines[-1].strip().removeprefix("sbatch: "), 300)
             return fail(name, "job accepted", f"{found} (sbatch: {said})", fix)
     return fail(
         name,

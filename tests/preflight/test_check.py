@@ -425,7 +425,7 @@ MISTAKES: list[Mistake] = [
         "nodes",
         says("sbatch", "allocation failure: Requested node configuration is not available"),
         "job accepted",
-        "no node of the partition has",
+        "no node of the partition that is up has",
     ),
     (
         "controller",
@@ -433,7 +433,12 @@ MISTAKES: list[Mistake] = [
         "job accepted",
         "controller does not answer",
     ),
-    ("option", says("sbatch", "sbatch: unrecognized option '--tme'"), "job accepted", "does not know an option"),
+    (
+        "option",
+        says("sbatch", "sbatch: unrecognized option '--tme'\nsbatch: Try sbatch --help for more information"),
+        "job accepted",
+        "does not know an option .*'--tme'",
+    ),
     ("pbs queue", other_scheduler("pbs", "{account: a, queue: wrok}"), "job accepted", "there is no PBS queue 'wrok'"),
     ("pbs closed", closed_queue, "job accepted", "is not started"),
     ("flux", refused_flux, "job accepted", "there is no Flux queue 'work'"),

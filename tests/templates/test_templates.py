@@ -336,7 +336,7 @@ def test_a_job_without_a_queue_is_found_by_its_name_whatever_its_template_is(tmp
         ('{% extends "slrm.sh" %}', "extends slrm.sh, which is neither beside it nor one of deucalion.sh"),
         ('{% extends "mine.sh" %}', "extends mine.sh, which is neither"),
         ('{% extends "slurm.sh" %}\n{% block about %}\n{{ acount }}\n{% endblock %}\n', "'acount' is undefined"),
-        ('{% extends "slurm.sh" %}\n{% block about %}\n', "mine.sh"),
+        ('{% extends "slurm.sh" %}\n{% block about %}\n', "mine.sh, line 2: "),
     ],
 )
 def test_a_template_that_cannot_be_made_is_told_by_name(tmp_path: Path, text: str, message: str):

@@ -75,7 +75,8 @@ def _inherit(path: Path) -> str:
         ) from None
     except (jinja2.TemplateError, RecursionError) as error:
         line = getattr(error, "lineno", None)
-        raise ConfigurationError(f"{path.name}: {error}", file=path, line=line) from None
+        where = path.name if line is None else f"{Path(getattr(error, 'name', None) or path).name}, line {line}"
+        raise ConfigurationError(f"{where}: {error}", file=path, line=line) from None
     return "".join(_literal(part, marks) for part in re.split(f"({'|'.join(marks.values())})", text))
 
 
