@@ -29,6 +29,8 @@ LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
 MOST_HOURS = 168.0
 """What a site's policy counts for at most as the time limit of its jobs, and what stands for it where none is told."""
 HELLO_SECONDS = 60
+SIGNALLED = 128
+"""A shell's exit code for a program that a signal ended is above this."""
 STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
 
@@ -154,6 +156,8 @@ class GatedSSHConnector(ParallelSSHConnector):
         """
         request = command if command.startswith(f"{GATE} ") else job_of(command, "submit")
         text, code = await self.ask(location, request, attempts=1)  # the job may be in the queue
+        if code < 0 or code > SIGNALLED:  # it may be so as well
+            raise ConnectionBroke(f"the gate of {self.deployment_name} was killed while it submitted (code {code})")
         if code:
             raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")
         return text

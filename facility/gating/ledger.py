@@ -51,6 +51,10 @@ class JobEntry:
         """It has no round, and may still be given one."""
         return bool(self.waited_in) and self.directory == self.waited_in and not self.ended
 
+    def unnamed(self, name: str) -> bool:
+        """It has this name, and the scheduler's id of it is not known yet."""
+        return self.name == name and self.id.startswith(RESERVED) and not self.ended
+
     @property
     def node_hours(self) -> float:
         """What it uses at most, as far as is known."""

@@ -196,6 +196,7 @@ def jobs(session: Session, request: Request) -> int:
             print(f"{pid} R")
         return 0
     commands = table(session)
+    name_found(session, name)
     ids: list[str] = []
     if commands.found:
         code, ids, text = ids_of(session, commands.found, name)
@@ -207,6 +208,21 @@ def jobs(session: Session, request: Request) -> int:
         code, text = call(words(form, values_of(session.policy, name=name), ids))
         sys.stdout.write(text)
     return code
+
+
+def name_found(session: Session, name: str) -> None:
+    """Enter the id of a job of this name whose gate was killed before it could: its coordinator learns it by `jobs`."""
+    if not any(job.unnamed(name) for job in read_ledger(session.ledger).jobs):
+        return
+    _, there, _ = ids_of(session, table(session).active, name)
+    with changed(session.ledger) as (ledger, _):
+        unknown = [id for id in there if ledger.job(id) is None]
+        waiting = [job for job in ledger.jobs if job.unnamed(name)]
+        found = list(zip(unknown, reversed(waiting), strict=False))  # the last to be entered is there
+        for id, job in found:
+            job.id = id
+    for id, job in found:
+        session.write("found", job=id, name=name, directory=job.directory)
 
 
 def cancel(session: Session, request: Request) -> int:

@@ -110,6 +110,39 @@ def test_a_job_that_a_killed_gate_never_submitted_holds_nothing_for_ever(site: G
     assert read_ledger(ledger).jobs[0].ended
 
 
+def test_a_job_whose_gate_was_killed_as_it_submitted_is_one_of_ours_once_it_is_listed(
+    site: Gate,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Its coordinator learns its id from the queue, and was refused an answer about it: the job ran for nobody."""
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_: object) -> str:
+        raise Killed
+
+    request, enqueue = site.round(), queue.enqueue
+    name = "crossfed-heron-alpha"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(queue, "enqueue", killed)
+        site.ask(request)
+    assert queue.enqueue is enqueue and read_ledger(site.home / "gate" / "ledger.json").jobs[0].unnamed(name)
+    site.active = ""
+    assert site.ask(f"crossfed-gate jobs {name}")[0] == 0 and site.ask("crossfed-gate states 18")[0] == 77
+    site.active = "18\n"
+    assert site.ask("crossfed-gate states 18")[0] == 77, "of this name, or of another: the listing says it"
+    assert site.ask(f"crossfed-gate jobs {name}")[:2] == (0, b"18\n")
+    (job,) = read_ledger(site.home / "gate" / "ledger.json").jobs
+    assert job.id == "18" and job.directory == str(site.workdir / "job")
+    site.active = ""
+    assert site.ask("crossfed-gate ending 18")[0] == 0, "also after its end"
+    (found,) = [entry for entry in site.log() if entry["what"] == "found"]
+    assert (found["job"], found["name"]) == ("18", name)
+    site.active = "18\n19\n"
+    assert site.ask(f"crossfed-gate jobs {name}")[0] == 0 and site.ask("crossfed-gate states 19")[0] == 77
+
+
 @pytest.mark.parametrize("scheduler", ["slurm", "ssh"])
 def test_a_job_that_a_killed_gate_never_submitted_uses_no_hours_of_the_day(
     site: Gate,  # noqa: F811

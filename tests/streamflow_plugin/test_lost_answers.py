@@ -17,6 +17,7 @@ from coordinator.schedulers.slurm import Slurm
 from coordinator.streamflow_plugin import patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
+from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -172,6 +173,21 @@ def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(mo
     made = queue(None, **more)
     assert asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE)) == "41"
     assert submitted == [1]
+
+
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_gate_that_is_killed_as_it_submits_may_have_submitted(monkeypatch, code: int):
+    """The round went on without the facility, whose job ran for nobody."""
+    gate, asked = object.__new__(GatedSSHConnector), []
+
+    async def end_of(location: Any, request: str, *_: Any) -> tuple[str, int]:
+        asked.append(request)
+        return "", code
+
+    gate.end_of, gate.deployment_name = end_of, "facility_a"  # type: ignore[method-assign, assignment]
+    with pytest.raises(ConnectionBroke, match=f"the gate of facility_a was killed while it submitted .code {code}."):
+        asyncio.run(gate.submit_job(HERE, "crossfed-gate submit"))  # type: ignore[arg-type]
+    assert asked == ["crossfed-gate submit"]
 
 
 def test_a_job_that_is_not_taken_is_an_ended_one_told_in_the_schedulers_words(monkeypatch):
