@@ -14,7 +14,6 @@ import pytest
 from tests.pico import save_pico
 
 ROOT = Path(__file__).resolve().parent.parent
-DATA = ROOT.parent / "shared" / "data"
 
 # Processes that tests start must find the packages, and must never ask a hub.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
@@ -108,11 +107,3 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pico_llama(tmp_path: Path) -> Path:
     """A pico Llama checkpoint in float32."""
     return save_pico(tmp_path / "pico-llama")
-
-
-@pytest.fixture(scope="session")
-def text_data() -> Path:
-    """Real text in four languages: `<language>/train.jsonl`, `<language>/validation.jsonl`."""
-    if not DATA.is_dir():
-        pytest.skip(f"{DATA} is absent: it holds the text for this test")
-    return DATA

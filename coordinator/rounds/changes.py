@@ -218,7 +218,7 @@ def _at_once(closing: Mapping[str, Any]) -> str:
 
 def _placed(change: Change) -> Change:
     """Under its key of federation.yml."""
-    return _renamed(change, IN_ROUNDS.sub("rounds.", change.key))
+    return replace(change, key=IN_ROUNDS.sub("rounds.", change.key))
 
 
 def _common(own: Mapping[str, Sequence[Change]]) -> Iterator[Change]:
@@ -228,14 +228,10 @@ def _common(own: Mapping[str, Sequence[Change]]) -> Iterator[Change]:
         for change in changes:
             sharing = [other for other, theirs in own.items() if change in theirs]
             if len(sharing) < len(own) or (len(own) == 1 and not change.key.startswith("training.")):
-                yield _renamed(change, f"facilities[{name}].{change.key}")
+                yield replace(change, key=f"facilities[{name}].{change.key}")
             elif change.key not in listed:
                 listed.add(change.key)
                 yield change
-
-
-def _renamed(change: Change, key: str) -> Change:
-    return replace(change, key=key)
 
 
 def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
@@ -271,7 +267,7 @@ def _rounds(change: Change, facilities: Mapping[str, Mapping[str, Any]], done: i
         follows, affects = "the learning rate is constant: only the number of rounds changes", False
     else:
         follows, affects = f"{STRETCHED} ({', '.join(sorted(shapes))})", True
-    return Change(key=change.key, before=change.before, now=change.now, follows=follows, affects=affects)
+    return replace(change, follows=follows, affects=affects)
 
 
 def _joins(name: str, done: int) -> Change:

@@ -12,23 +12,18 @@ from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.errors import InputError
 from facility.exchange.messages.images import ImageSettings
 from facility.training.data.classes import check_classes
-from facility.training.data.tasks import Batch, TextTask, cross_entropy_sum
+from facility.training.data.tasks import Batch, TaskDefaults
 
 
-class ImageClassification(TextTask):
+class ImageClassification(TaskDefaults):
     """Cross entropy over the classes. Values go to the device as stored, a byte each, and are normalised there."""
 
+    name = "image-classification"
     main_input = "pixel_values"
     answers = True
 
     def __init__(self, pixels: Pixels, settings: ImageSettings) -> None:
         self.pixels, self.settings = pixels, settings
-
-    @property
-    def factory(self) -> Any:
-        from transformers import AutoModelForImageClassification
-
-        return AutoModelForImageClassification
 
     def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
         """Training images are augmented as the settings ask, validation images are not."""
@@ -45,9 +40,6 @@ class ImageClassification(TextTask):
         values = inputs["pixel_values"]
         mean, std = (torch.tensor(n, device=values.device).view(-1, 1, 1) for n in (self.pixels.mean, self.pixels.std))
         return inputs | {"pixel_values": (values.float() * self.pixels.rescale - mean) / std}
-
-    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, targets)
 
 
 def augmented(image: torch.Tensor, settings: ImageSettings, seed: int) -> torch.Tensor:

@@ -9,35 +9,28 @@ A block holds one pair: the chosen answer with its prompt, then the rejected one
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, PreparedDataset
 from facility.exchange.messages.preference import PreferenceSettings
-from facility.training.data.tasks import IGNORED, Batch, TextTask, cross_entropy_sum, positions_within, token_ids
+from facility.training.data.tasks import IGNORED, Batch, TaskDefaults, cross_entropy_sum, positions_within, token_ids
 
 EXTRA = 2
 """What targets hold after their ids: where the rejected answer begins, and the reference's difference (its bits)."""
 
 
-class Preference(TextTask):
+class Preference(TaskDefaults):
     """Preference pairs: the chosen answer against the rejected one (DPO)."""
 
+    name = "preference"
     separate = True
 
     def __init__(self, settings: PreferenceSettings) -> None:
         self.settings = settings
         self.reference: dict[str, np.ndarray] = {}
         """log q(chosen) - log q(rejected) of each pair, by split; empty while the reference is measured."""
-
-    @property
-    def factory(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM
 
     def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
         ids = token_ids(dataset, split, indices)

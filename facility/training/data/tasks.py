@@ -12,7 +12,9 @@ from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset
 from facility.exchange.checkpoints.families import refusal
+from facility.exchange.checkpoints.task_class import FACTORIES
 from facility.exchange.errors import InputError
+from facility.exchange.task_words import Task as TaskName
 from facility.training.data.classes import check_classes
 
 ROWS_AT_ONCE = 65536
@@ -70,15 +72,25 @@ class Task(Protocol):
         """Number of right answers, where `answers`."""
 
 
-class TextTask:
-    """What is alike in tasks on token ids."""
+class TaskDefaults:
+    """What most tasks share: token ids in, and the cross entropy of each prediction."""
 
+    name: TaskName = "causal-lm"
     pools = separate = False
     main_input = "input_ids"
     answers = False
 
+    @property
+    def factory(self) -> Any:
+        import transformers
+
+        return getattr(transformers, FACTORIES[self.name])
+
     def on_device(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return inputs
+
+    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return cross_entropy_sum(logits, targets)
 
     def correct(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (logits.argmax(-1) == targets).sum()
@@ -96,19 +108,13 @@ def token_ids(dataset: PreparedDataset, split: str, indices: np.ndarray) -> torc
     return torch.from_numpy(np.asarray(dataset.split(split)[indices], dtype=np.int64))
 
 
-class CausalLM(TextTask):
+class CausalLM(TaskDefaults):
     """Predict the next token of every token of a block, or of those that the dataset marks."""
 
     def __init__(self, *, marked: bool = False, separate: bool = False) -> None:
         """`marked`: the dataset says which tokens bear loss; `separate`: documents of a block attend to themselves
         only, and their positions begin anew."""
         self.marked, self.separate = marked, separate
-
-    @property
-    def factory(self) -> Any:
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM
 
     def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
         ids = token_ids(dataset, split, indices)
@@ -123,9 +129,6 @@ class CausalLM(TextTask):
                 inputs["position_ids"] = positions_within(marks & START != 0)
         return Batch(inputs=inputs, targets=targets)
 
-    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, targets)
-
 
 def positions_within(starts: torch.Tensor) -> torch.Tensor:
     """Position of each token in its document, of rows where documents begin at `starts`.
@@ -136,18 +139,14 @@ def positions_within(starts: torch.Tensor) -> torch.Tensor:
     return place - torch.where(starts, place, 0).cummax(dim=1).values
 
 
-class MaskedLM(TextTask):
+class MaskedLM(TaskDefaults):
     """Predict hidden tokens (Devlin et al. 2018, arXiv 1810.04805, section 3.1): 15 % of the tokens are asked for, of
     which 80 % are replaced by [MASK], 10 % by a random token, 10 % stay."""
 
+    name = "masked-lm"
+
     def __init__(self, mask_token: int, vocabulary: int, special: tuple[int, ...]) -> None:
         self.mask_token, self.vocabulary, self.special = mask_token, vocabulary, special
-
-    @property
-    def factory(self) -> Any:
-        from transformers import AutoModelForMaskedLM
-
-        return AutoModelForMaskedLM
 
     def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
         ids = token_ids(dataset, split, indices)
@@ -163,23 +162,15 @@ class MaskedLM(TextTask):
             ids[row] = torch.where(asked & (replace >= 0.8) & (replace < 0.9), words, ids[row])
         return Batch(inputs={"input_ids": ids}, targets=targets)
 
-    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, targets)
 
-
-class Classification(TextTask):
+class Classification(TaskDefaults):
     """Name the class of a text or of a pair of texts (MNLI's premise and hypothesis)."""
 
+    name = "classification"
     pools = answers = True
 
     def __init__(self, *, token_types: bool) -> None:
         self.token_types = token_types
-
-    @property
-    def factory(self) -> Any:
-        from transformers import AutoModelForSequenceClassification
-
-        return AutoModelForSequenceClassification
 
     def batch(self, dataset: PreparedDataset, split: str, indices: np.ndarray, seeds: list[int]) -> Batch:
         ids = token_ids(dataset, split, indices)
@@ -189,9 +180,6 @@ class Classification(TextTask):
         if self.token_types:
             inputs["token_type_ids"] = (place >= torch.from_numpy(seconds)[:, None]).long() * inputs["attention_mask"]
         return Batch(inputs=inputs, targets=torch.from_numpy(labels.copy()))
-
-    def loss_sum(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        return cross_entropy_sum(logits, targets)
 
 
 def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:

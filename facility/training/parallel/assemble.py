@@ -72,11 +72,6 @@ class Assembly:
     trained: int
 
 
-def frozen(name: str, patterns: list[str]) -> bool:
-    """Whether `training.freeze` names a parameter."""
-    return matches(name, patterns)
-
-
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
@@ -85,7 +80,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     if settings.lora.rank:
         lora.inject(skeleton, settings.lora, classifies=task.answers)
     for name, parameter in skeleton.named_parameters():
-        if frozen(name, settings.freeze):
+        if matches(name, settings.freeze):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
         raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train; freeze fewer")
