@@ -93,7 +93,7 @@ class GridEngine(BatchScheduler):
     def read_states(self, text: str, code: int, ids: Sequence[str]) -> dict[str, str]:
         if code != 0:
             return {}
-        named = dict.fromkeys(GONE.findall(text), FORGOTTEN) | {id: state for id, state in ROW.findall(text)}
+        named = dict.fromkeys(GONE.findall(text), FORGOTTEN) | dict(ROW.findall(text))
         return {one: named[one] for one in ids if one in named}
 
     def query_ending(self, id: str) -> str:

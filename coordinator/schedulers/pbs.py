@@ -116,7 +116,7 @@ class PBS(BatchScheduler):
         if code not in ANSWERS:
             return {}
         around = text[: text.find("{")] + text[text.rfind("}") + 1 :] if "{" in text else text
-        named = {one: "F" for one in FINISHED.findall(around)} | {one: FORGOTTEN for one in UNKNOWN.findall(around)}
+        named = dict.fromkeys(FINISHED.findall(around), "F") | dict.fromkeys(UNKNOWN.findall(around), FORGOTTEN)
         named |= {id: str(fields.get("job_state", "")) for id, fields in _jobs(text).items()}
         return {one: named[one] for one in ids if one in named}
 

@@ -46,12 +46,9 @@ def close_round(
     if ask_again(archive, settings, number, arrived):
         return NextRound(model, number, proceed=True)
     while True:
-        found = len(arrived.updates)
-        if settings.closing is not None and found < max(
-            settings.minimum_facilities, settings.aggregation.fewest_updates
-        ):
-            if wait_for_late(archive, number, arrived):
-                return NextRound(model, number, proceed=True)
+        found, least = len(arrived.updates), max(settings.minimum_facilities, settings.aggregation.fewest_updates)
+        if settings.closing is not None and found < least and wait_for_late(archive, number, arrived):
+            return NextRound(model, number, proceed=True)
         if found < settings.minimum_facilities:
             return too_few(archive, settings, model, number, arrived)
         try:

@@ -91,7 +91,7 @@ def built_for_some_task(config: Any) -> bool:
     named = named_class(config)
     for factory in set(FACTORIES.values()):
         mapping = getattr(transformers, factory)._model_mapping
-        kinds = mapping[type(config)] if type(config) in mapping else ()
+        kinds = mapping.get(type(config), ())
         if named == factory or named in [one.__name__ for one in (kinds if isinstance(kinds, tuple) else (kinds,))]:
             return True
     return False
