@@ -12,9 +12,7 @@ FILE    safetensors: `signatures`, uint32 of shape (documents, 128); metadata: f
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-import struct
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -25,14 +23,16 @@ import numpy
 from numpy.typing import NDArray
 
 from facility.dataset import DatasetError
+from facility.exchange.checkpoints.checkpoint import read_header
+from facility.exchange.checkpoints.writer import Planned, header_of
+from facility.exchange.errors import CheckpointError
 from facility.exchange.files.durable import new_file
-from facility.exchange.json_text import parse_values
 from facility.preparing.near_duplicates import NUMBERS
 
 FORMAT = "crossfed signatures 1"
+NAME = "signatures"
 LEAST_SALT, MOST_SALT = 16, 4096
 """Bytes of a salt."""
-MOST_HEADER = 4096
 ROW_BYTES = 4 * NUMBERS
 PART_ROWS = 65536
 """Rows that are sorted at once, about: 32 MB, and once more in order."""
@@ -69,11 +69,10 @@ def write_signatures(path: Path, blocks: Iterable[NDArray[numpy.uint32]], key: b
             gathered.write(numpy.ascontiguousarray(block, dtype="<u4").tobytes())
         gathered.flush()
         rows = gathered.tell() // ROW_BYTES
-        entry = {"dtype": "U32", "shape": [rows, NUMBERS], "data_offsets": [0, rows * ROW_BYTES]}
-        header = json.dumps({"__metadata__": {"format": FORMAT, "salt": check_of(key)}, "signatures": entry}).encode()
-        header += b" " * (-len(header) % 8)
+        tensor = Planned(name=NAME, dtype="U32", shape=(rows, NUMBERS))
+        header, _, _ = header_of([tensor], {"format": FORMAT, "salt": check_of(key)})
         with new_file(path, mode=0o600) as file:
-            file.write(struct.pack("<Q", len(header)) + header)
+            file.write(header)
             for part in sorted_parts(gathered, rows, path.parent):
                 file.write(part.tobytes())
 
@@ -118,20 +117,16 @@ def read_signatures(path: Path, key: bytes) -> numpy.ndarray:
     """Another facility's signatures, one a row, mapped. Raises `DatasetError` for a file that is none, or of another
     salt."""
     try:
-        with open(path, "rb") as file:
-            size = struct.unpack("<Q", file.read(8))[0]
-            if size > MOST_HEADER:
-                raise ValueError(f"a header of {size} bytes")
-            header = parse_values(file.read(size))
-        metadata, (documents, numbers) = header["__metadata__"], header["signatures"]["shape"]
-        if metadata["format"] != FORMAT or numbers != NUMBERS or type(documents) is not int or documents < 0:
-            raise ValueError("another format")
-        if os.path.getsize(path) != 8 + size + 4 * documents * NUMBERS:
-            raise ValueError("another length than its header says")
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        tensors, metadata = read_header(path)
+        if metadata.get("format") != FORMAT or [*tensors] != [NAME]:
+            raise CheckpointError("it has another format")
+        rows = tensors[NAME]
+        if rows.dtype != "U32" or rows.shape[1:] != (NUMBERS,):
+            raise CheckpointError(f"its signatures are {rows.dtype} of shape {rows.shape}")
+    except CheckpointError as error:
         raise DatasetError(f"{path} is not a file of `prepare --share-signatures`: {error}") from None
     if metadata.get("salt") != check_of(key):
         raise DatasetError(f"{path} was made with another salt: nothing in it could match; agree on one salt")
-    if not documents:
-        return numpy.empty((0, NUMBERS), dtype="<u4")
-    return numpy.memmap(path, dtype="<u4", mode="r", offset=8 + size, shape=(documents, NUMBERS))
+    if not rows.size:
+        return numpy.empty(rows.shape, dtype="<u4")
+    return numpy.memmap(path, dtype="<u4", mode="r", offset=rows.start, shape=rows.shape)
