@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +20,17 @@ from coordinator.engine.run_process import lives
 from facility.exchange.files.durable import write_text
 
 FILE = "live.json"
+BEGINS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(?::\d\d)?")
+"""A time as Slurm writes it, which no line can break."""
 STALE_SECONDS = 30.0
 """A snapshot older than this is of a run that has ended or was killed, where its process cannot be looked for: a living
 one renews it."""
 
 
+ALWAYS = 3
+"""The first columns of the table, which it has whatever is in them: facility, state, for."""
+STATE_WIDTH = len("2026-11-28")
+"""Characters at least for a state, on terminals that are too narrow for all: a date stays in one piece."""
 LAST_AT_WORK = 5
 STATES = ("waiting", "queued", "training", "late", "receiving", "done")
 """Those that need no attention."""
@@ -117,18 +124,23 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
-    """One line a facility; of many, one line for those in the same state."""
+    """One line a facility; of many, one line for those in the same state. Numbers that no facility has yet leave their
+    room to the states."""
     now = time.time() if now is None else now
     title = ", ".join(filter(None, (f"{snapshot.heading}: {shown(snapshot.coordinator)}", _end(snapshot, now))))
     result = Table(title=escape(title), title_justify="left")
-    for name in ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time left", "last sign of life"):
-        result.add_column(name, justify="left" if name in ("facility", "state") else "right")
     alone, together = to_show(snapshot)
-    for name in alone:
-        result.add_row(*(escape(text) for text in (name, *_cells(snapshot.facilities[name], now))))
+    rows = [(name, *_cells(snapshot.facilities[name], now, narrow=True)) for name in alone]
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
-        result.add_row(escape(_whose(state, names)), escape(shown(state)), f"up to {span(longest)}", *[""] * 5)
+        rows.append((_whose(state, names), shown(state), f"up to {span(longest)}", *[""] * 5))
+    heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time left", "last sign of life")
+    for at, head in enumerate(heads):
+        if at < ALWAYS or any(row[at] for row in rows):
+            least = STATE_WIDTH if head == "state" else None
+            result.add_column(head, justify="left" if at < 2 else "right", min_width=least, overflow="fold")
+    for row in rows:
+        result.add_row(*(escape(text) for at, text in enumerate(row) if at < ALWAYS or any(one[at] for one in rows)))
     return result
 
 
@@ -168,10 +180,13 @@ def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
     return ", ".join(filter(None, parts))
 
 
-def _cells(one: FacilityState, now: float) -> tuple[str, ...]:
+def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str, ...]:
+    """`narrow`: with few words, for the column of a table, which has another for the time in a state."""
     state = shown(one.state)
     if one.state.startswith("queued"):
-        state += f" since {_clock(one.since)}" + (f", expected to begin {shown(one.begins)}" if one.begins else "")
+        state += "" if narrow else f" since {_clock(one.since)}"
+        begins = BEGINS.sub(r"\1 \2", shown(one.begins)) if narrow else shown(one.begins)
+        state += f", expected to begin {begins}" if begins else ""
     at_work = bool(one.stage)
     if at_work and one.stage != "training":
         state = one.stage

@@ -31,6 +31,8 @@ DOING = {
     "unmask": "unmasking",
 }
 """What a facility does in a step of this kind."""
+WAITS = "waiting for the facilities"
+"""What the coordinator does while they work."""
 STEPS = {"start": "looking at the archive", "aggregate": "averaging", "report": "reporting"}
 COMPARING = {"alone": "training alone", "models": "comparison of models"}
 """What follows the last round where models are compared."""
@@ -101,6 +103,7 @@ class Progress:
         if name in self.states and kind in DOING:
             doing = self._at_work if kind == "train" else DOING[kind]
             self._set(name, doing)
+            self.step = WAITS
             return f"{self.title}: {name} {doing}"
         self.step = STEPS.get(leaf, leaf)
         return f"{self.title}: {self.step}" if leaf == "aggregate" else None
@@ -130,7 +133,7 @@ class Progress:
         if name not in self.states or not self.states[name].startswith("queued"):
             return None
         self._set(name, self._at_work)
-        return f"{self.title}: {name} has left the queue"
+        return f"{self.title}: {name}: its job has left the queue"
 
     def _on_requeued(self, event: Event) -> str | None:
         """A late facility stays late: its round goes on without it."""

@@ -6,16 +6,19 @@ import asyncio
 import dataclasses
 import errno
 import json
+import re
 import subprocess
 import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from coordinator.archive.journal import KINDS as LINES
 from coordinator.archive.journal import Journal
@@ -25,7 +28,7 @@ from coordinator.config.notifying import NotifySettings
 from coordinator.engine import follow_run as follow
 from coordinator.engine.expected_end import expected_end
 from coordinator.engine.follow_run import follow_run
-from coordinator.engine.live import FILE, live_lines, live_table, read_snapshot, sentence
+from coordinator.engine.live import FILE, FacilityState, Snapshot, live_lines, live_table, read_snapshot, sentence
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.recorder import SILENT_SECONDS, Recorder
@@ -237,6 +240,50 @@ def test_what_is_shown_goes_on_where_the_clock_is_set_back(tmp_path: Path):
         made.tick()
         shown = read_snapshot(tmp_path)
         assert shown is not None and shown.time == (1000.0 if clock == 1001.0 else clock)
+
+
+def on_a_terminal(snapshot: Snapshot, width: int) -> list[str]:
+    """The lines of its table, in a terminal of so many characters."""
+    console = Console(width=width, file=StringIO(), color_system=None)
+    console.print(live_table(snapshot, 2000.0))
+    return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("at_work", [0, 2])
+def test_jobs_that_wait_have_their_expected_begin_on_a_small_terminal(at_work: int):
+    """80x24, three facilities: nothing is cut off in width, nor in height, whether the others train or wait too."""
+    queued = FacilityState(state="queued as job 4711234", since=1000.0, begins="2026-11-22T11:00:00")
+    training = FacilityState(
+        state="training", since=1.0, stage="training", step=99, steps=100, loss=2.51, tokens_per_second=79400.0
+    )
+    training = dataclasses.replace(training, seconds_left=7000.0, heard=1999.0)
+    states = {f"facility-{n}": training if n < at_work else queued for n in range(3)}
+    lines = on_a_terminal(
+        Snapshot(federation="", heading="round 0 of 9", coordinator="x", time=2000.0, facilities=states), 80
+    )
+    text = " ".join(" ".join(lines).replace("│", " ").split())
+    assert len(lines) < 24 and max(map(len, lines)) <= 80 and "…" not in text
+    shown = re.findall(r"4711234|2026-11-22|11:00", "\n".join(lines))
+    assert shown.count("4711234") == shown.count("2026-11-22") == shown.count("11:00") == 3 - at_work, lines
+    assert ("loss" in text) is bool(at_work), "a column that holds nothing takes no room"
+
+
+def test_the_heading_says_that_the_coordinator_waits_while_facilities_work(tmp_path: Path):
+    """Not that it still looks at the archive, hours after it has."""
+    progress = Progress(["a"], rounds=2)
+    seen = []
+    for told in (
+        event("starting", round=0, model="m"),
+        event("executing", step="/start"),
+        event("executing", step=STEP),
+        event("executing", step="/rounds/aggregate"),
+        event("complete", round=0, decision="go on"),
+        event("executing", step=STEP),
+    ):
+        progress.feed(told)
+        seen.append(progress.step)
+    waits = "waiting for the facilities"
+    assert seen == ["starting", "looking at the archive", waits, "averaging", "between rounds", waits]
 
 
 def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path: Path):
