@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,6 +125,8 @@ def publish(
     out: Annotated[Path, typer.Option(help="Folder to make, with model/ and crate/.")] = Path("publication"),
 ) -> None:
     """Make the final model with its card, and a Workflow Run RO-Crate of how it came about and is made again."""
+    if find_spec("rocrate") is None:
+        raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.13'")
     from coordinator.publishing.publish import publish as make
 
     print(f"{make(federation, out.resolve())}: model/ with its card, crate/ with reproduce.md")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -24,6 +25,8 @@ from coordinator.schedulers.partition import WORD, Partition, Wish
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import InputError
 from facility.exchange.messages.template_inheritance import shipped_templates
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +110,11 @@ def _with_queue(dialog: Dialog, chosen: Choice, survey: Survey, queue: BatchSche
     why["type"] = f"{queue.title} answers there"
     proposal = partition(survey.partitions, survey.accounts)
     named = _word(dialog, f"{name}.partition", proposal, must=bool(survey.partitions))
+    _known(f"{name}.partition", named, [each.name for each in survey.partitions])
     one = next((each for each in survey.partitions if each.name == named), Partition(name=named))
     why["partition"] = one.said()
     charged = _word(dialog, f"{name}.account", account(survey.accounts), must=False)
+    _known(f"{name}.account", charged, survey.accounts)
     shipped = site_template(chosen.login.host)
     if shipped:
         why["template"] = "the site's own, by its login node's name"
@@ -151,6 +156,13 @@ def _word(dialog: Dialog, question: str, proposal: Proposal, *, must: bool) -> s
     if value and not WORD.fullmatch(value):
         raise InputError(f"{question} is {value!r}, expected one word of letters, digits and _.,:/@+=%-")
     return value
+
+
+def _known(question: str, value: str, listed: Sequence[str]) -> None:
+    """Warn of a value that the site does not list: it may hide some, so none is refused."""
+    if listed and (unknown := [word for word in value.split(",") if word and word not in listed]):
+        several = f"{', '.join(listed[:12])}{', ...' if len(listed) > 12 else ''}"
+        log.warning("%s: the site does not list %s, but %s", question, ", ".join(unknown), several)
 
 
 def _count(dialog: Dialog, question: str, proposed: int, why: str) -> int:

@@ -57,7 +57,8 @@ class Slurm(BatchScheduler):
         ),
         (
             r"Partition(Down|Inactive)",
-            "the partition takes no jobs to its nodes: wait for the site, or name another in `fill: {partition: ...}`",
+            "the partition takes no jobs to its nodes: wait for the site, or name another in `fill: {partition: ...}` "
+            "or the template",
         ),
         (
             r"Partition(NodeLimit|TimeLimit|Config)|MaxMemPerLimit",

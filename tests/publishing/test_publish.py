@@ -8,6 +8,8 @@ import json
 import re
 import resource
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +83,17 @@ def test_what_cannot_be_published_is_refused(federation: Path, tmp_path: Path):
     shutil.rmtree(tmp_path / "archive")
     with pytest.raises(InputError, match="no round is complete"):
         publish(federation, tmp_path / "other")
+
+
+def test_a_coordinator_without_the_package_for_crates_is_told_which(tmp_path: Path):
+    """coordinator/setup.sh does not install it; the command showed a traceback."""
+    code = (
+        "import sys; sys.modules['rocrate'] = None; sys.argv = ['crossfed', 'publish', '--federation', 'f.yml']\n"
+        "from coordinator.cli import main; sys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert "rocrate, which is not installed here: pip install" in done.stderr
 
 
 def test_a_model_that_does_not_fit_is_told_as_that_and_nothing_is_left(federation: Path, tmp_path: Path):

@@ -102,6 +102,36 @@ def test_the_partition_for_training_has_gpus_and_is_not_for_debugging():
     assert set(partition(offered, ["mine"]).others) == {"cpu", "gpu-debug"}
 
 
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ({"a.partition": "gpu", "a.account": "mine"}, []),
+        ({"a.partition": "gpu,cpu"}, []),
+        ({"a.partition": "gpuq"}, ["a.partition: the site does not list gpuq, but cpu, gpu"]),
+        ({"a.account": "theirs"}, ["a.account: the site does not list theirs, but mine, ours"]),
+    ],
+)
+def test_a_partition_or_account_that_the_site_does_not_list_is_said_before_a_site_is_set_up(
+    answers: dict[str, str], said: list[str], caplog: pytest.LogCaptureFixture
+):
+    """It is used all the same, for a site may hide some."""
+    whole = Python(command="python3", version=(3, 12), lacks=())
+    offered = tuple(Partition(name=name, default=name == "cpu", nodes=9) for name in ("cpu", "gpu"))
+    queue = scheduler("slurm")
+    survey = Survey(
+        pythons=(whole,),
+        scheduler=queue,
+        partitions=offered,
+        accounts=("mine", "ours"),
+        data="text",  # type: ignore[arg-type]
+    )
+    given = {"a.home": "/home/a/crossfed", "a.workdir": "/scratch/a"} | answers
+    login = Deployment(type="ssh", host="h", user="u", workdir="/tmp")
+    made = choose(Dialog(given=given, yes=True, say=lambda _: None), "a", login, survey, "text.txt")
+    assert [record.getMessage() for record in caplog.records] == said
+    assert answers.get("a.partition", "cpu") in made.template_text
+
+
 def test_packages_come_from_where_the_site_has_them():
     whole = Python(command="python3", version=(3, 12), lacks=())
     bare, old = (
