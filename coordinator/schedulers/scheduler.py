@@ -23,6 +23,8 @@ from facility.exchange.messages.strict_json import clean, printable
 
 LONGEST_STATE, LONGEST_REASON, LONGEST_PATH = 40, 400, 4096
 """Characters."""
+KILLED = re.compile(r"(?:^|: )(?:Killed|Terminated)\s*\Z|: line \d+: +\d+ (?:Killed|Terminated)\b")
+"""What shells say of a program that a signal ended."""
 ANSWER_BYTES = 2 << 20
 """Of a scheduler's answer about our jobs: of hundreds of them, with all that their environments hold."""
 OUTPUT_BYTES = 1 << 16
@@ -266,8 +268,11 @@ class BatchScheduler(Scheduler):
         return self.has_begun(state) and state not in {*self.suspended, *self.terminal, FORGOTTEN}
 
     def is_silence(self, text: str) -> bool:
-        """True when a command failed because the scheduler did not answer, not because of the request."""
-        return any(words in text.lower() for words in self.silent)
+        """True when a command failed because the scheduler did not answer, not because of the request.
+
+        Nor does one answer whose program a signal ended, of which its shell says no more: what it did is not known.
+        """
+        return KILLED.search(text) is not None or any(words in text.lower() for words in self.silent)
 
     def read_id(self, text: str) -> str:
         """The id of a submitted job in what the submission printed; '' when there is none."""

@@ -121,15 +121,19 @@ class GatedSSHConnector(ParallelSSHConnector):
     ) -> tuple[str, int]:
         """Send a request; returns what was printed and the exit code.
 
-        Raises `GateRefused`, and `ConnectionBroke` where the answer was lost as often as it may be asked for.
+        Raises `GateRefused`, and `ConnectionBroke` where the answer was lost as often as it may be asked for: the
+        connection broke, or a signal ended the gate, or what it ran.
         """
         for _ in range(attempts):
             said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
             if code == REFUSED:
                 raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
-            if code is not None:
+            if code is not None and 0 <= code <= SIGNALLED:
                 return said, code
-        raise ConnectionBroke(f"the connection to {self.deployment_name} broke during `{request:.100}`")
+        where, during = self.deployment_name, f"during `{request:.100}`"
+        if code is None:
+            raise ConnectionBroke(f"the connection to {where} broke {during}")
+        raise ConnectionBroke(f"the gate of {where} was killed (code {code}) {during}")
 
     async def hours_of_a_job(self, location: ExecutionLocation) -> float:
         """The time limit of the site's policy, the wait of a job that is submitted ahead included; asked once.
@@ -156,8 +160,6 @@ class GatedSSHConnector(ParallelSSHConnector):
         """
         request = command if command.startswith(f"{GATE} ") else job_of(command, "submit")
         text, code = await self.ask(location, request, attempts=1)  # the job may be in the queue
-        if code < 0 or code > SIGNALLED:  # it may be so as well
-            raise ConnectionBroke(f"the gate of {self.deployment_name} was killed while it submitted (code {code})")
         if code:
             raise WorkflowExecutionException(f"the gate of {self.deployment_name} submitted nothing: {text[-300:]}")
         return text

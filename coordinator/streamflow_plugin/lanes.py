@@ -201,7 +201,7 @@ async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, mo
 async def _ended(process: Any, command: str) -> None:
     status, said = await within(STALL_SECONDS, _end_of(process, command))
     if status is None:
-        raise ConnectionResetError(f"the connection closed before `{command:.60}` ended")
+        raise ConnectionResetError(f"the connection closed, or a signal came, before `{command:.60}` ended")
     if status:
         raise TransferFailed(words(said, status))
 
@@ -215,7 +215,8 @@ async def _refusal(process: Any, command: str) -> TransferFailed | None:
 
 
 async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
-    """Exit code and standard error of a command whose output nobody reads any more.
+    """Exit code and standard error of a command whose output nobody reads any more; None for the code of one that a
+    signal ended, which has answered as little as one whose connection broke.
 
     `process`: asyncssh's, whose `wait` keeps all that still comes, or a `system_ssh.Session`, which keeps little.
     Raises `TransferFailed` for more than `MOST_BESIDE` bytes.
@@ -228,7 +229,8 @@ async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
         for reader in readers:
             reader.cancel()
     result = await process.wait()
-    return result.exit_status, result.stderr or (rest[-1] if process.stderr is not None else b"")
+    status = None if result.exit_status is None or result.exit_status < 0 else result.exit_status
+    return status, result.stderr or (rest[-1] if process.stderr is not None else b"")
 
 
 async def _read_out(stream: Any, command: str) -> bytes:

@@ -18,6 +18,7 @@ from coordinator.streamflow_plugin import patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
+from coordinator.streamflow_plugin.lanes import TransferFailed, _ended
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -140,6 +141,22 @@ def test_a_session_that_is_lost_has_no_code():
     assert asyncio.run(ParallelSSHConnector.end_of(login, HERE, "date", 9, 5)) == ("", None)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("status", "error"), [(-1, ConnectionResetError), (None, ConnectionResetError), (1, TransferFailed)]
+)
+def test_a_transfer_whose_command_a_signal_ended_is_one_whose_connection_broke(
+    status: int | None, error: type[Exception]
+):
+    """-1: asyncssh's for a signal. It was taken for the command's own refusal, and the round lost its facility."""
+
+    async def wait() -> Any:
+        return SimpleNamespace(exit_status=status, stderr=b"")
+
+    process = SimpleNamespace(stdout=None, stderr=None, wait=wait)
+    with pytest.raises(error):
+        asyncio.run(_ended(process, "crossfed-gate get-tree"))
+
+
 def queue(run: Any, **more: Any) -> Any:
     """A connector of Slurm with this way to the login node, never deployed."""
     made = object.__new__(connector_for(Slurm()))
@@ -157,11 +174,15 @@ def test_a_lost_answer_about_jobs_is_silence_and_no_end():
     assert states == {} and Slurm().ended(states, ["7"]) == []
 
 
-def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(monkeypatch):
+@pytest.mark.parametrize("killed", ["", "Killed", "bash: line 1:  4242 Killed                  sbatch", "Terminated"])
+def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(monkeypatch, killed: str):
+    """Its connection broke, or a signal ended sbatch (a login node was out of memory): the job may be in the queue."""
     listed, submitted = [[], [SimpleNamespace(id="41")]], []
 
     async def submit(*_: Any, **__: Any) -> str:
         submitted.append(1)
+        if killed:
+            raise WorkflowExecutionException(f"Error submitting job /rounds/train_a/0 to Slurm: {killed}")
         raise ConnectionBroke("the connection to facility_a broke during a command")
 
     async def jobs_named(*_: Any) -> Any:
@@ -175,19 +196,32 @@ def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(mo
     assert submitted == [1]
 
 
+def gate(codes: list[int]) -> Any:
+    """A gate whose requests end with these codes."""
+    made = object.__new__(GatedSSHConnector)
+
+    async def end_of(*_: Any) -> tuple[str, int]:
+        return "said", codes.pop(0)
+
+    made.__dict__ |= {"end_of": end_of, "deployment_name": "facility_a"}
+    return made
+
+
 @pytest.mark.parametrize("code", [-9, 137])
-def test_a_gate_that_is_killed_as_it_submits_may_have_submitted(monkeypatch, code: int):
+def test_a_gate_that_is_killed_as_it_submits_may_have_submitted(code: int):
     """The round went on without the facility, whose job ran for nobody."""
-    gate, asked = object.__new__(GatedSSHConnector), []
+    codes = [code, 0]
+    with pytest.raises(ConnectionBroke, match=f"the gate of facility_a was killed .code {code}. during"):
+        asyncio.run(gate(codes).submit_job(HERE, "crossfed-gate submit"))
+    assert codes == [0], "it was asked once"
 
-    async def end_of(location: Any, request: str, *_: Any) -> tuple[str, int]:
-        asked.append(request)
-        return "", code
 
-    gate.end_of, gate.deployment_name = end_of, "facility_a"  # type: ignore[method-assign, assignment]
-    with pytest.raises(ConnectionBroke, match=f"the gate of facility_a was killed while it submitted .code {code}."):
-        asyncio.run(gate.submit_job(HERE, "crossfed-gate submit"))  # type: ignore[arg-type]
-    assert asked == ["crossfed-gate submit"]
+@pytest.mark.parametrize("code", [-9, 137])
+def test_a_gate_that_is_killed_over_a_question_is_asked_again(code: int):
+    """The memory of a login node was full for a moment, and the round went on without the facility."""
+    assert asyncio.run(gate([code, code, 1]).ask(HERE, "crossfed-gate jobs crossfed-f-a")) == ("said", 1)
+    with pytest.raises(ConnectionBroke):
+        asyncio.run(gate([code] * 3).ask(HERE, "crossfed-gate jobs crossfed-f-a"))
 
 
 def test_a_job_that_is_not_taken_is_an_ended_one_told_in_the_schedulers_words(monkeypatch):
