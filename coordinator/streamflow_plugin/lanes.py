@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -176,6 +177,8 @@ def check_pace(count: int, seconds: float, command: str) -> None:
 
 KEPT_BYTES = 1 << 16
 """Of what a command of the system's ssh writes beside its answer."""
+KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+"""Exit codes of a shell whose command was killed, as where a login node has no memory left."""
 MOST_BESIDE = 1 << 20
 """Bytes that a remote command may write to its standard error, or to an output that is no answer."""
 MOST_OUTPUT = 64 << 20
@@ -229,7 +232,9 @@ async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
         for reader in readers:
             reader.cancel()
     result = await process.wait()
-    status = None if result.exit_status is None or result.exit_status < 0 else result.exit_status
+    status = result.exit_status
+    if status is not None and (status < 0 or status in KILLED):
+        status = None
     return status, result.stderr or (rest[-1] if process.stderr is not None else b"")
 
 

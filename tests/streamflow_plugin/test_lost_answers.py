@@ -142,7 +142,8 @@ def test_a_session_that_is_lost_has_no_code():
 
 
 @pytest.mark.parametrize(
-    ("status", "error"), [(-1, ConnectionResetError), (None, ConnectionResetError), (1, TransferFailed)]
+    ("status", "error"),
+    [(-1, ConnectionResetError), (137, ConnectionResetError), (None, ConnectionResetError), (1, TransferFailed)],
 )
 def test_a_transfer_whose_command_a_signal_ended_is_one_whose_connection_broke(
     status: int | None, error: type[Exception]
