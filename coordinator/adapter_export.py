@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
+from coordinator.adapter_twins import twins_of, with_modules
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
@@ -42,9 +44,12 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
         raise InputError(f"{model} holds no adapters: expected the model of a federation with training.lora")
     configuration = read_configuration(model)
     loaded = load_base(base)
-    configuration |= loaded_as(type(loaded).__name__)
+    twins = twins_of(loaded, names)
+    configuration = with_modules(configuration, twins) | loaded_as(type(loaded).__name__)
+    sources = {name: name for name in names} | twins
+    names = sorted(sources)
     with new_directory(out) as temporary:
-        write_adapter(temporary, checkpoint, names, configuration | {"base_model_name_or_path": str(base)})
+        write_adapter(temporary, checkpoint, sources, configuration | {"base_model_name_or_path": str(base)})
         adapted = load_adapter(temporary, loaded, names)
         if merged:
             write_merged(temporary / MERGED, adapted, base)
@@ -98,11 +103,14 @@ def load_base(base: Path) -> Any:
         raise InputError(f"{base} is not a model that transformers loads: {first_line(error)}") from None
 
 
-def write_adapter(directory: Path, checkpoint: Checkpoint, names: list[str], configuration: dict[str, Any]) -> None:
-    """Write both files as peft names them."""
+def write_adapter(
+    directory: Path, checkpoint: Checkpoint, sources: Mapping[str, str], configuration: dict[str, Any]
+) -> None:
+    """Write both files as peft names them. `sources`: the checkpoint's tensor by the name that it is written under."""
     from safetensors.torch import save_file
 
-    save_file({name: checkpoint.read(name) for name in names}, directory / ADAPTER, metadata={"format": "pt"})
+    tensors = {name: checkpoint.read(source) for name, source in sorted(sources.items())}
+    save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
     os.chmod(directory / ADAPTER, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
     write_json(directory / CONFIG, configuration)
 

@@ -8,13 +8,13 @@ OUT/adapter_config.json          what it is, without a path
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_export import load_adapter, load_base, read_configuration
+from coordinator.adapter_export import load_adapter, load_base, read_configuration, write_adapter
+from coordinator.adapter_twins import check_twins, twins_of, without_modules
 from facility.exchange.checkpoints.adapters import (
     CONFIG,
     PREFIX,
@@ -27,7 +27,7 @@ from facility.exchange.checkpoints.adapters import (
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
+from facility.exchange.files.durable import new_directory, write_json
 
 OTHER_KINDS = {
     "rank_pattern": "an adapter of several ranks (rank_pattern), where training.lora.rank is one",
@@ -59,6 +59,8 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
             "that peft's `save_pretrained` wrote"
         )
     loaded = load_base(base)
+    twins = twins_of(loaded, names)
+    check_twins(found, twins)
     with tempfile.TemporaryDirectory(prefix="crossfed-adapter-") as known:
         (Path(known) / ADAPTER).symlink_to(found.tensors[names[0]].file.resolve())
         write_json(Path(known) / CONFIG, configuration)  # of the publisher's keys some name modules to import
@@ -66,14 +68,16 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     held = open_checkpoint(base)
     if any(map(is_adapter, held.tensors)):
         raise InputError(f"{base} holds adapters already; expected a plain base model")
+    names = [name for name in names if name not in twins]
+    configuration = without_modules(configuration, twins) | loaded_as(type(loaded).__name__)
     with new_directory(out) as temporary:
         copy_companions(base, temporary)
         for file in {entry.file for entry in held.tensors.values()}:
             shutil.copyfile(file, temporary / file.name)
-        shutil.copyfile(found.tensors[names[0]].file, temporary / ADAPTER)
-        os.chmod(temporary / ADAPTER, as_umask_allows(0o644))
+        write_adapter(
+            temporary, found, {name: name for name in names}, configuration | loaded_as(type(loaded).__name__)
+        )
         write_json(temporary / INDEX, index_of(held, names))
-        write_json(temporary / CONFIG, configuration | loaded_as(type(loaded).__name__))
         open_checkpoint(temporary)
     return (
         f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{settings_of(configuration, names)}"

@@ -1,0 +1,64 @@
+"""An embedding that is trained whole beside adapters, in a model whose head has the same weight.
+
+CrossFed trains one weight under both names. peft's `modules_to_save` makes a copy for the module that is named, and the
+other keeps the base's weight: an adapter that peft loads as it was trained brings the weight under both names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from facility.exchange.checkpoints.adapters import PREFIX
+from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.errors import InputError
+
+
+def twins_of(model: Any, names: Collection[str]) -> dict[str, str]:
+    """Other names of the weights that the adapter tensors `names` hold -> the one among these, as an adapter has both.
+
+    `model`: the base, without adapters and with its weights tied. Only weights of single layers are looked at: those of
+    a module with modules in it cannot be saved by themselves.
+    """
+    found: dict[str, str] = {}
+    groups: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if next(model.get_submodule(name.rpartition(".")[0]).children(), None) is None:
+            groups.setdefault(id(parameter), []).append(PREFIX + name)
+    for group in groups.values():
+        held = next((name for name in group if name in names), None)
+        if held is not None:
+            found |= {other: held for other in group if other != held}
+    return found
+
+
+def with_modules(configuration: dict[str, Any], twins: Collection[str]) -> dict[str, Any]:
+    """The configuration of an adapter that brings these tensors, too."""
+    modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in twins}
+    if not modules:
+        return configuration
+    return configuration | {"modules_to_save": sorted({*(configuration["modules_to_save"] or ()), *modules})}
+
+
+def without_modules(configuration: dict[str, Any], twins: Collection[str]) -> dict[str, Any]:
+    """The configuration of an adapter without these tensors."""
+    modules = {name.removeprefix(PREFIX).rpartition(".")[0] for name in twins}
+    kept = [one for one in configuration["modules_to_save"] or () if not any(_ends(m, one) for m in modules)]
+    return configuration | {"modules_to_save": kept or None}
+
+
+def check_twins(adapter: Checkpoint, twins: dict[str, str]) -> None:
+    """Raise `InputError` unless the adapter brings each weight under all of its names, and the same one."""
+    for other, held in twins.items():
+        if other not in adapter.tensors or not torch.equal(adapter.read(other), adapter.read(held)):
+            raise InputError(
+                f"{adapter.directory} trains {held.removeprefix(PREFIX)!r} apart from {other.removeprefix(PREFIX)!r}, "
+                "which are one weight in the base (tie_word_embeddings) and are trained as one here; take an adapter "
+                "that holds the same weight under both names, as --export-adapter writes it, or one without them"
+            )
+
+
+def _ends(module: str, name: str) -> bool:
+    return module == name or module.endswith("." + name)
