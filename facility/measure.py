@@ -4,8 +4,8 @@
     python -m facility.launch -- -m facility.measure --model DIR --out profile.json   all ranks of an allocation
 
 Every rank times each kind of unit of the model (embedding, blocks, head), forwards and backwards, at the given
-micro-batch sizes; then all pairs of ranks measure latency and bandwidth in both directions in a tournament, and groups
-of ranks load their common ways out. Unequal devices and links can be pretended for rehearsal. The result is a planning
+micro-batch sizes; then all pairs of ranks measure latency and bandwidth in both directions in a round robin, and groups
+of ranks load their common ways out. Unequal devices and links can be emulated for rehearsal. The result is a planning
 problem without a batch: `python -m coordinator.plan` takes it together with a batch size.
 """
 
@@ -56,12 +56,12 @@ def parser() -> argparse.ArgumentParser:
         "--most-megabytes", type=float, default=64.0, help="largest message between two ranks, MB (default 64)"
     )
     top.add_argument("--timeout", type=float, default=600.0, help="a hung peer is noticed after, seconds (default 600)")
-    top.add_argument("--pretend", type=Path, help="file of factors, stalls, memory and links to pretend (JSON)")
+    top.add_argument("--pretend", type=Path, help="file of factors, stalls, memory and links to emulate (JSON)")
     top.add_argument("--pretend-devices", choices=DISTRIBUTIONS, help="draw unequal devices from a distribution")
     top.add_argument("--seed", type=int, default=0, help="of what is drawn (default 0)")
     top.add_argument("--tc-interface", default="eth0", help="for the tc scripts (default eth0)")
     top.add_argument(
-        "--tc-out", type=Path, help="directory for one `tc` script a rank that makes the pretended links real (root)"
+        "--tc-out", type=Path, help="directory for one `tc` script a rank that makes the emulated links real (root)"
     )
     top.add_argument("--json", action="store_true", help="print the profile as JSON")
     add_log_options(top)

@@ -16,13 +16,13 @@ from torch.distributed import distributed_c10d
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_text
 from facility.measuring.bandwidth import SharpTimes
+from facility.measuring.emulated import Emulated, read_emulated
 from facility.measuring.layers import LayerSettings, MeasuredUnits, measure_units
 from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
-from facility.measuring.pretend import Pretended, read_pretended
 from facility.measuring.profile import MeasuredDevice, Profile, UnitTimes, write_profile
+from facility.measuring.round_robin import groups_of
 from facility.measuring.running import measure_running
 from facility.measuring.table import table
-from facility.measuring.tournament import groups_of
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
@@ -34,7 +34,7 @@ from facility.training.processes.rendezvous import own_address, start
 class Wanted:
     """What to measure, checked on every rank."""
 
-    pretended: Pretended
+    emulated: Emulated
     settings: LayerSettings
     labels: list[str]
     """The site (or host) of every rank."""
@@ -47,13 +47,13 @@ def measure_allocation(options: argparse.Namespace) -> int:
     begin = time.monotonic()
     with together(ranks):
         wanted = _wanted(options, ranks)
-    pretended, settings = wanted.pretended, wanted.settings
+    emulated, settings = wanted.emulated, wanted.settings
     with together(ranks):
-        units = measure_units(options.model, ranks.device, settings, emulation=pretended.emulation, worker=ranks.rank)
+        units = measure_units(options.model, ranks.device, settings, emulation=emulated.emulation, worker=ranks.rank)
     layer_seconds = time.monotonic() - begin
-    devices = _gathered(ranks, _this_device(ranks, units, pretended))
+    devices = _gathered(ranks, _this_device(ranks, units, emulated))
     links = _links(options, ranks, wanted, devices)
-    known = pretended.links.latency_seconds or pretended.links.bytes_per_second or pretended.links.uplinks
+    known = emulated.links.latency_seconds or emulated.links.bytes_per_second or emulated.links.uplinks
     running = None
     if ranks.world > 1:
         running = measure_running(
@@ -69,13 +69,13 @@ def measure_allocation(options: argparse.Namespace) -> int:
             chain=units.chain,
             sizes=units.sizes,
             update_seconds={kind: min(one["optimizer"][kind] for one in devices) for kind in units.optimizer_seconds},
-            stalls=_stalls(pretended),
+            stalls=_stalls(emulated),
             running=running,
-            details=_details(options, ranks, settings, pretended, seconds),
+            details=_details(options, ranks, settings, emulated, seconds),
         )
         write_profile(options.out, profile)
         if options.tc_out:
-            _write_scripts(options, devices, pretended)
+            _write_scripts(options, devices, emulated)
         print(json.dumps(profile.to_json(), indent=2) if options.json else table(profile))
     barrier(ranks)
     return 0
@@ -83,7 +83,7 @@ def measure_allocation(options: argparse.Namespace) -> int:
 
 def _wanted(options: argparse.Namespace, ranks: Ranks) -> Wanted:
     """Read and check the options. Raises `CrossFedError`."""
-    pretended = read_pretended(options.pretend, options.pretend_devices, ranks.world, options.seed)
+    emulated = read_emulated(options.pretend, options.pretend_devices, ranks.world, options.seed)
     samples = _sizes(options.samples)
     settings = LayerSettings(
         tokens=_tokens(options),
@@ -96,17 +96,17 @@ def _wanted(options: argparse.Namespace, ranks: Ranks) -> Wanted:
     )
     if not options.out.parent.is_dir():
         raise ConfigurationError(f"--out {options.out}: its directory does not exist")
-    return Wanted(pretended=pretended, settings=settings, labels=_labels(options, ranks))
+    return Wanted(emulated=emulated, settings=settings, labels=_labels(options, ranks))
 
 
-def _this_device(ranks: Ranks, units: MeasuredUnits, pretended: Pretended) -> dict[str, Any]:
+def _this_device(ranks: Ranks, units: MeasuredUnits, emulated: Emulated) -> dict[str, Any]:
     """What this rank reports of its device, as JSON."""
     return {
         "id": device_id(ranks.device, ranks.local_rank),
         "name": device_name(ranks.device),
         "host": socket.gethostname(),
         "address": own_address(),
-        "memory": free_bytes(ranks.device, ranks.local_world) * pretended.memory_factor(ranks.rank),
+        "memory": free_bytes(ranks.device, ranks.local_world) * emulated.memory_factor(ranks.rank),
         "times": [asdict(t) for t in units.times],
         "optimizer": units.optimizer_seconds,
     }
@@ -116,7 +116,7 @@ def _details(
     options: argparse.Namespace,
     ranks: Ranks,
     settings: LayerSettings,
-    pretended: Pretended,
+    emulated: Emulated,
     seconds: dict[str, float],
 ) -> dict[str, Any]:
     """How it was measured, for the profile."""
@@ -128,11 +128,11 @@ def _details(
         "backend": dist.get_backend() if ranks.world > 1 else "none",
         **seconds,
         "pretended": {
-            "factors": [pretended.emulation.factor(r) for r in range(ranks.world)],
-            "stall_probability": pretended.emulation.probability,
-            "stall_seconds": pretended.emulation.seconds,
-            "memory_factors": [pretended.memory_factor(r) for r in range(ranks.world)],
-            "links": bool(pretended.links.latency_seconds or pretended.links.bytes_per_second),
+            "factors": [emulated.emulation.factor(r) for r in range(ranks.world)],
+            "stall_probability": emulated.emulation.probability,
+            "stall_seconds": emulated.emulation.seconds,
+            "memory_factors": [emulated.memory_factor(r) for r in range(ranks.world)],
+            "links": bool(emulated.links.latency_seconds or emulated.links.bytes_per_second),
             "seed": options.seed,
         },
     }
@@ -178,21 +178,21 @@ def _gathered(ranks: Ranks, value: Any) -> list[Any]:
 
 
 def _links(options: argparse.Namespace, ranks: Ranks, wanted: Wanted, devices: list[Any]) -> MeasuredLinks:
-    world, pretended = ranks.world, wanted.pretended
+    world, emulated = ranks.world, wanted.emulated
     if world == 1:
         return MeasuredLinks(latency_seconds=[[0.0]], bytes_per_second=[[float("inf")]], shared=[])
-    if pretended.links.uplinks and len({one["host"] for one in devices}) > 1:
+    if emulated.links.uplinks and len({one["host"] for one in devices}) > 1:
         raise ConfigurationError(
-            "a pretended shared uplink needs all ranks on one host; take `shared` out of --pretend"
+            "an emulated shared uplink needs all ranks on one host; take `shared` out of --pretend"
         )
-    wire = Wire(ranks.rank, ranks.device, pretended.links, distributed_c10d._get_default_store())
+    wire = Wire(ranks.rank, ranks.device, emulated.links, distributed_c10d._get_default_store())
     settings = LinkSettings(sharp=SharpTimes(most_bytes=max(2**16, int(1e6 * options.most_megabytes))))
     return measure_links(wire, world, wanted.labels, settings, show_progress=ranks.first)
 
 
-def _stalls(pretended: Pretended) -> dict[str, float]:
-    """What is pretended; real stalls are too rare for a measurement of minutes."""
-    emulation = pretended.emulation
+def _stalls(emulated: Emulated) -> dict[str, float]:
+    """What is emulated; real stalls are too rare for a measurement of minutes."""
+    emulation = emulated.emulation
     stalls = emulation.probability and emulation.seconds
     return {"probability": emulation.probability, "seconds": emulation.seconds} if stalls else {}
 
@@ -210,7 +210,7 @@ def _device(one: dict[str, Any], label: str) -> MeasuredDevice:
     return MeasuredDevice(id=one["id"], site=label, name=one["name"], memory_bytes=one["memory"], times=times)
 
 
-def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], pretended: Pretended) -> None:
+def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], emulated: Emulated) -> None:
     options.tc_out.mkdir(parents=True, exist_ok=True)
     hosts = groups_of([one["host"] for one in devices])
     for group in hosts:
@@ -218,8 +218,8 @@ def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], p
         ways = [
             Way(
                 address=devices[other[0]]["address"],
-                latency_seconds=pretended.links.latency_seconds.get((group[0], other[0]), 0.0),
-                bytes_per_second=pretended.links.bytes_per_second.get((group[0], other[0]), 125e6 * 100),
+                latency_seconds=emulated.links.latency_seconds.get((group[0], other[0]), 0.0),
+                bytes_per_second=emulated.links.bytes_per_second.get((group[0], other[0]), 125e6 * 100),
             )
             for other in hosts
             if other is not group

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from facility.measuring.bandwidth import SHARE, SharpTimes, Trips, measure_bandwidth
 from facility.measuring.profile import SharedUplink
-from facility.measuring.tournament import crowds, groups_of, steps
+from facility.measuring.round_robin import crowds, groups_of, steps
 from facility.measuring.wire import Wire
 
 log = logging.getLogger(__name__)

@@ -3,4 +3,4 @@
 TASKS = ("causal-lm", "masked-lm", "classification")
 """What the measured model is trained for."""
 DISTRIBUTIONS = ("sky", "stimulator", "speeds")
-"""Distributions that emulated devices are drawn from (`facility.measuring.pretend`)."""
+"""Distributions that emulated devices are drawn from (`facility.measuring.emulated`)."""

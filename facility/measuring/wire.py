@@ -21,7 +21,7 @@ PIECE_SECONDS = 0.002
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretendedUplink:
+class EmulatedUplink:
     """Flows from `sources` to `destinations` share this bandwidth."""
 
     name: str
@@ -31,19 +31,19 @@ class PretendedUplink:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PretendedLinks:
+class EmulatedLinks:
     """Links by (source, destination) rank; pairs that are absent are as fast as they are."""
 
     latency_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
     bytes_per_second: dict[tuple[int, int], float] = field(default_factory=dict)
-    uplinks: tuple[PretendedUplink, ...] = ()
+    uplinks: tuple[EmulatedUplink, ...] = ()
 
 
 class Wire:
     """Point-to-point messages of one rank."""
 
-    def __init__(self, rank: int, device: torch.device, pretended: PretendedLinks, store: Any = None) -> None:
-        self.rank, self.device, self.pretended, self.store = rank, device, pretended, store
+    def __init__(self, rank: int, device: torch.device, emulated: EmulatedLinks, store: Any = None) -> None:
+        self.rank, self.device, self.emulated, self.store = rank, device, emulated, store
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """Send and wait until it has left; over an emulated link, as long as that link would take."""
@@ -58,15 +58,15 @@ class Wire:
     def _slow_down(self, target: int, size: int) -> None:
         pair = (self.rank, target)
         begin = time.monotonic()
-        rate = self.pretended.bytes_per_second.get(pair)
+        rate = self.emulated.bytes_per_second.get(pair)
         through = begin + (size / rate if rate else 0.0)
-        for uplink in self.pretended.uplinks:
+        for uplink in self.emulated.uplinks:
             if self.rank in uplink.sources and target in uplink.destinations:
                 through = max(through, self._book(uplink, size))
-        due = through + self.pretended.latency_seconds.get(pair, 0.0)
+        due = through + self.emulated.latency_seconds.get(pair, 0.0)
         time.sleep(max(0.0, due - time.monotonic()))
 
-    def _book(self, uplink: PretendedUplink, size: int) -> float:
+    def _book(self, uplink: EmulatedUplink, size: int) -> float:
         """Pass `size` bytes through a shared uplink, piece by piece; returns when the last piece is through.
 
         Time since `begin` in which nobody had booked the uplink is booked first: the message waited to go through then,

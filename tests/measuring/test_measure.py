@@ -1,4 +1,4 @@
-"""`python -m facility.measure`: tournaments, profiles, one rank and four ranks with pretended links."""
+"""`python -m facility.measure`: round robins, profiles, one rank and four ranks with emulated links."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.messages.emulation import Emulation
 from facility.measure import main
 from facility.measuring.allocation import _write_scripts
-from facility.measuring.pretend import Pretended, drawn, links_from, read_pretended
+from facility.measuring.emulated import Emulated, drawn, links_from, read_emulated
 from facility.measuring.profile import (
     MeasuredDevice,
     Profile,
@@ -27,14 +27,14 @@ from facility.measuring.profile import (
     UnitTimes,
     write_profile,
 )
-from facility.measuring.tournament import crowds, groups_of, rounds, steps
+from facility.measuring.round_robin import crowds, groups_of, rounds, steps
 from facility.measuring.traffic_control import Way, script
-from facility.measuring.wire import PretendedLinks
+from facility.measuring.wire import EmulatedLinks
 from tests.conftest import ROOT
 from tests.distributed import free_port
 from tests.pico import save_pico
 
-# --- tournaments ---------------------------------------------------------------------------------------------------
+# --- round robin ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 64])
@@ -128,7 +128,7 @@ def test_a_profile_is_a_problem_without_a_batch(tmp_path: Path):
         read_problem(tmp_path / "profile.json")
 
 
-# --- pretending ----------------------------------------------------------------------------------------------------
+# --- emulation -----------------------------------------------------------------------------------------------------
 
 
 def test_distributions_repeat_with_their_seed_and_keep_their_range():
@@ -142,7 +142,7 @@ def test_a_published_network_case_is_read_as_links(tmp_path: Path):
     (tmp_path / "case.json").write_text(
         json.dumps({"delay_ms": [[0, 10], [10, 0]], "bandwidth_gbit_per_s": [[0, 1], [2, 0]], "stages": 2})
     )
-    found = read_pretended(tmp_path / "case.json", None, 2, 0).links
+    found = read_emulated(tmp_path / "case.json", None, 2, 0).links
     assert found.latency_seconds[0, 1] == pytest.approx(0.01)
     assert found.bytes_per_second == pytest.approx({(0, 1): 1.25e8, (1, 0): 2.5e8})
 
@@ -161,7 +161,7 @@ def test_a_published_network_case_is_read_as_links(tmp_path: Path):
 def test_bad_pretence_is_refused(tmp_path: Path, text: str, message: str):
     (tmp_path / "p.json").write_text(text)
     with pytest.raises(ConfigurationError, match=message):
-        read_pretended(tmp_path / "p.json", None, 2, 0)
+        read_emulated(tmp_path / "p.json", None, 2, 0)
 
 
 def test_traffic_control_script_has_one_class_a_destination():
@@ -178,8 +178,8 @@ def test_hosts_with_addresses_of_ipv6_have_scripts_too(tmp_path: Path):
     hosts = {"n1": "2001:db8::1", "n2": "2001:db8::2"}
     devices = [{"host": host, "address": address} for host, address in hosts.items() for _ in range(2)]
     options = argparse.Namespace(tc_out=tmp_path / "tc", tc_interface="eth0")
-    links = PretendedLinks(latency_seconds={(0, 2): 0.01}, bytes_per_second={(0, 2): 1e6}, uplinks=())
-    _write_scripts(options, devices, Pretended(emulation=Emulation(), memory_factors=(), links=links))
+    links = EmulatedLinks(latency_seconds={(0, 2): 0.01}, bytes_per_second={(0, 2): 1e6}, uplinks=())
+    _write_scripts(options, devices, Emulated(emulation=Emulation(), memory_factors=(), links=links))
     text = (tmp_path / "tc" / "tc-n1.sh").read_text()
     assert "protocol ipv6 parent 1: prio 2 u32 match ip6 dst 2001:db8::2/128 flowid 1:2" in text
     assert "netem delay 10000us" in text and "2001:db8::1" in (tmp_path / "tc" / "tc-n2.sh").read_text()

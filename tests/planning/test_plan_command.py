@@ -19,7 +19,7 @@ from coordinator.problem.read import read_problem
 from coordinator.simulation.described import read_federation
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
-from facility.measuring.pretend import read_pretended
+from facility.measuring.emulated import read_emulated
 from tests.planning.cases import BEST_KNOWN, published, whole
 
 
@@ -249,7 +249,7 @@ def test_planning_needs_no_torch():
         read_problem,
         read_plan,
         read_federation,
-        lambda path: read_pretended(path, None, world=2, seed=0),
+        lambda path: read_emulated(path, None, world=2, seed=0),
     ],
 )
 def test_json_that_is_nested_without_end_is_one_error(tmp_path, read):

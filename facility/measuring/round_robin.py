@@ -1,4 +1,4 @@
-"""In which order pairs of ranks meet, so that all pairs are measured and none disturbs another.
+"""Round-robin pairing of ranks: all pairs are measured, and none disturbs another.
 
 Ranks of one group (a host, a site) share its way out, so in one step each group takes part in one meeting only. Groups
 meet in the rounds of the circle method (Kirkman 1847): 8 hosts of 8 ranks need 28 + 7 x 64 steps instead of 2,016.

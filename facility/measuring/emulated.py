@@ -16,7 +16,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import read_values
 from facility.exchange.messages.emulation import Emulation
 from facility.measuring.names import DISTRIBUTIONS
-from facility.measuring.wire import PretendedLinks, PretendedUplink
+from facility.measuring.wire import EmulatedLinks, EmulatedUplink
 
 RATES = {
     "bandwidth_gbit_per_s": 1e9 / 8,
@@ -29,13 +29,13 @@ KEYS = ("factors", "memory_factors", "stall_probability", "stall_seconds", "link
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pretended:
-    """What ranks pretend to be."""
+class Emulated:
+    """How ranks are slowed down for a rehearsal: devices, memory and links."""
 
     emulation: Emulation
     memory_factors: tuple[float, ...] = ()
     """Factor on the free memory of rank r; ranks beyond the list: 1."""
-    links: PretendedLinks
+    links: EmulatedLinks
 
     def memory_factor(self, rank: int) -> float:
         return self.memory_factors[rank] if rank < len(self.memory_factors) else 1.0
@@ -55,7 +55,7 @@ def drawn(distribution: str, world: int, seed: int) -> tuple[tuple[float, ...], 
     raise ConfigurationError(f"no distribution is called {distribution!r}; there are {', '.join(DISTRIBUTIONS)}")
 
 
-def read_pretended(path: Path | None, distribution: str | None, world: int, seed: int) -> Pretended:
+def read_emulated(path: Path | None, distribution: str | None, world: int, seed: int) -> Emulated:
     """From a file, a distribution, or both (the file wins).
 
     The file: {"factors": [...], "memory_factors": [...], "stall_probability": p, "stall_seconds": s,
@@ -87,10 +87,10 @@ def read_pretended(path: Path | None, distribution: str | None, world: int, seed
         raise ConfigurationError(error.message, file=path) from None
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise ConfigurationError(f"holds something of the wrong type: {error}", file=path) from None
-    return Pretended(emulation=emulation, memory_factors=memory, links=links)
+    return Emulated(emulation=emulation, memory_factors=memory, links=links)
 
 
-def links_from(raw: dict[str, Any], world: int) -> PretendedLinks:
+def links_from(raw: dict[str, Any], world: int) -> EmulatedLinks:
     """Matrices of at least `world` rows as links between ranks."""
     allowed = {*RATES, *LATENCIES, "shared"}
     if unknown := sorted(set(raw) - allowed):
@@ -101,14 +101,14 @@ def links_from(raw: dict[str, Any], world: int) -> PretendedLinks:
     for row in raw.get("shared", []):
         (key,) = (k for k in row if k in RATES)
         uplinks.append(
-            PretendedUplink(
+            EmulatedUplink(
                 name=str(row["name"]),
                 bytes_per_second=float(row[key]) * RATES[key],
                 sources=frozenset(int(r) for r in row["sources"]),
                 destinations=frozenset(int(r) for r in row["destinations"]),
             )
         )
-    return PretendedLinks(latency_seconds=latency, bytes_per_second=rate, uplinks=tuple(uplinks))
+    return EmulatedLinks(latency_seconds=latency, bytes_per_second=rate, uplinks=tuple(uplinks))
 
 
 def _table(raw: dict[str, Any], units: dict[str, float], world: int) -> dict[tuple[int, int], float]:
