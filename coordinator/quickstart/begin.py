@@ -66,12 +66,17 @@ class Request:
     set_up: bool = True
 
 
+def federation_file(folder: Path) -> Path:
+    """Where the file of a federation in `folder` is."""
+    return folder / "workflow" / "federation.yml"
+
+
 def begin(request: Request, dialog: Dialog) -> Path:
     """Write federation.yml and set the facilities up; returns its path. Raises `InputError`, `TryAgain`.
 
     What an earlier run of the same command did is recognised at every step.
     """
-    file = request.folder / "workflow" / "federation.yml"
+    file = federation_file(request.folder)
     texts, surveys = dict(request.data), {}
     if file.exists():
         log.info("%s exists: going on with it; what it says holds, whatever the command says of the same", file)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ from typing import Annotated
 import typer
 
 from coordinator.console import command_console
-from facility.exchange.errors import InputError
+from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.logs import configure_logging
 
 
@@ -50,7 +51,7 @@ def quickstart(
     The same command goes on where it stopped.
     """
     from coordinator.preflight.check import check_for_run, show
-    from coordinator.quickstart.begin import Request, begin
+    from coordinator.quickstart.begin import Request, begin, federation_file
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
 
@@ -68,7 +69,13 @@ def quickstart(
         prepare=_words(prepare),
         set_up=set_up,
     )
-    file = begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
+    dialog = Dialog(given=pairs("--answer", answer or []), yes=yes)
+    try:
+        file = begin(request, dialog)
+    except CrossFedError:
+        if dialog.typed and not federation_file(folder).exists():
+            print(f"to keep your answers, add them to the command, corrected: {dialog.again()}", file=sys.stderr)
+        raise
     code = show(check_for_run(file, link=False), as_json=False, console=command_console(160))
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")

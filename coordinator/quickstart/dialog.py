@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ class Dialog:
     say: Callable[[str], None] = print
     asked: list[str] = field(default_factory=list)
     """Every question so far."""
+    typed: dict[str, str] = field(default_factory=dict)
+    """Answers that a person typed, by question."""
 
     def ask(self, question: str, proposal: Proposal, *, must: bool = True) -> str:
         """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for, and where
@@ -45,9 +48,15 @@ class Dialog:
                 how = f"give --answer {question}=VALUE, or --yes for all proposals"
                 raise InputError(f"{question} has no answer, for the input has ended: {how}") from None
             answer = line.strip() or proposal.value
+            if line.strip():
+                self.typed[question] = answer
             if answer or not must:
                 return answer
             self.say("  an answer is needed here")
+
+    def again(self) -> str:
+        """Options that give the same answers again; empty where nobody typed one."""
+        return shlex.join(word for name, value in self.typed.items() for word in ("--answer", f"{name}={value}"))
 
     def agrees(self, question: str, why: str) -> bool:
         """True for yes, which --yes answers too."""

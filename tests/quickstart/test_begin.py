@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,6 +113,28 @@ def test_an_input_that_ends_is_an_error_that_names_the_question(tmp_path: Path):
 
     with pytest.raises(InputError, match="model has no answer, .*: give --answer model=VALUE, or --yes"):
         begin(made(tmp_path, model=""), Dialog(given={}, yes=False, ask_line=ends))
+
+
+def test_what_was_typed_before_an_error_can_be_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A model that does not exist, the last question of many, took all answers with it."""
+    (tmp_path / "a text").write_text("text")
+    answers = f"here=local\n\n{tmp_path}/a text\n{tmp_path}/no-model\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+    with pytest.raises(InputError, match="no-model does not exist"):
+        quickstart(tmp_path / "fed", set_up=False)
+    kept = capsys.readouterr().err.split("corrected: ")[1].strip()
+    words = shlex.split(kept)
+    assert words[::2] == ["--answer"] * 3
+    assert words[1::2] == ["facility-1=here=local", f"here.data={tmp_path}/a text", f"model={tmp_path}/no-model"]
+    mended = [word.replace("no-model", "model") for word in words[1::2]]
+    monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
+    monkeypatch.setattr(check, "check", lambda *_, **__: [ok("federation", "x", "y")])
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
+    with pytest.raises(typer.Exit):
+        quickstart(tmp_path / "fed", set_up=False, answer=mended)
+    assert (tmp_path / "fed" / "workflow" / "federation.yml").is_file()
 
 
 @pytest.mark.parametrize("code", [1, 0])
