@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
-from coordinator.adapter_twins import twins_of, with_modules
+from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates

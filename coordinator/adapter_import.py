@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_export import load_adapter, load_base, read_configuration, write_adapter
-from coordinator.adapter_twins import check_twins, twins_of, without_modules
+from facility.exchange.checkpoints.adapter_twins import check_twins, twins_of, without_modules
 from facility.exchange.checkpoints.adapters import (
     CONFIG,
     PREFIX,

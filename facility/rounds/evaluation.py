@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.adapter_twins import write_as_loaded
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter
 from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
@@ -107,21 +108,29 @@ def _told(lines: list[str]) -> str:
 
 def whole(model: Path, base: str, folder: Path) -> Path:
     """`model`; for adapters alone the `base` below them with the adapters beside it, as links in `folder`, which
-    transformers loads as it loads the models of other rounds. Raises `InputError` for adapters without a base."""
-    if not (model / CONFIG).is_file() or not all(map(is_adapter, (held := open_checkpoint(model)).tensors)):
+    transformers loads as it loads the models of other rounds; and where it would load adapters otherwise than they were
+    trained (`adapter_twins`), the same with these written anew. Raises `InputError` for adapters without a base."""
+    if not (model / CONFIG).is_file():
         return model
-    if not base:
+    held, place = open_checkpoint(model), folder / "whole"
+    alone = all(map(is_adapter, held.tensors))
+    if alone and not base:
         raise InputError(
             f"{model} holds adapters alone, and no model below them is known here: let a facility whose "
             "training.lora.base names one evaluate (`evaluation.facility`)"
         )
-    files = {path.name: path for path in Path(base).iterdir() if path.is_file()}
-    (adapters,) = {entry.file for entry in held.tensors.values()}
-    files |= {ADAPTER: adapters, CONFIG: model / CONFIG}
-    (folder / "whole").mkdir()
+    below = Path(base) if alone else model
+    place.mkdir()
+    if not write_as_loaded(model, below, place) and not alone:
+        return model
+    files = {path.name: path for path in below.iterdir() if path.is_file()}
+    if alone:
+        (adapters,) = {entry.file for entry in held.tensors.values()}
+        files |= {ADAPTER: adapters, CONFIG: model / CONFIG}
     for name, path in files.items():
-        (folder / "whole" / name).symlink_to(path.absolute())
-    return folder / "whole"
+        if not (place / name).exists():
+            (place / name).symlink_to(path.absolute())
+    return place
 
 
 def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:

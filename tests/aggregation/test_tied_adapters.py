@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from coordinator.adapter_export import export_adapter
-from coordinator.adapter_import import import_adapter
+from coordinator.adapter_import import import_adapter, index_of
 from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, is_adapter, write_adapter_config
-from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, open_checkpoint
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_json
 from facility.exchange.messages.layout import LoraSettings
+from facility.rounds.evaluation import whole
 from tests.pico import save_pico
 
 EMBEDDING = {"llama": "model.embed_tokens", "gpt2": "transformer.wte"}
@@ -90,3 +92,17 @@ def test_an_adapter_whose_head_is_another_than_its_embedding_is_not_imported(tmp
     save_file(tensors, tmp_path / "out" / ADAPTER)
     with pytest.raises(InputError, match="apart from 'lm_head.weight'"):
         import_adapter(tmp_path / "out", base=base, out=tmp_path / "next")
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_is_scored_on_tasks_is_the_trained_model(tmp_path: Path, alone: bool):
+    """Adapters alone over their base, and a model of a round that holds both."""
+    base, expected = round_model(tmp_path, "llama")
+    if not alone:
+        names = sorted(open_checkpoint(tmp_path / "round").tensors)
+        write_json(tmp_path / "round" / INDEX, index_of(open_checkpoint(base), names))
+        for name in ("config.json", "model.safetensors"):
+            shutil.copyfile(base / name, tmp_path / "round" / name)
+    (tmp_path / "folder").mkdir()
+    scored = whole(tmp_path / "round", str(base) if alone else "", tmp_path / "folder")
+    torch.testing.assert_close(logits(loaded(scored)), expected, atol=1e-4, rtol=1e-4)

@@ -7,13 +7,14 @@ other keeps the base's weight: an adapter that peft loads as it was trained brin
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-import torch
-
-from facility.exchange.checkpoints.adapters import PREFIX
-from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, is_adapter, is_added, read_adapter_config
+from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import write_json
 
 
 def twins_of(model: Any, names: Collection[str]) -> dict[str, str]:
@@ -51,6 +52,8 @@ def without_modules(configuration: dict[str, Any], twins: Collection[str]) -> di
 
 def check_twins(adapter: Checkpoint, twins: dict[str, str]) -> None:
     """Raise `InputError` unless the adapter brings each weight under all of its names, and the same one."""
+    import torch
+
     for other, held in twins.items():
         if other not in adapter.tensors or not torch.equal(adapter.read(other), adapter.read(held)):
             raise InputError(
@@ -58,6 +61,25 @@ def check_twins(adapter: Checkpoint, twins: dict[str, str]) -> None:
                 "which are one weight in the base (tie_word_embeddings) and are trained as one here; take an adapter "
                 "that holds the same weight under both names, as --export-adapter writes it, or one without them"
             )
+
+
+def write_as_loaded(model: Path, base: Path, directory: Path) -> bool:
+    """Write the adapters of `model` to `directory` as peft loads them over `base`, each weight under all of its names.
+
+    False, and nothing is written, where they are that already in `model`.
+    """
+    from safetensors.torch import save_file
+
+    checkpoint = open_checkpoint(model)
+    names = [name for name in checkpoint.tensors if is_adapter(name)]
+    twins = {} if all(map(is_added, names)) else twins_of(model_of(base), names)
+    if not twins:
+        return False
+    configuration = with_modules({"modules_to_save": None} | read_adapter_config(model), twins)
+    tensors = {name: checkpoint.read(source) for name, source in ({name: name for name in names} | twins).items()}
+    save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
+    write_json(directory / CONFIG, configuration)
+    return True
 
 
 def _ends(module: str, name: str) -> bool:
