@@ -27,7 +27,7 @@ from pathlib import Path
 
 from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
 from coordinator.evaluation_cache import fill
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.paths import CHECKOUT, shipped
@@ -90,7 +90,7 @@ def bundle(
     command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
     code = (run or run_pip)(command)
     if code != 0:
-        raise TryAgain(
+        raise TransientError(
             f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
         )
     target = out / "crossfed"
@@ -117,7 +117,7 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
     """Ask torch's package index once, over the proxy that the environment names, whether it answers, whatever it says.
 
     pip asks a silent one for every package again and again, and then takes another flavour of torch from the default
-    index. Raises `TryAgain` where nothing answers within `seconds`, `InputError` for what is no address.
+    index. Raises `TransientError` where nothing answers within `seconds`, `InputError` for what is no address.
     """
     if re.match("file:", index, re.IGNORECASE):
         return
@@ -132,7 +132,7 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
         reason = getattr(error, "reason", error)
         if isinstance(reason, ssl.SSLError):
             return  # pip has certificates of its own settings
-        raise TryAgain(
+        raise TransientError(
             f"the package index {index} does not answer ({reason}): give the same command where there is a network, "
             f"name a proxy by HTTPS_PROXY, or an index that has torch by --torch-index"
         ) from None

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from facility.exchange.errors import InputError, TryAgain, exit_on_error, first_line
+from facility.exchange.errors import InputError, TransientError, exit_on_error, first_line
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.hub import hub, silence
 from facility.exchange.logs import add_log_options
@@ -38,7 +38,7 @@ Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[
 def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
     """Fetch what the tasks read into `out`/evaluation; returns that folder. `include`: folder with YAML files of tasks.
 
-    Raises `InputError` without lm-eval or for a task that it does not know, `TryAgain` where the tasks cannot be
+    Raises `InputError` without lm-eval or for a task that it does not know, `TransientError` where the tasks cannot be
     loaded, with or without the network.
     """
     if run is None and importlib.util.find_spec("lm_eval") is None:
@@ -54,9 +54,11 @@ def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: R
         if done.returncode:
             said = (done.stdout or "").strip().splitlines()[-LAST_LINES:]
             if said and said[-1].startswith(ERROR) and done.returncode in (ExitCode.INPUT, ExitCode.TRANSIENT):
-                known = InputError if done.returncode == ExitCode.INPUT else TryAgain
+                known = InputError if done.returncode == ExitCode.INPUT else TransientError
                 raise known(said[-1].removeprefix(ERROR))
-            raise TryAgain(f"the tasks {', '.join(tasks)} cannot be loaded {where}: {' / '.join(said) or 'no reason'}")
+            raise TransientError(
+                f"the tasks {', '.join(tasks)} cannot be loaded {where}: {' / '.join(said) or 'no reason'}"
+            )
     for lock in [*place.rglob("*.lock"), *place.rglob(".locks")]:
         shutil.rmtree(lock) if lock.is_dir() else lock.unlink(missing_ok=True)
     return place
@@ -81,7 +83,7 @@ def main() -> int:
     add_log_options(parser)
     arguments = parser.parse_args()
     if arguments.include is None and _nothing_is_here() and (silent := silence()):
-        raise TryAgain(f"{silent}: {WHERE}")  # before lm-eval has read its thousands of tasks
+        raise TransientError(f"{silent}: {WHERE}")  # before lm-eval has read its thousands of tasks
     from lm_eval.tasks import TaskManager, get_task_dict
 
     manager = TaskManager(include_path=str(arguments.include) if arguments.include else None)
@@ -92,15 +94,17 @@ def main() -> int:
 
 
 def load(tasks: Callable[[], object]) -> None:
-    """Call `tasks`, which loads them with their data. Raises `TryAgain` soon where the hub does not answer and what is
-    here already does not suffice: its libraries would ask for each file again and again, for minutes."""
+    """Call `tasks`, which loads them with their data. Raises `TransientError` soon where the hub does not answer and
+    what is here already does not suffice: its libraries would ask for each file again and again, for minutes."""
     with hub() as silent:
         try:
             tasks()
         except Exception as error:
             if not silent:
                 raise
-            raise TryAgain(f"{silent}, and not all data are here already ({first_line(error)}): {WHERE}") from None
+            raise TransientError(
+                f"{silent}, and not all data are here already ({first_line(error)}): {WHERE}"
+            ) from None
 
 
 def _nothing_is_here() -> bool:

@@ -35,7 +35,7 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
     """Fill the directory `out` with the model and its image processor, and try both; returns what was done.
 
     `classes`: give it a head for these, random where the source's has other classes; none: the source's own. Raises
-    `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
+    `InputError` for a source that is none, `TransientError` when the hub cannot be reached.
     """
     model, fresh = loaded(source, dtype=dtype, revision=revision, classes=classes)
     model.save_pretrained(out)
@@ -45,7 +45,7 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
 
 
 def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
-    """The model, and whether its head is new. Raises `InputError`, `TryAgain`."""
+    """The model, and whether its head is new. Raises `InputError`, `TransientError`."""
     from transformers import AutoModelForImageClassification
 
     model, found = load_published(

@@ -30,7 +30,7 @@ from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_depth
-from facility.exchange.errors import CrossFedError, InputError, TryAgain, exit_on_error, named_line
+from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
@@ -43,7 +43,7 @@ HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+", re.ASCII)
 def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
     """Write the model to `out`; returns what was done. `out` appears atomically; an equal one is recognised.
 
-    Raises `InputError` for a source that is none, `TryAgain` when the hub cannot be reached.
+    Raises `InputError` for a source that is none, `TransientError` when the hub cannot be reached.
     """
     check_class_names(classes)
     made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
@@ -73,9 +73,9 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     with nullcontext("") if folder.exists() else hub() as silence:
         try:
             summary = _written(source_name, out, made_from, classes)
-        except TryAgain as error:
+        except TransientError as error:
             more = f"; {silence}, and neither a folder here nor this machine's cache has that name" if silence else ""
-            raise TryAgain(f"{error}{more}") from None
+            raise TransientError(f"{error}{more}") from None
     return f"{out}: {summary}"
 
 

@@ -10,7 +10,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
-from facility.exchange.errors import CheckpointError, InputError, TryAgain, first_line, named_line
+from facility.exchange.errors import CheckpointError, InputError, TransientError, first_line, named_line
 
 
 def load_published(
@@ -20,7 +20,7 @@ def load_published(
 
     `kind`: what it is expected to be, with its article, for the error. `classes`: of a head that may be new, drawn
     from a fixed seed; none: the model's own head. Raises `InputError` for a source that is none,
-    `TryAgain` when the hub cannot be reached.
+    `TransientError` when the hub cannot be reached.
     """
     import torch
 
@@ -42,7 +42,7 @@ def load_published(
             **options,
         )
     except OSError as error:
-        known = InputError if Path(source).exists() else TryAgain
+        known = InputError if Path(source).exists() else TransientError
         raise known(f"{source} could not be loaded: {first_line(error)}") from None
     except ValueError as error:
         raise InputError(f"{source} is not {kind} that transformers knows: {first_line(error)}") from None

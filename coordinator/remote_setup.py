@@ -22,7 +22,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import check_connection, refused, ssh_command
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.strict_json import clean
@@ -46,7 +46,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
 
     `bundle`: folder made by `crossfed bundle`. `arguments`: further ones for setup.sh, such as `-- --input ...`.
     Raises `InputError` for a facility that cannot be set up so, a login that stays refused and what setup.sh says is to
-    be changed; `TryAgain` when the host does not answer or setup.sh fails otherwise.
+    be changed; `TransientError` when the host does not answer or setup.sh fails otherwise.
     """
     deployment = _facility(federation, name).deployment
     if deployment.type == FIRECREST:
@@ -70,7 +70,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     code = _relayed([*ssh_command(deployment), command])
     if code:
         said = f"facility/setup.sh at {name} ended with code {code}; its last lines above say why"
-        raise InputError(f"{said}, and what to change") if code == ExitCode.INPUT else TryAgain(said)
+        raise InputError(f"{said}, and what to change") if code == ExitCode.INPUT else TransientError(said)
 
 
 def _facility(federation: Federation, name: str) -> Facility:
@@ -104,10 +104,10 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
         packing.stdout.close()
     packed = packing.wait()
     if packed and not sent:
-        raise TryAgain(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
+        raise TransientError(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
     for code in (sent, 0 if sent else _relayed(_there(deployment, swap))):
         if code:
-            raise TryAgain(_unsent(deployment, code))
+            raise TransientError(_unsent(deployment, code))
 
 
 def _unsent(deployment: Deployment, code: int) -> str:

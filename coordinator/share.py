@@ -22,7 +22,7 @@ from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import answer_of, run, ssh_command
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.manifest import sha256_of
@@ -61,7 +61,7 @@ class Shared:
 def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
     """Send to all facilities, or `only` some: one after the other, as the result is read.
 
-    Raises `InputError` without a tokenizer or for an unknown name; `TryAgain` for those that failed, after all others.
+    Raises `InputError` without a tokenizer or for an unknown name; `TransientError` for those that failed, at the end.
     """
     names = [facility.name for facility in federation.facilities]
     if unknown := [name for name in only if name not in names]:
@@ -95,12 +95,12 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
         try:
             if sent:
                 _send(facility.name, deployment, place, model, [path.name for path in files], sums)
-        except TryAgain as error:
+        except TransientError as error:
             failed.append(str(error))
         else:
             yield Shared(facility=facility.name, path=place, digest=digest, sent=sent)
     if failed:
-        raise TryAgain("; ".join(failed))
+        raise TransientError("; ".join(failed))
 
 
 def _holds(deployment: Deployment, place: str, digest: str) -> bool:
@@ -136,4 +136,4 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
         packing.wait()
     if sent.code:
         said = (sent.error.strip() or f"code {sent.code}").splitlines()[-1]
-        raise TryAgain(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")
+        raise TransientError(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")

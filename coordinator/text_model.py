@@ -48,7 +48,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     """Fill the directory `out` with the model and its tokenizer, and try both; returns what was done.
 
     `classes`: give it a head for these, random where the source has none for as many. Raises `InputError` for a source
-    that is none, `TryAgain` when the hub cannot be reached.
+    that is none, `TransientError` when the hub cannot be reached.
     """
     from transformers import AutoTokenizer
 
@@ -69,7 +69,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
 
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:
-    """The model, and whether its head is new. Raises `InputError`, `TryAgain`."""
+    """The model, and whether its head is new. Raises `InputError`, `TransientError`."""
     import transformers
 
     factory = getattr(transformers, kind.factory)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from facility.exchange.errors import TryAgain, exit_on_error
+from facility.exchange.errors import TransientError, exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
@@ -107,7 +107,7 @@ def word_of_others(ending: Ending, tasks: Tasks, notes: Notes, limits: Limits) -
 
     try:
         return notes.wait(ending_of_others, limits.total or FOR_EVER, "the other tasks said nothing of their end")
-    except TryAgain:
+    except TransientError:
         return ending
 
 
@@ -143,12 +143,12 @@ def _free_port(tasks: Tasks) -> int:
     for port in range(first, first + 200):
         if not _taken("127.0.0.1", port):
             return port
-    raise TryAgain(f"ports {first} to {first + 199} are all taken on {socket.gethostname()}")
+    raise TransientError(f"ports {first} to {first + 199} are all taken on {socket.gethostname()}")
 
 
 def _refuse_taken(where: Place) -> None:
     if _taken("", where.master_port):
-        raise TryAgain(
+        raise TransientError(
             f"port {where.master_port} on {socket.gethostname()} is taken, so the ranks cannot meet there; set "
             "MASTER_PORT in the job's template, or submit again (the port follows from the job's number)"
         )

@@ -27,7 +27,7 @@ from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.state import make_way
 from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
-from facility.exchange.errors import InputError, TryAgain, UpdateRefused
+from facility.exchange.errors import InputError, TransientError, UpdateRefused
 
 
 def run(request: Request) -> RoundRecord:
@@ -64,7 +64,7 @@ def _clear_about_space(out: Path) -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         free = shutil.disk_usage(Path(out).absolute().parent).free
-        raise TryAgain(
+        raise TransientError(
             f"{out} could not be written: {error.strerror} ({free / 1e6:.0f} MB are free there); nothing was left "
             "behind, make space and run the same command again"
         ) from None

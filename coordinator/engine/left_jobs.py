@@ -100,7 +100,7 @@ def _place(queue: Queue) -> tuple[object, ...]:
 def _cancel(now: dict[str, Queue], queue: Queue) -> list[Job]:
     """Cancel its jobs, unless the facility's queue lists one of them now: then another login node leads to the same.
 
-    Raises `TryAgain` where one of the two does not answer.
+    Raises `TransientError` where one of the two does not answer.
     """
     there = {job.id for job in queue.jobs()}
     new = now.get(queue.facility)

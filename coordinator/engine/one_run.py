@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from coordinator.config.federation import Federation
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.files.locks import take_lock
 
 log = logging.getLogger("coordinator.engine")
@@ -27,7 +27,7 @@ WORKDIR_LOCK = "run.lock"
 
 @contextmanager
 def only_one(federation: Federation) -> Iterator[int]:
-    """Hold the federation's lock; yields its file descriptor. Raises `TryAgain` while another run of it is alive."""
+    """Hold the federation's lock; yields its file descriptor. Raises `TransientError` while another run of it lives."""
     path = lock_of(federation)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", encoding="utf-8") as handle:
@@ -40,7 +40,7 @@ def only_one(federation: Federation) -> Iterator[int]:
 @contextmanager
 def only_run(federation: Federation) -> Iterator[tuple[int, ...]]:
     """Hold everything that a run needs for itself; yields the file descriptors, so that StreamFlow holds it too while
-    it lives. Raises `TryAgain` while another run has any of it."""
+    it lives. Raises `TransientError` while another run has any of it."""
     workdir = federation.workdir_path
     with ExitStack() as stack:
         found = [stack.enter_context(only_one(federation)), *stack.enter_context(only_renderer(federation))]
@@ -58,7 +58,7 @@ def only_run(federation: Federation) -> Iterator[tuple[int, ...]]:
 def only_renderer(federation: Federation) -> Iterator[tuple[int, ...]]:
     """Hold the folder that federation.yml lies in; yields the file descriptor, or none where nothing can be written.
 
-    Raises `TryAgain` while a run is alive that reads, in every round, what is rendered there.
+    Raises `TransientError` while a run is alive that reads, in every round, what is rendered there.
     """
     folder = federation.file.parent
     try:
@@ -90,10 +90,10 @@ def lock_of(federation: Federation) -> Path:
 
 
 def _taken(handle: IO[str], path: Path, held: str) -> bool:
-    """Take the lock until the file is closed; False where the file system has none. Raises `TryAgain`."""
+    """Take the lock until the file is closed; False where the file system has none. Raises `TransientError`."""
     try:
         if not take_lock(handle, path, wait=False):
-            raise TryAgain(held)
+            raise TransientError(held)
     except OSError:
         return False
     return True

@@ -28,7 +28,7 @@ from coordinator.schedulers.registry import scheduler, schedulers
 from coordinator.schedulers.scheduler import ANSWER_BYTES, Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
 from coordinator.streamflow_plugin.within import within
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.job_names import job_name, waiting_name
 
 log = logging.getLogger("coordinator.engine")
@@ -69,13 +69,13 @@ class Queue:
         return cast(Scheduler, Gated(found)) if self.gated else found
 
     def jobs(self) -> list[Job]:
-        """Our jobs that have not ended. Raises `TryAgain` when the facility does not answer."""
+        """Our jobs that have not ended. Raises `TransientError` when the facility does not answer."""
         return [job for name in self._names() for job in self._named(name)]
 
     def cancel(self, *, waiting_only: bool = False, ahead: bool = True) -> list[Job]:
         """Cancel our jobs, those ahead of their models too unless `ahead` is false; returns those that were there.
 
-        Raises `TryAgain`.
+        Raises `TransientError`.
         """
         gone = []
         for name in self._names(ahead=ahead):
@@ -90,7 +90,7 @@ class Queue:
         try:
             return self.scheduler.read_listing(text)
         except Exception as error:  # whatever one facility answers is no matter of the others
-            raise TryAgain(
+            raise TransientError(
                 f"{self.facility}: its {self.scheduler.title} makes no sense: {quoted(str(error))}"
             ) from None
 
@@ -100,7 +100,7 @@ class Queue:
         return [shlex.quote(name) for name in names]
 
     def _ask(self, command: str) -> str:
-        """What a shell line prints at the facility. Raises `TryAgain` when that is not an answer."""
+        """What a shell line prints at the facility. Raises `TransientError` when that is not an answer."""
         line = self.scheduler.line(command)
         try:
             if self.ssh:
@@ -108,16 +108,18 @@ class Queue:
             else:
                 text, code = _here(line)
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise TryAgain(
+            raise TransientError(
                 f"{self.facility} does not answer: `{command}` did not end within {ANSWER_SECONDS} s; try it by hand "
                 "there, where the login node or its scheduler may hang, then give the same command again"
             ) from None
         except Exception as error:
-            raise TryAgain(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
+            raise TransientError(
+                f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}"
+            ) from None
         if len(text) > ANSWER_BYTES:
-            raise TryAgain(f"{self.facility}: `{command}` printed more than {ANSWER_BYTES} bytes")
+            raise TransientError(f"{self.facility}: `{command}` printed more than {ANSWER_BYTES} bytes")
         if not self.scheduler.is_answer(text, code):
-            raise TryAgain(f"{self.facility}: `{command}` ended with code {code}: {quoted(text.strip()[-300:])}")
+            raise TransientError(f"{self.facility}: `{command}` ended with code {code}: {quoted(text.strip()[-300:])}")
         return text
 
 
@@ -268,10 +270,10 @@ class Answers:
 def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
     """Ask every queue at the same time."""
 
-    def one(queue: Queue) -> list[Job] | TryAgain:
+    def one(queue: Queue) -> list[Job] | TransientError:
         try:
             return act(queue)
-        except TryAgain as error:
+        except TransientError as error:
             return error
 
     if not queues:
@@ -281,6 +283,6 @@ def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
     jobs = {
         queue.facility: answer
         for queue, answer in zip(queues, answers, strict=True)
-        if not isinstance(answer, TryAgain)
+        if not isinstance(answer, TransientError)
     }
-    return Answers(jobs=jobs, silent=[str(answer) for answer in answers if isinstance(answer, TryAgain)])
+    return Answers(jobs=jobs, silent=[str(answer) for answer in answers if isinstance(answer, TransientError)])

@@ -57,7 +57,7 @@ AS_PROGRAM = "import sys; from streamflow.main import run; sys.exit(run())"
 
 
 def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted: bool = False) -> int:
-    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TryAgain`.
+    """Run or resume the federation; returns the exit code for the shell. Raises `InputError`, `TransientError`.
 
     `accepted`: go on though federation.yml has changed in what affects results.
     """
@@ -143,7 +143,7 @@ def going_on(rounds: int, done: int) -> str:
 
 
 def render_alone(federation: Federation) -> list[Path]:
-    """Render; returns the files that changed. Raises `TryAgain` while a run is alive: it reads them in every round."""
+    """Render; returns the files that changed. Raises `TransientError` while a run, which reads them, is alive."""
     with only_renderer_where_runs_are(federation):
         return write(federation)
 

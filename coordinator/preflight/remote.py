@@ -18,7 +18,7 @@ from coordinator.preflight.row import Row, fail, ok
 from coordinator.preflight.ssh_errors import BROKE, explain
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.key_file import read_key_file
-from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TransientError
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
@@ -85,10 +85,10 @@ def answer_of(words: Sequence[str], *, data: bytes | IO[bytes], seconds: float) 
     return Answer(code=code, out=out.decode(errors="replace"), error=error.decode(errors="replace"))
 
 
-def refused(row: Row, text: str) -> InputError | TryAgain:
+def refused(row: Row, text: str) -> InputError | TransientError:
     """The error `text` for a login that failed as `row` says: a host that does not answer, or does not take a key yet,
     may do so later; a key file, a host key or a gate stays as it is until a person here changes something."""
-    return TryAgain(text) if row.check in ("connection", "login") else InputError(text)
+    return TransientError(text) if row.check in ("connection", "login") else InputError(text)
 
 
 def _unread(name: str, deployment: Deployment) -> Row | None:

@@ -26,7 +26,7 @@ from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
 from coordinator.share import share
-from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
@@ -72,7 +72,7 @@ def federation_file(folder: Path) -> Path:
 
 
 def begin(request: Request, dialog: Dialog) -> Path:
-    """Write federation.yml and set the facilities up; returns its path. Raises `InputError`, `TryAgain`.
+    """Write federation.yml and set the facilities up; returns its path. Raises `InputError`, `TransientError`.
 
     What an earlier run of the same command did is recognised at every step.
     """
@@ -195,7 +195,7 @@ def _told(survey: Survey) -> str:
 
 
 def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
-    """Test the login; returns a gate's summary of its policy, None for a shell. Raises `InputError`, `TryAgain`.
+    """Test the login; returns a gate's summary of its policy, None for a shell. Raises `InputError`, `TransientError`.
 
     An unknown host key is accepted only by its fingerprint.
     """
@@ -260,6 +260,6 @@ def _set_up(
             blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder))
         except subprocess.CalledProcessError as error:
             said = f"{facility.name}: facility.prepare ended with code {error.returncode}, see above"
-            raise (InputError(said) if error.returncode == ExitCode.INPUT else TryAgain(said)) from None
+            raise (InputError(said) if error.returncode == ExitCode.INPUT else TransientError(said)) from None
     if (fitted := fit_batch(federation.file, blocks, request.plan.batch_sequences)) is not None:
         log.info("%s", fitted)

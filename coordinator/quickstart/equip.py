@@ -37,7 +37,7 @@ def equip(
 ) -> int:
     """Set it up and prepare `text` there, '' where its dataset exists; returns its training blocks.
 
-    `survey`: None for a facility on this machine. Raises `InputError`, `TryAgain`, or `CalledProcessError` from a
+    `survey`: None for a facility on this machine. Raises `InputError`, `TransientError`, or `CalledProcessError` from a
     preparation here.
     """
     if facility.deployment.gate:

@@ -15,7 +15,7 @@ from coordinator.preflight.ssh_errors import QUIET
 from coordinator.schedulers.partition import Partition, number, words
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.strict_json import clean
 
@@ -102,11 +102,13 @@ class Survey:
 
 
 def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
-    """Ask the site. `data`: path of text or of a prepared dataset there. Raises `TryAgain` when it does not answer."""
+    """Ask the site. `data`: path of text or of a prepared dataset there. Raises `TransientError` without an answer."""
     answer = run(deployment, script(data), seconds=240)
     if f"{SECTION} end" not in answer.out:
         said = (answer.error.strip() or answer.out.strip() or f"code {answer.code}").splitlines()[-1]
-        raise TryAgain(f"{name} does not answer a shell script: {clean(said, 300)}; {QUIET}; log in by hand and see")
+        raise TransientError(
+            f"{name} does not answer a shell script: {clean(said, 300)}; {QUIET}; log in by hand and see"
+        )
     return read_survey(answer.out)
 
 

@@ -11,7 +11,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import bytes_of
-from facility.exchange.errors import TryAgain, UpdateRefused
+from facility.exchange.errors import TransientError, UpdateRefused
 from facility.exchange.files.storage import is_storage, refuses_writes
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.strict_json import clean
@@ -27,7 +27,7 @@ def to_blame(
     """
     if isinstance(error, UpdateRefused):
         return {error.facility: str(error)} if error.facility in arrived.updates else {}
-    if isinstance(error, TryAgain | MemoryError) or is_storage(error):
+    if isinstance(error, TransientError | MemoryError) or is_storage(error):
         return {}
     failed: dict[str, str] = {}
     for name, update in arrived.updates.items():
@@ -35,7 +35,7 @@ def to_blame(
             with tempfile.TemporaryDirectory(prefix=".alone.", dir=archive.path) as scratch:
                 _alone(settings, model, name, update, Path(scratch))
         except Exception as own:
-            if isinstance(own, TryAgain) or refuses_writes(own):
+            if isinstance(own, TransientError) or refuses_writes(own):
                 return {}
             failed[name] = f"its update cannot be averaged: {clean(str(own) or repr(own), 300)}"
     return failed if len(failed) < len(arrived.updates) else {}

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from coordinator.testbed.packages import SEARCH
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 
 ENVIRONMENT = {"PATH": SEARCH, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}
 
 
 def call(*command: str | Path, check: bool = True, **options) -> subprocess.CompletedProcess[str]:
-    """Run and wait. Raises `TryAgain` with the command and what it said when it fails."""
+    """Run and wait. Raises `TransientError` with the command and what it said when it fails."""
     environment = ENVIRONMENT | options.pop("env", {})
     result = subprocess.run(
         [str(word) for word in command],
@@ -30,16 +30,16 @@ def call(*command: str | Path, check: bool = True, **options) -> subprocess.Comp
     )
     if check and result.returncode:
         said = (result.stderr or result.stdout).strip()[-600:]
-        raise TryAgain(f"`{' '.join(map(str, command))}` ended with code {result.returncode}: {said}")
+        raise TransientError(f"`{' '.join(map(str, command))}` ended with code {result.returncode}: {said}")
     return result
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    """Poll ten times a second. Raises `TryAgain` saying `what` did not happen."""
+    """Poll ten times a second. Raises `TransientError` saying `what` did not happen."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise TryAgain(f"{what} did not happen within {seconds:g} s")
+            raise TransientError(f"{what} did not happen within {seconds:g} s")
         time.sleep(0.1)
 
 
@@ -79,7 +79,7 @@ def end(pids: Iterable[int], *, seconds: float = 5) -> None:
             alive = {pid: start for pid, start in alive.items() if not _reaped(pid) and started_at(pid) == start}
         if not alive:
             return
-    raise TryAgain(f"processes {sorted(alive)} do not end; look at them with `ps -p {','.join(map(str, alive))}`")
+    raise TransientError(f"processes {sorted(alive)} do not end; look at them with `ps -p {','.join(map(str, alive))}`")
 
 
 def _reaped(pid: int) -> bool:

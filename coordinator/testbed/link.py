@@ -15,7 +15,7 @@ from pathlib import Path
 
 from coordinator.testbed.command import call, detach, end, recall, remember, wait_until
 from coordinator.testbed.layout import Site
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 
 RELAY_MTU = 9000
 """Bytes of a packet through the relay: fewer, larger packets let a Python process carry more."""
@@ -130,7 +130,7 @@ def _relay(site: Site, shape: Shape) -> None:
 
     def up() -> bool:
         if process.poll() is not None:
-            raise TryAgain(f"the relay of {site.name} ended: {log.read_text(encoding='utf-8').strip()[-400:]}")
+            raise TransientError(f"the relay of {site.name} ended: {log.read_text(encoding='utf-8').strip()[-400:]}")
         return ready.exists()
 
     wait_until(up, 10, f"start of the relay of {site.name}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from coordinator.testbed.command import call, detach, recall, remember, wait_until
 from coordinator.testbed.layout import Site, Testbed
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 
 
 def exposed_paths(python_prefixes: list[Path], site: Site) -> list[Path]:
@@ -83,7 +83,7 @@ def make(testbed: Testbed, site: Site) -> None:
 
     def ready() -> bool:
         if process.poll() is not None:
-            raise TryAgain(
+            raise TransientError(
                 f"facility {site.name}: its namespaces could not be made: "
                 f"{(site.log / 'view.log').read_text(encoding='utf-8').strip()[-400:]}"
             )
@@ -96,7 +96,7 @@ def enter(site: Site, *command: str | Path, user: bool = False) -> list[str]:
     """Command line that runs `command` inside the facility: as root, or as its user with the user's home and Slurm."""
     holder = recall(site.run / "holder.pid")
     if holder is None:
-        raise TryAgain(f"facility {site.name} is not up: no process holds its namespaces")
+        raise TransientError(f"facility {site.name} is not up: no process holds its namespaces")
     line = ["nsenter", f"--target={holder}", "--net", "--mount", "--uts"]
     if user:
         line += [f"--wdns={site.home}"] if _knows_wdns() else []

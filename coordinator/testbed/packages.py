@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 
 COMMANDS = {
     "slurmctld": "slurm-wlm",
@@ -33,8 +33,8 @@ def missing() -> list[str]:
 def require(*, install: bool) -> list[str]:
     """Make sure that every package is there; returns those installed now.
 
-    Raises `InputError` without root, without apt-get, or when something is missing and `install` is false; `TryAgain`
-    when apt-get fails.
+    Raises `InputError` without root, without apt-get, or when something is missing and `install` is false;
+    `TransientError` when apt-get fails.
     """
     if os.geteuid() != 0:
         raise InputError(
@@ -72,7 +72,7 @@ def _install(packages: list[str]) -> None:
             subprocess.run(["apt-get", "update", "-q"], env=environment, capture_output=True)
             first = subprocess.run(install, env=environment, capture_output=True, text=True, errors="replace")
         if first.returncode:
-            raise TryAgain(
+            raise TransientError(
                 f"`{' '.join(install)}` ended with code {first.returncode}: "
                 f"{(first.stderr or first.stdout).strip()[-500:]}"
             )

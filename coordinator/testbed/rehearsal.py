@@ -12,7 +12,7 @@ import yaml
 
 from coordinator.demo import Sizes, make
 from coordinator.testbed.layout import Site, Testbed
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT
 
@@ -23,12 +23,12 @@ TEXTS = ("stdlib", "manual")
 def ssh(
     testbed: Testbed, site: Site, command: str, *, stdin: bytes = b"", check: bool = True
 ) -> subprocess.CompletedProcess[bytes]:
-    """Run a shell command at a facility as its user, as a person would. Raises `TryAgain` when it fails."""
+    """Run a shell command at a facility as its user, as a person would. Raises `TransientError` when it fails."""
     line = ["ssh", "-F", str(testbed.ssh_config), site.name, command]
     result = subprocess.run(line, input=stdin, capture_output=True)
     if check and result.returncode:
         said = (result.stderr or result.stdout).decode(errors="replace").strip()[-800:]
-        raise TryAgain(f"{site.name}: `{command:.200}` ended with code {result.returncode}: {said}")
+        raise TransientError(f"{site.name}: `{command:.200}` ended with code {result.returncode}: {said}")
     return result
 
 

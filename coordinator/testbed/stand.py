@@ -31,7 +31,7 @@ def up(
 ) -> Testbed:
     """Stand facilities up under `root` and return them once their nodes are idle. Whatever fails, nothing stays.
 
-    Raises `InputError` (not root, a wrong name, a path that exists) and `TryAgain` (a daemon did not start).
+    Raises `InputError` (not root, a wrong name, a path that exists) and `TransientError` (a daemon did not start).
     """
     root = Path(root).resolve()
     require(install=install)

@@ -8,7 +8,7 @@
     │   ├── CheckpointError       a checkpoint or one of its files
     │   │   └── ManifestError     a directory that is not what its manifest says
     │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
-    └── TryAgain                  a transient error: the same command may succeed later
+    └── TransientError            the same command may succeed later
 
 An `assert` marks our own mistakes, never the user's.
 """
@@ -69,7 +69,7 @@ class UpdateRefused(InputError):
         super().__init__(f"update of facility {facility!r} refused: {reason}")
 
 
-class TryAgain(CrossFedError):
+class TransientError(CrossFedError):
     """A transient error: the same command may succeed later."""
 
 
@@ -98,7 +98,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
         return main() or ExitCode.OK if in_job else answering(main)
     except CrossFedError as error:
         print(f"error: {error}", file=sys.stderr)
-        return ExitCode.TRANSIENT if isinstance(error, TryAgain) else ExitCode.INPUT
+        return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
 
 LOOK_SECONDS = 0.5
@@ -51,11 +51,11 @@ class Notes:
         return sorted(notes, key=lambda note: note.get("time", 0.0))
 
     def wait_for(self, name: str, seconds: float, whose: str) -> Any:
-        """Wait until a note is there. Raises `TryAgain` after `seconds`."""
+        """Wait until a note is there. Raises `TransientError` after `seconds`."""
         return self.wait(lambda: self.read(name), seconds, f"{whose} did not write {self.directory / name}.json")
 
     def gather(self, tasks: int, task: int, value: Any, seconds: float) -> list[Any]:
-        """Write `value` and wait for every task's. Raises `TryAgain` after `seconds`."""
+        """Write `value` and wait for every task's. Raises `TransientError` after `seconds`."""
         self.write(f"task-{task}", value)
 
         def all_values() -> list[Any] | None:
@@ -68,7 +68,7 @@ class Notes:
         deadline = time.monotonic() + seconds
         while (value := look()) is None:
             if time.monotonic() > deadline:
-                raise TryAgain(
+                raise TransientError(
                     f"{otherwise} within {seconds:.0f} s: did every node start, and do all see this directory?"
                 )
             time.sleep(LOOK_SECONDS)

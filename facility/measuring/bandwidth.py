@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 
 SMALLEST = 64 * 2**10
 """Bytes of the first message."""
@@ -67,7 +67,7 @@ def measure_bandwidth(
     """Grow the message until its time stands out of the noise, then take the fastest of some.
 
     `flow`: seconds of a message of a number of bytes; `agree`: makes both sides use the sender's number.
-    Raises `TryAgain` where the clock does not advance.
+    Raises `TransientError` where the clock does not advance.
     """
     size, flows = SMALLEST, list[float]()
     while following := agree(_next_size(size, flow(size), trips, sharp)):
@@ -78,7 +78,9 @@ def measure_bandwidth(
             break
     fastest = min((one for one in flows if one > 0 and math.isfinite(one)), default=0.0)
     if not fastest or not math.isfinite(size / fastest):
-        raise TryAgain(f"a message of {size} bytes took {flows} seconds: this clock measures nothing; measure again")
+        raise TransientError(
+            f"a message of {size} bytes took {flows} seconds: this clock measures nothing; measure again"
+        )
     left = trips.without(fastest)
     return Bandwidth(bytes_per_second=size / (left or fastest), stands_out=left is not None)
 

@@ -200,7 +200,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
     """Make the dataset, or recognise it.
 
     `progress(source, share, documents)` is called as documents are read: share of all sources in [0, 1]. Nothing is
-    left behind on an error. Raises `DatasetError`; `TryAgain` when a worker process dies.
+    left behind on an error. Raises `DatasetError`; `TransientError` when a worker process dies.
     """
     check_out(request.out, [*request.inputs, *request.validation])
     template = parse_template(request.template if request.template is not None else DEFAULT_TEMPLATE[request.task])

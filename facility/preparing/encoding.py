@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.preparing.chat import ChatEncoder, ChatEncoding
 from facility.preparing.pieces import encode_texts
 from facility.preparing.sources import Document
@@ -231,7 +231,7 @@ def encode_all(batches: Iterable[Batch], encoding: Encoding, *, processes: int) 
                 first, result = waiting.popleft()
                 yield first, result.result()
         except BrokenProcessPool:
-            raise TryAgain(
+            raise TransientError(
                 f"one of {processes} tokenising processes died (killed for memory?): try fewer processes"
             ) from None
         finally:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import SPLITS, DatasetError
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
 
@@ -76,7 +76,7 @@ class Part:
 
 @contextmanager
 def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Part]:
-    """The folder in which `out` grows. An error removes it, a signal or `TryAgain` leaves it.
+    """The folder in which `out` grows. An error removes it, a signal or `TransientError` leaves it.
 
     `known`: the sources have digests.
     Raises `DatasetError` where another process writes there.
@@ -89,7 +89,7 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
     try:
         try:
             yield Part(directory, request)
-        except TryAgain:
+        except TransientError:
             raise  # the same command goes on from here
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)

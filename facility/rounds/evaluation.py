@@ -19,7 +19,7 @@ from facility.exchange.checkpoints.adapter_twins import write_as_loaded
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter
 from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
-from facility.exchange.errors import CrossFedError, InputError, TryAgain
+from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
@@ -63,7 +63,7 @@ def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], 
 def evaluate(
     model: Path, settings: EvaluationSettings, *, dataset: Path, base: str = "", device: str = "auto"
 ) -> list[Score]:
-    """Scores of `model`. Raises `TryAgain` with the end of lm-eval's output where it fails or takes too long, and
+    """Scores of `model`. Raises `TransientError` with the end of lm-eval's output where it fails or takes too long, and
     `InputError` for adapters without a model below them."""
     has_tokenizer = any((model / name).is_file() for name in TOKENIZERS)
     own = dataset / "tokenizer"
@@ -88,12 +88,12 @@ def evaluate(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-                raise TryAgain(f"lm-eval took more than {settings.minutes} minutes") from None
+                raise TransientError(f"lm-eval took more than {settings.minutes} minutes") from None
             log.seek(0)
             said = log.read().decode(errors="replace").strip().splitlines()
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
-            raise TryAgain(f"lm-eval ended with code {code}: {_told(said[-3:])}")
+            raise TransientError(f"lm-eval ended with code {code}: {_told(said[-3:])}")
         return scores_in(json.loads(files[-1].read_text(encoding="utf-8"))["results"])
 
 

@@ -13,7 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
-from facility.exchange.errors import ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.files.durable import complete_lines, fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
@@ -75,13 +75,13 @@ class Ledger:
             )
 
     def open(self) -> None:
-        """Take the ledger for this process alone. Raises `TryAgain` where another process holds it, `OSError`."""
+        """Take the ledger for this process alone. Raises `TransientError` where another process holds it, `OSError`."""
         self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             if not take_lock(descriptor, self.path, wait=False):
-                raise TryAgain(f"{self.path} is held by another process that trains: wait for its end")
-        except (TryAgain, OSError):
+                raise TransientError(f"{self.path} is held by another process that trains: wait for its end")
+        except (TransientError, OSError):
             os.close(descriptor)
             raise
         self._file, self._entries = descriptor, self._read()

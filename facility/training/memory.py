@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from facility.exchange.checkpoints.blocks import find_blocks
-from facility.exchange.errors import CrossFedError, InputError, TryAgain
+from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.memory.rank import RankLayout, rank_memory
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
@@ -161,12 +161,12 @@ def out_of_host_memory(held: int, limit: float) -> InputError:
 def out_of_memory(name: str, total: int, free: int, reserved: int) -> CrossFedError:
     """What to say where a GPU has no memory left: `total` and `free` bytes of it, `reserved` by this process.
 
-    `TryAgain` where other processes hold more than their contexts need: they may end.
+    `TransientError` where other processes hold more than their contexts need: they may end.
     """
     others = total - free - reserved - CONTEXT_BYTES
     text = f"out of memory on {name}: of {total / 1e9:.3g} GB this rank held {reserved / 1e9:.3g}"
     if others > CONTEXT_BYTES:
-        return TryAgain(
+        return TransientError(
             f"{text} and other processes {others / 1e9:.3g}: expected a GPU for this rank alone; ask the scheduler for "
             f"GPUs of one's own, or {NEEDS_LESS}"
         )

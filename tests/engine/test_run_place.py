@@ -16,7 +16,7 @@ from coordinator.engine.one_run import RENDERED_LOCK, only_one, only_run
 from coordinator.engine.place import run_place
 from coordinator.engine.render import write
 from coordinator.engine.run import _show_end, render_alone, run_federation
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.storage import unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
@@ -61,7 +61,7 @@ def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Pa
     file.write_text(file.read_text().replace("rounds: 2", "rounds: 9"))
     with only_one(federation):
         for command in (lambda: run_federation(file, live=False, accepted=True), lambda: render_alone(federation)):
-            with pytest.raises(TryAgain, match="another `crossfed run`"):
+            with pytest.raises(TransientError, match="another `crossfed run`"):
                 command()
     after = files_below(tmp_path)
     assert {path: after[path] for path in before if path != file} == {p: before[p] for p in before if p != file}
@@ -87,10 +87,10 @@ def test_federations_that_share_a_place_do_not_run_at_once(tmp_path: Path, share
     with only_run(first) as locks:
         assert len(locks) == 3
         place = "works in" if shared == "workdir" else "rendered in"
-        with pytest.raises(TryAgain, match=f"{place}.*of its own"):
+        with pytest.raises(TransientError, match=f"{place}.*of its own"):
             run_federation(other, live=False)
         if shared != "workdir":
-            with pytest.raises(TryAgain, match="rendered in"):
+            with pytest.raises(TransientError, match="rendered in"):
                 render_alone(read_federation(other))
     assert not list(tmp_path.rglob("streamflow.yml"))
     with only_run(read_federation(other)):

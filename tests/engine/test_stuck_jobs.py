@@ -18,7 +18,7 @@ from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import Job, step_code
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin.ssh import tethered
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from tests.engine.messages import engine_messages
 
 
@@ -109,7 +109,7 @@ def test_a_facility_that_does_not_answer_is_asked_ever_more_rarely():
         def _ask(self, command: str) -> str:
             asked.append(looks[0])
             if looks[0] < 60:
-                raise TryAgain("far refuses the login")
+                raise TransientError("far refuses the login")
             return ""
 
     far = Silent(facility="far", kind="slurm", job_name="n", directory=Path("/"), ssh={})
@@ -123,7 +123,7 @@ def test_a_facility_that_does_not_answer_is_asked_ever_more_rarely():
 def test_status_shows_jobs_reasons_and_silent_facilities():
     class Silent(Queue):
         def _ask(self, command: str) -> str:
-            raise TryAgain("far does not answer: timeout")
+            raise TransientError("far does not answer: timeout")
 
     one = Held(facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": []})
     two = Silent(facility="far", kind="slurm", job_name="n", directory=Path("/"), ssh={})

@@ -19,7 +19,7 @@ from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from tests.engine.messages import engine_messages
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,7 +155,7 @@ class FakeQueue(Queue):
 
     def _named(self, name: str) -> list[Job]:
         if self.ssh.get("down"):
-            raise TryAgain("site does not answer")
+            raise TransientError("site does not answer")
         return list(self.ssh["jobs"])
 
     def _ask(self, command: str) -> str:
@@ -197,7 +197,7 @@ def test_while_a_facility_is_away_the_run_is_seen_to_live(tmp_path: Path):
     class Away(FakeQueue):
         def _named(self, name: str) -> list[Job]:
             seen.append(ticked.wait(200))
-            raise TryAgain("site does not answer")
+            raise TransientError("site does not answer")
 
     away = Away(facility="site", kind="slurm", job_name="crossfed-f-site", directory=Path("/"), ssh={})
     one = supervisor(tmp_path, "", [away])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.measuring.bandwidth import SHARE, SharpTimes, Trips, measure_bandwidth
 
 MOST = SharpTimes().most_bytes
@@ -35,7 +35,7 @@ Seconds = st.one_of(
 def test_whatever_times_come_the_result_is_positive_finite_and_bounded(times, median: float, least: float):
     try:
         rate, stands_out, sent = measured(times, Trips(median=max(median, least), least=min(median, least)))
-    except TryAgain as error:
+    except TransientError as error:
         assert "measure again" in str(error)
         return
     got = max(size / seconds for size, seconds in sent if seconds > 0)

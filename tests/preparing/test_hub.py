@@ -14,7 +14,7 @@ from huggingface_hub import constants
 
 from coordinator.model import convert
 from facility.dataset import DatasetError
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.hub import hub, silence
 from facility.preparing.sources import find_sources
 from tests.pico import save_pico
@@ -57,7 +57,7 @@ def test_a_dataset_that_a_silent_hub_might_have_is_asked_for_once(asked: list[in
 
 
 def test_a_model_that_a_silent_hub_might_have_is_asked_for_once_and_the_cache_is_read(tmp_path: Path, asked: list[int]):
-    with pytest.raises(TryAgain, match=r"nobody/nothing.*127\.0\.0\.1.* does not answer"):
+    with pytest.raises(TransientError, match=r"nobody/nothing.*127\.0\.0\.1.* does not answer"):
         convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 1 and not (tmp_path / "out").exists()
     kept = tmp_path / "cache/models--nobody--nothing"

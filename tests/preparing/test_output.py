@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.prepare import main
 from facility.preparing import output, resuming, writing
 from facility.preparing.build import Request, prepare
@@ -104,11 +104,11 @@ def test_a_worker_that_died_costs_only_what_was_not_written(request_: Request, m
 
     def dying(*arguments: Any, **settings: Any) -> Iterator[Any]:
         yield from encode_all(*arguments, **settings)
-        raise TryAgain("killed for memory")
+        raise TransientError("killed for memory")
 
     monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(writing, "encode_all", dying)
-    with pytest.raises(TryAgain):
+    with pytest.raises(TransientError):
         prepare(request_)
     assert json.loads((request_.out.with_name(".out.part") / "state.json").read_text())["batches"] == 2
     monkeypatch.setattr(writing, "encode_all", encode_all)

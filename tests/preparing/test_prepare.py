@@ -16,7 +16,7 @@ import numpy
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.prepare import main, progress_bar, progress_lines
 from facility.preparing import build, encoding, reading, writing
 from facility.preparing.build import Request, prepare
@@ -358,7 +358,7 @@ def test_the_same_documents_in_other_files_are_counted_and_refused_above_a_small
 
 def test_a_dead_worker_is_an_error_not_a_hang(request_: Request, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(encoding, "_work", die)
-    with pytest.raises(TryAgain, match="one of 2 tokenising processes died"):
+    with pytest.raises(TransientError, match="one of 2 tokenising processes died"):
         prepare(change(request_, processes=2))
     assert not request_.out.exists()
 

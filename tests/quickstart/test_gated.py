@@ -19,7 +19,7 @@ from coordinator.quickstart.begin import Request, begin
 from coordinator.quickstart.describe import Round
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.gated import LIMITS, Behind, ask_gate, choose_gated
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.gate import hello
 from facility.gating.policy import read_policy
 from facility.gating.session import Session
@@ -129,5 +129,5 @@ def test_a_login_that_fails_for_another_reason_asks_no_gate(monkeypatch: pytest.
     request = Request(
         folder=tmp_path, name="f", facilities={"alpha": "alice@login.example.org"}, model="demo", data={}, plan=Round()
     )
-    with pytest.raises(TryAgain, match="does not accept our key"):
+    with pytest.raises(TransientError, match="does not accept our key"):
         begin(request, Dialog(given={}, yes=True))

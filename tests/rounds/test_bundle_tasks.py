@@ -13,7 +13,7 @@ from coordinator import evaluation_cache
 from coordinator.bundle import bundle, download
 from coordinator.bundle_contents import SUMS
 from coordinator.evaluation_cache import OFFLINE, fill
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from tests.rounds.test_evaluation import write_task
 
 
@@ -45,11 +45,11 @@ def test_lm_eval_is_among_the_wheels_only_where_tasks_are():
 @pytest.mark.parametrize("tasks", [["no_such_task"], []])
 def test_tasks_that_cannot_be_had_are_found_before_a_package_comes(tmp_path: Path, monkeypatch, tasks: list[str]):
     def unknown(*_, **__):
-        raise TryAgain("no_such_task cannot be loaded")
+        raise TransientError("no_such_task cannot be loaded")
 
     monkeypatch.setattr("coordinator.bundle.fill", unknown)
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu", "run": pytest.fail}
-    with pytest.raises(TryAgain if tasks else InputError, match="no_such_task" if tasks else "that --eval names"):
+    with pytest.raises(TransientError if tasks else InputError, match="no_such_task" if tasks else "that --eval names"):
         bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="--eval-include is .*nowhere', expected a folder"):
         bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path / "nowhere")  # type: ignore[arg-type]
@@ -64,14 +64,14 @@ def test_a_cache_that_does_not_suffice_is_an_error_here_and_not_there(tmp_path: 
         code = int(len(asked) == fails + 1)
         return subprocess.CompletedProcess(command, code, stdout="a line\nCouldn't reach 'allenai/ai2_arc' on the Hub")
 
-    with pytest.raises(TryAgain, match=["with the network", "without a network"][fails] + ".*ai2_arc"):
+    with pytest.raises(TransientError, match=["with the network", "without a network"][fails] + ".*ai2_arc"):
         fill(tmp_path, ["arc_easy"], run=run)
     assert [one["HF_HOME"] for one in asked] == [str(tmp_path / "evaluation")] * (fails + 1)
     offline = [all(one.get(name) == value for name, value in OFFLINE.items()) for one in asked]
     assert offline == [False, True][: fails + 1]
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, InputError), (75, TryAgain)])
+@pytest.mark.parametrize(("code", "error"), [(2, InputError), (75, TransientError)])
 def test_an_error_that_is_known_is_told_as_it_is(tmp_path: Path, code: int, error: type[Exception]):
     """A task that lm-eval does not know was to be tried again, behind the last lines of what was printed."""
 
@@ -96,7 +96,9 @@ def test_a_hub_that_does_not_answer_is_told_before_anything_is_tried(tmp_path: P
 def test_data_that_are_here_are_read_and_what_is_missing_is_told_with_why(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("facility.exchange.hub.silence", lambda: "the hub does not answer")
     evaluation_cache.load(lambda: None)
-    with pytest.raises(TryAgain, match=r"^the hub does not answer, and not all data are here already \(no arc\): give"):
+    with pytest.raises(
+        TransientError, match=r"^the hub does not answer, and not all data are here already \(no arc\): give"
+    ):
         evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())
     monkeypatch.setattr("facility.exchange.hub.silence", lambda: "")
     with pytest.raises(ConnectionError):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TransientError
 from facility.exchange.messages.comparison import FOLDERS, GLOBAL, INITIAL, MODELS, tasks_of, with_figures
 from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, FacilityEvaluation, Score, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
@@ -147,7 +147,7 @@ def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path
 @pytest.mark.slow
 def test_an_evaluation_that_fails_says_why(tmp_path: Path):
     pytest.importorskip("lm_eval")
-    with pytest.raises(TryAgain, match="lm-eval ended with code"):
+    with pytest.raises(TransientError, match="lm-eval ended with code"):
         evaluate(tmp_path, EvaluationSettings(tasks=["no_such_task"]), dataset=tmp_path, device="cpu")
 
 
@@ -170,7 +170,7 @@ def test_what_lm_eval_said_leaves_only_where_a_jobs_output_may(
     monkeypatch.setenv("CROSSFED_JOB_OUTPUT", "0" if kept else "1")
     says = [sys.executable, "-c", "raise SystemExit('the patient of bed 7')"]
     monkeypatch.setattr(evaluation, "command", lambda *_, **__: says)
-    with pytest.raises(TryAgain, match="lm-eval ended with code 1") as error:
+    with pytest.raises(TransientError, match="lm-eval ended with code 1") as error:
         evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
     assert ("bed 7" in str(error.value)) is not kept
     assert ("bed 7" in caplog.text) is kept, "the site itself can read it in the job's log"

@@ -15,7 +15,7 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight.row import fail, ok
 from coordinator.remote_setup import set_up
 from coordinator.share import share
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from tests.rounds.test_setup import make_tokenizer
 
 FEDERATION = """\
@@ -71,7 +71,7 @@ def test_code_that_a_broken_swap_put_aside_stays_until_the_new_code_has_come(far
     (tmp_path / "bin" / "tar").write_text('#!/bin/bash\n[ "$1" = xf ] && exit 2\nexec /bin/tar "$@"\n')  # a full disk
     (tmp_path / "bin" / "tar").chmod(0o755)
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
-    with pytest.raises(TryAgain):
+    with pytest.raises(TransientError):
         set_up(federation, "far", bundle=None, arguments=[])
     assert (home / "code" / "kept").is_file()
 
@@ -91,7 +91,7 @@ def twice_at_once(folder: Path, send: Callable[[], object]) -> list[str]:
     def ended() -> str:
         try:
             send()
-        except TryAgain as error:
+        except TransientError as error:
             return str(error)
         return ""
 
@@ -123,7 +123,9 @@ def test_code_is_not_replaced_while_setup_sh_works_with_it(far: Path, tmp_path: 
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
     with open(home / ".setup.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TryAgain, match="another set-up works in ~/it's a home at login.example.org; wait for it"):
+        with pytest.raises(
+            TransientError, match="another set-up works in ~/it's a home at login.example.org; wait for it"
+        ):
             set_up(federation, "far", bundle=None, arguments=[])
     assert (home / "code" / "kept").exists() and not list(home.glob("code.*"))
 
@@ -134,7 +136,7 @@ def test_a_full_disk_is_told_in_a_few_lines(far: Path, tmp_path: Path, capfd: py
     (tmp_path / "bin" / "tar").write_text(f'#!/bin/bash\n[ "$1" = xf ] || exec /bin/tar "$@"\n{floods}\n')
     (tmp_path / "bin" / "tar").chmod(0o755)
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
-    with pytest.raises(TryAgain, match="could not keep the code in .* .code 2.; the lines above say why"):
+    with pytest.raises(TransientError, match="could not keep the code in .* .code 2.; the lines above say why"):
         set_up(federation, "far", bundle=None, arguments=[])
     assert 0 < capfd.readouterr().out.count("No space left") <= 20
 
@@ -162,7 +164,9 @@ def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
             set_up(federation, "far", bundle=None, arguments=wrong)
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, InputError), (75, TryAgain), (255, TryAgain), (137, TryAgain)])
+@pytest.mark.parametrize(
+    ("code", "error"), [(2, InputError), (75, TransientError), (255, TransientError), (137, TransientError)]
+)
 def test_only_what_may_go_away_by_itself_is_to_be_tried_again(
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[Exception]
 ):
@@ -174,7 +178,8 @@ def test_only_what_may_go_away_by_itself_is_to_be_tried_again(
 
 
 @pytest.mark.parametrize(
-    ("check", "error"), [("connection", TryAgain), ("key", InputError), ("host key", InputError), ("login", TryAgain)]
+    ("check", "error"),
+    [("connection", TransientError), ("key", InputError), ("host key", InputError), ("login", TransientError)],
 )
 def test_a_login_that_stays_refused_is_no_transient_error(
     far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str, error: type[Exception]
@@ -202,7 +207,7 @@ def test_who_failed_is_named_as_the_code_is_sent_and_the_old_code_stays(
     kept.touch()
     (tmp_path / "bin" / program).write_text(f"#!/bin/bash\n{does}\n")
     (tmp_path / "bin" / program).chmod(0o755)
-    with pytest.raises(TryAgain, match=words):
+    with pytest.raises(TransientError, match=words):
         set_up(read_federation(tmp_path / "workflow" / "federation.yml"), "far", bundle=None, arguments=[])
     assert kept.exists()
 
@@ -252,7 +257,7 @@ def test_a_facility_that_is_away_keeps_no_tokenizer_from_the_others(far: Path, t
     away = 'case "$*" in *away.example.org*) echo "No route to host" >&2; exit 255 ;; esac'
     ssh.write_text(ssh.read_text().replace("\n", f"\n{away}\n", 1))
     found = []
-    with pytest.raises(TryAgain, match="^away did not take the tokenizer .*No route to host$"):
+    with pytest.raises(TransientError, match="^away did not take the tokenizer .*No route to host$"):
         for one in share(read_federation(file), weights=False):
             found.append((one.facility, one.sent))
     assert found == [("here", False), ("far", True)]
@@ -266,7 +271,7 @@ def test_what_a_facility_answers_to_a_tokenizer_has_an_end(far: Path, tmp_path: 
     ssh = tmp_path / "bin" / "ssh"
     flood = 'case "${@: -1}" in *"tar xf"*) cat >/dev/null; head -c 30M /dev/zero >&2; exit 1 ;; esac'
     ssh.write_text(ssh.read_text().replace("\n", f"\n{flood}\n", 1))
-    with pytest.raises(TryAgain, match="^far did not take the tokenizer .*: more than 8 MiB for an answer$"):
+    with pytest.raises(TransientError, match="^far did not take the tokenizer .*: more than 8 MiB for an answer$"):
         list(share(read_federation(tmp_path / "workflow" / "federation.yml"), weights=False))
 
 

@@ -23,7 +23,7 @@ from coordinator.config.scaffold import init
 from coordinator.model import convert
 from coordinator.remote_setup import _send
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TryAgain
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TransientError
 from tests.pico import save_pico
 from tests.training.images import save_image_model
 
@@ -812,9 +812,9 @@ def silent_index():
 def test_an_index_that_does_not_answer_is_asked_once(silent_index: str, monkeypatch):
     """pip asks it for each of thirty packages, six times each, and then takes torch for another device elsewhere."""
     monkeypatch.setenv("no_proxy", "*")
-    with pytest.raises(TryAgain, match=r"does not answer \(.*timed out\).*--torch-index"):
+    with pytest.raises(TransientError, match=r"does not answer \(.*timed out\).*--torch-index"):
         ask_index(silent_index, seconds=0.1)
-    with pytest.raises(TryAgain, match=r"does not answer .*refused"):
+    with pytest.raises(TransientError, match=r"does not answer .*refused"):
         ask_index("http://127.0.0.1:9/simple")
     ask_index("file:///srv/wheels")
     for address in ("nonsense", "ftp://a/b", "https://"):
@@ -826,7 +826,7 @@ def test_a_bundle_of_a_silent_index_ends_before_pip_begins(tmp_path: Path, monke
     monkeypatch.setattr("coordinator.bundle.run_pip", pytest.fail)
     monkeypatch.setenv("no_proxy", "*")
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
-    with pytest.raises(TryAgain, match="does not answer"):
+    with pytest.raises(TransientError, match="does not answer"):
         bundle(tmp_path / "b", **options, index="http://127.0.0.1:9/simple")  # type: ignore[arg-type]
 
 

@@ -18,7 +18,7 @@ from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import drop, sort_out
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.report import Failure
 from tests.pico import save_pico
@@ -109,7 +109,7 @@ def test_a_late_update_is_not_blamed_for_being_late(begun: tuple[Archive, list[P
     assert found == {}
 
 
-@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "no"), TryAgain("the archive could not be written")])
+@pytest.mark.parametrize("full", [OSError(errno.ENOSPC, "no"), TransientError("the archive could not be written")])
 def test_a_disk_that_fills_while_updates_are_tried_alone_is_no_facilitys(
     begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch, full: Exception
 ):

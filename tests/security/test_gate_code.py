@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.gating import approval
@@ -167,12 +167,12 @@ def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeyp
         calls.append((words, options))
         link = Path(words[words.index("--model_args") + 1].removeprefix("pretrained="))
         assert link.resolve() == model and link.parent == Path(str(options["cwd"])) and not (link.parent / "t").exists()
-        raise TryAgain("started")
+        raise TransientError("started")
 
     monkeypatch.setattr(evaluation.subprocess, "Popen", start)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t").write_text("task: t")
-    with pytest.raises(TryAgain, match="started"):
+    with pytest.raises(TransientError, match="started"):
         evaluation.evaluate(model, EvaluationSettings(tasks=["t"]), dataset=tmp_path)
     ((words, _),) = calls
     assert not any("," in word for word in words)

@@ -20,7 +20,7 @@ from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from tests.streamflow_plugin.test_lost_answers import HERE, Slurm
 
 
@@ -127,7 +127,7 @@ def test_an_answer_too_long_to_be_a_schedulers_is_silence(long: str | None):
 def test_a_queue_on_this_machine_that_prints_too_much_does_not_answer(monkeypatch: pytest.MonkeyPatch, tmp_path):
     monkeypatch.setattr("coordinator.engine.queues._here", lambda line: ("1 R\n" * (ANSWER_BYTES // 3), 0))
     queue = Queue(facility="a", kind="slurm", job_name="cf", ssh={}, directory=tmp_path)
-    with pytest.raises(TryAgain, match=f"more than {ANSWER_BYTES} bytes"):
+    with pytest.raises(TransientError, match=f"more than {ANSWER_BYTES} bytes"):
         queue.jobs()
 
 
@@ -141,7 +141,7 @@ def test_a_queue_on_this_machine_that_hangs_is_told_with_the_schedulers_command(
     monkeypatch.setattr("coordinator.engine.queues.ANSWER_SECONDS", 0.2)
     queue = Queue(facility="a", kind="slurm", job_name="cf", ssh={}, directory=tmp_path)
     with pytest.raises(
-        TryAgain, match="^a does not answer: `squeue [^`]*` did not end within 0.2 s; try it by hand"
+        TransientError, match="^a does not answer: `squeue [^`]*` did not end within 0.2 s; try it by hand"
     ) as e:
         queue.jobs()
     assert "sh" not in str(e.value).split() and "2>&1" not in str(e.value)

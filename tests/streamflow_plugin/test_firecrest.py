@@ -30,7 +30,7 @@ from coordinator.streamflow_plugin import firecrest_client, patient_login
 from coordinator.streamflow_plugin.bounded_http import Patience
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
 from coordinator.streamflow_plugin.firecrest_client import Rejected
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
 
@@ -250,7 +250,7 @@ def test_a_refused_client_is_waited_for_and_who_only_looks_is_told(server, tmp_p
     monkeypatch.setenv(VARIABLE, str(events.path))
     monkeypatch.setattr(patient_login, "PAUSE_SECONDS", 0.2)
     (tmp_path / "secret").write_text("an old one")
-    with pytest.raises(TryAgain, match="refuses the login"):
+    with pytest.raises(TransientError, match="refuses the login"):
         queue_of(server, tmp_path).jobs()
 
     async def wait(one: FirecrestConnector) -> Any:

@@ -19,7 +19,7 @@ from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.lanes import KEPT_BYTES
 from coordinator.streamflow_plugin.system_ssh import Session, SystemSSHConnector
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
 
@@ -123,7 +123,7 @@ def test_who_only_looks_does_not_wait_and_a_wrong_host_key_is_an_error(site, hos
     with pytest.raises(WorkflowExecutionException, match="refuses the login"):
         asyncio.run(look())
     queue = Queue(facility="a", kind="ssh", job_name="j", ssh={"nodes": [host]}, directory=tmp_path, system=True)
-    with pytest.raises(TryAgain, match="refuses the login"):
+    with pytest.raises(TransientError, match="refuses the login"):
         queue.jobs()
     (site.folder / ".ssh" / "known_hosts").write_text("")
     with pytest.raises(WorkflowExecutionException, match="host key"):

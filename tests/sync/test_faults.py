@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime import client, wire
 from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerThread
@@ -173,7 +173,7 @@ def test_a_scheduler_that_falls_silent_is_noticed():
         answering = ThreadPoolExecutor(1).submit(server.accept)
         answering.add_done_callback(lambda accepted: accepted.result()[0].sendall(wire.encode(welcome)))
         link = client.SchedulerClient(store, settings, ReplicaRank(replica=0, replicas=1))
-        with pytest.raises(TryAgain, match="not heard for 0.4 s"):
+        with pytest.raises(TransientError, match="not heard for 0.4 s"):
             link.ask("ready")
         link.close()
         answering.result()[0].close()

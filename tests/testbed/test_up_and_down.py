@@ -13,7 +13,7 @@ import pytest
 from coordinator.testbed import daemons, link, namespaces, stand
 from coordinator.testbed.command import started_at
 from coordinator.testbed.layout import Testbed, load
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from tests.testbed.conftest import ssh
 
 pytestmark = pytest.mark.testbed
@@ -69,11 +69,11 @@ def test_a_failed_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch):
     def failing(site, service, *, clean=False):
         if (site.name, service) == ("west", "slurmd"):
             failed.append(load(root))
-            raise TryAgain("slurmd did not start")
+            raise TransientError("slurmd did not start")
         start(site, service, clean=clean)
 
     monkeypatch.setattr(daemons, "start", failing)
-    with pytest.raises(TryAgain, match="slurmd did not start"):
+    with pytest.raises(TransientError, match="slurmd did not start"):
         stand.up(root, ["east", "west"])
     assert changed(before, failed[0]) == set()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import devices, memory, train_round
 from facility.training.processes.ranks import Ranks
@@ -96,7 +96,7 @@ def test_a_full_gpu_is_told_with_who_holds_it():
     """As two facilities' trainings on one H100 left it, and one of them alone."""
     gib = 2**30
     shared = memory.out_of_memory("NVIDIA H100", int(79.18 * gib), 27 * 2**20, int(45.47 * gib))
-    assert isinstance(shared, TryAgain)
+    assert isinstance(shared, TransientError)
     assert "48.8 and other processes 35.2: expected a GPU for this rank alone" in str(shared)
     alone = memory.out_of_memory("NVIDIA H100", int(79.18 * gib), 27 * 2**20, int(78.5 * gib))
     assert isinstance(alone, InputError) and "micro_batch_sequences" in str(alone) and "other" not in str(alone)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.peers import Peers
@@ -167,7 +167,7 @@ def test_a_rank_with_another_secret_is_refused():
     store = dist.HashStore()
     store.set("challenge/1", "c")
     store.set("rank/1", rendezvous.proof(b"another", "rank 1 of 2"))
-    with pytest.raises(TryAgain, match="rank 1 does not know the job's secret"):
+    with pytest.raises(TransientError, match="rank 1 does not know the job's secret"):
         rendezvous.admit(store, b"s" * 32, rank=0, world=2)
 
 
@@ -180,7 +180,7 @@ def test_what_a_rank_proved_once_admits_nobody_again():
     other.join(20)
     for name in ("challenge/1", "rank/1"):
         again.set(name, first.get(name))
-    with pytest.raises(TryAgain, match="rank 1 does not know the job's secret"):
+    with pytest.raises(TransientError, match="rank 1 does not know the job's secret"):
         rendezvous.admit(again, secret, rank=0, world=2)
 
 

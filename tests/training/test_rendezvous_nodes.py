@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.processes import torchrun
 from tests.distributed import free_port
@@ -154,7 +154,7 @@ def test_torchrun_on_several_nodes_is_refused_without_a_directory(tmp_path: Path
 
 def test_a_directory_of_an_earlier_start_is_refused_and_one_that_stays_empty_waited_for_in_vain(tmp_path: Path):
     told: dict[str, str] = {}
-    with pytest.raises(TryAgain, match="do all nodes see it"):
+    with pytest.raises(TransientError, match="do all nodes see it"):
         torchrun.announced(tmp_path, 0.1, told)
     torchrun.announce(tmp_path, "10.0.0.1", 2345, told)
     assert torchrun.announced(tmp_path, 0, told) == ("10.0.0.1", 2345)

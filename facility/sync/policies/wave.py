@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.peers import Peers
 from facility.sync.runtime.process_groups import ExchangeFailed
@@ -101,7 +101,7 @@ class Wave(Replica):
         try:
             return self._peers.call(SERVER, kind, vector)
         except ExchangeFailed as error:
-            raise TryAgain(f"the replica that serves the waves is gone ({error}); run the round again") from None
+            raise TransientError(f"the replica that serves the waves is gone ({error}); run the round again") from None
 
     def _answer(self, kind: int, vector: torch.Tensor) -> torch.Tensor:
         with self._lock:

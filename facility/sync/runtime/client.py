@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.group import keeper_of
 from facility.sync.protocol import ReplicaRank
@@ -205,7 +205,7 @@ class SchedulerClient:
             try:
                 self._send({"t": "bye", "u": self.updates, "s": self.samples})
                 self._socket.shutdown(socket.SHUT_RDWR)
-            except (OSError, TryAgain):
+            except (OSError, TransientError):
                 pass
             self._socket.close()
 
@@ -215,18 +215,18 @@ class SchedulerClient:
         with self._change:
             while not true():
                 if self._lost:
-                    raise TryAgain(
+                    raise TransientError(
                         f"replica {self.place.replica}: the scheduler of the replicas is gone ({self._lost})"
                     )
                 if self._over:
-                    raise TryAgain(f"replica {self.place.replica} was away when the others finished the round")
+                    raise TransientError(f"replica {self.place.replica} was away when the others finished the round")
                 if self._left is not None and time.monotonic() - self._left > self.settings.timeout_seconds:
-                    raise TryAgain(
+                    raise TransientError(
                         f"replica {self.place.replica} has been without one of its ranks for "
                         f"{self.settings.timeout_seconds} s; the other replicas go on without it"
                     )
                 if deadline is not None and time.monotonic() > deadline:
-                    raise TryAgain(f"replica {self.place.replica} waited in vain for {what}")
+                    raise TransientError(f"replica {self.place.replica} waited in vain for {what}")
                 self._change.wait(0.5)
 
     def _send(self, message: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import TryAgain
+from facility.exchange.errors import TransientError
 from facility.exchange.logs import configure_logging
 from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.sync import SyncSettings
@@ -84,7 +84,7 @@ class SchedulerProcess:
         self.process.stdin.flush()
         self.contact = self.process.stdout.readline().decode().strip()
         if not self.contact:
-            raise TryAgain(f"the scheduler of the replicas did not start (exit code {self.process.wait()})")
+            raise TransientError(f"the scheduler of the replicas did not start (exit code {self.process.wait()})")
 
     def stop(self) -> None:
         """Return when it is gone."""

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TryAgain, exit_on_error
+from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TransientError, exit_on_error
 from facility.training.processes.exchange import all_gather_json, broadcast_json
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -96,11 +96,11 @@ def together(ranks: Ranks) -> Iterator[None]:
     except CrossFedError as error:
         mine = error
     if ranks.world > 1:
-        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TryAgain)], ranks.group)
+        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TransientError)], ranks.group)
         for number, item in enumerate(found):
             if item is not None and mine is None:
                 message, again = item
-                raise (TryAgain if again else InputError)(f"rank {number}: {message}")
+                raise (TransientError if again else InputError)(f"rank {number}: {message}")
     if mine is not None:
         raise mine
 

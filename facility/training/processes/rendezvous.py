@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.devices import check_own_gpus, gpu_of
 from facility.training.processes.exchange import all_gather_json, broadcast_json
@@ -67,13 +67,13 @@ def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
     try:
         dist.init_process_group(backend, store=store, timeout=limit, rank=ranks.rank, world_size=ranks.world)
     except dist.DistError as error:
-        raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
+        raise TransientError(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
     if ranks.device.type == "cuda":
         check_own_gpus(all_gather_json(gpu_of(ranks.device)))
 
 
 def first_store(ranks: Ranks, limit: timedelta) -> dist.Store:
-    """The store at which the ranks make their first process group. Raises `TryAgain` where the others do not come."""
+    """The store where ranks make their first process group. Raises `TransientError` where the others do not come."""
     if under_torchrun() and ranks.one_node:
         os.environ.setdefault(DIRECTORY, str(agents_directory()))
     try:
@@ -86,7 +86,7 @@ def first_store(ranks: Ranks, limit: timedelta) -> dist.Store:
         found = serve(address, port, ranks, limit) if ranks.hosts else join(address, port, limit)
         return admitted("ranks", found, ranks)
     except (dist.DistError, OSError) as error:
-        raise TryAgain(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
+        raise TransientError(f"rank {ranks.rank} of {ranks.world} could not join the others: {error}") from None
 
 
 def store_beside_torchrun(ranks: Ranks, limit: timedelta) -> dist.TCPStore:
@@ -178,7 +178,7 @@ def admitted(name: str, store: dist.Store, ranks: Ranks) -> dist.Store:
 
 
 def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
-    """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TryAgain`.
+    """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TransientError`.
 
     Every rank names a random challenge, and a proof covers all of them: one that was seen before proves nothing.
     """
@@ -186,13 +186,13 @@ def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
     store.set(f"challenge/{rank}", own)
     challenges = [store.get(f"challenge/{other}").decode(errors="replace") for other in range(world)]
     if challenges[rank] != own:
-        raise TryAgain(f"another process answers for rank {rank} at the job's store")
+        raise TransientError(f"another process answers for rank {rank} at the job's store")
     asked = f"of {world}: {' '.join(challenges)}"
     store.set(f"rank/{rank}", proof(secret, f"rank {rank} {asked}"))
     for other in range(world):
         shown = store.get(f"rank/{other}").decode(errors="replace")
         if not hmac.compare_digest(shown, proof(secret, f"rank {other} {asked}")):
-            raise TryAgain(f"rank {other} does not know the job's secret: it is not a process of this job")
+            raise TransientError(f"rank {other} does not know the job's secret: it is not a process of this job")
 
 
 def proof(secret: bytes, text: str) -> str:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from facility.exchange.errors import ConfigurationError, TryAgain
+from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
 
@@ -61,11 +61,11 @@ def announce(directory: Path, address: str, port: int, environment: Mapping[str,
 
 
 def announced(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
-    """Where the first rank's store listens. Raises `TryAgain` where it does not say so within `seconds`."""
+    """Where the first rank's store listens. Raises `TransientError` where it does not say so within `seconds`."""
     place, deadline = _meeting(directory, environment), time.monotonic() + seconds
     while not place.exists():
         if time.monotonic() > deadline:
-            raise TryAgain(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
+            raise TransientError(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
         time.sleep(LOOK_SECONDS)
     address, port = json.loads(place.read_text(encoding="utf-8"))
     return str(address), int(port)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from facility.exchange.errors import InputError, TryAgain
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.privacy.accounting import Releases
 from facility.rounds.privacy_ledger import Entry, Ledger
 
@@ -84,7 +84,7 @@ def test_a_damaged_ledger_stops_every_release(tmp_path: Path):
 def test_two_processes_do_not_release_at_once(tmp_path: Path):
     first = Ledger(state=tmp_path)
     first.open()
-    with pytest.raises(TryAgain, match="held by another process"):
+    with pytest.raises(TransientError, match="held by another process"):
         Ledger(state=tmp_path).open()
     first.close()
     Ledger(state=tmp_path).open()
