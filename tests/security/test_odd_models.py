@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.aggregation.magnitudes import first_magnitudes
+from coordinator.aggregation.walk_plan import WEIGHTS, weights_in
 from coordinator.planning.for_training import model_of
 from coordinator.rounds.weight_limit import longest_sequence
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -66,3 +67,8 @@ def test_files_that_are_nested_without_end_are_refused_by_name(model: Path):
     name = next(one for one in open_checkpoint(model).tensors if one.endswith("q_proj.weight"))
     magnitude = f"base_model.model.{name.removesuffix('.weight')}.lora_magnitude_vector"
     assert first_magnitudes(open_checkpoint(model), magnitude) is not None
+
+
+def test_weights_of_a_mean_walk_that_are_nested_without_end_are_refused():
+    with pytest.raises(CheckpointError, match="are not a number by facility"):
+        weights_in({WEIGHTS: DEEP})
