@@ -20,8 +20,9 @@ from coordinator.engine.run_process import lives
 from facility.exchange.files.durable import write_text
 
 FILE = "live.json"
-BEGINS = re.compile(r"(\d{4}-\d\d-\d\d)T(\d\d:\d\d)(?::\d\d)?")
+BEGINS = re.compile(r"\d{4}-(0[1-9]|1[0-2])-(\d\d)T(\d\d:\d\d)(?::\d\d)?")
 """A time as Slurm writes it, which no line can break."""
+MONTHS = "Jan Feb Mar Apr May Jun Jul Aug Sep Oct Nov Dec".split()
 STALE_SECONDS = 30.0
 """A snapshot older than this is of a run that has ended or was killed, where its process cannot be looked for: a living
 one renews it."""
@@ -29,8 +30,6 @@ one renews it."""
 
 ALWAYS = 3
 """The first columns of the table, which it has whatever is in them: facility, state, for."""
-STATE_WIDTH = len("2026-11-28")
-"""Characters at least for a state, on terminals that are too narrow for all: a date stays in one piece."""
 LAST_AT_WORK = 5
 STATES = ("waiting", "queued", "training", "late", "receiving", "done")
 """Those that need no attention."""
@@ -134,11 +133,11 @@ def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
         rows.append((_whose(state, names), shown(state), f"up to {span(longest)}", *[""] * 5))
-    heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time left", "last sign of life")
+    heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time\nleft", "last\nheard")
     for at, head in enumerate(heads):
         if at < ALWAYS or any(row[at] for row in rows):
-            least = STATE_WIDTH if head == "state" else None
-            result.add_column(head, justify="left" if at < 2 else "right", min_width=least, overflow="fold")
+            breaks = head in ("facility", "state", "step")  # a narrow terminal breaks these, and no number
+            result.add_column(head, justify="left" if at < 2 else "right", no_wrap=not breaks, overflow="fold")
     for row in rows:
         result.add_row(*(escape(text) for at, text in enumerate(row) if at < ALWAYS or any(one[at] for one in rows)))
     return result
@@ -184,26 +183,40 @@ def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str
     """`narrow`: with few words, for the column of a table, which has another for the time in a state."""
     state = shown(one.state)
     if one.state.startswith("queued"):
-        state += "" if narrow else f" since {_clock(one.since)}"
-        begins = BEGINS.sub(r"\1 \2", shown(one.begins)) if narrow else shown(one.begins)
-        state += f", expected to begin {begins}" if begins else ""
+        begins = shown(one.begins)
+        if narrow:
+            state += f" until about {BEGINS.sub(_short, begins)}" if begins else ""
+        else:
+            state += f" since {_clock(one.since)}" + (f", expected to begin {begins}" if begins else "")
     at_work = bool(one.stage)
     if at_work and one.stage != "training":
         state = one.stage
     steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
+    time_of = _minutes if narrow else span
     return (
         state,
-        span(now - one.since),
+        time_of(now - one.since),
         steps,
         f"{one.loss:.4f}" if at_work and one.loss is not None else "",
         f"{one.tokens_per_second:,.0f}" if at_work and one.tokens_per_second else "",
-        span(one.seconds_left) if at_work and one.seconds_left is not None and one.stage == "training" else "",
-        span(now - one.heard) if at_work and one.heard else "",
+        time_of(one.seconds_left) if at_work and one.seconds_left is not None and one.stage == "training" else "",
+        time_of(now - one.heard) if at_work and one.heard else "",
     )
+
+
+def _short(found: re.Match[str]) -> str:
+    """`22 Nov 11:00`: words that a narrow column can break."""
+    return f"{found[2]} {MONTHS[int(found[1]) - 1]} {found[3]}"
 
 
 def _clock(seconds: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
+def _minutes(seconds: float) -> str:
+    """As `span`, without the seconds of minutes: `3 min`."""
+    text = span(seconds)
+    return f"{text.partition(':')[0]} min" if text.endswith("min") else text
 
 
 def span(seconds: float) -> str:

@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import errno
 import json
-import re
 import subprocess
 import sys
 import threading
@@ -249,23 +248,23 @@ def on_a_terminal(snapshot: Snapshot, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("at_work", [0, 2])
-def test_jobs_that_wait_have_their_expected_begin_on_a_small_terminal(at_work: int):
-    """80x24, three facilities: nothing is cut off in width, nor in height, whether the others train or wait too."""
-    queued = FacilityState(state="queued as job 4711234", since=1000.0, begins="2026-11-22T11:00:00")
-    training = FacilityState(
-        state="training", since=1.0, stage="training", step=99, steps=100, loss=2.51, tokens_per_second=79400.0
-    )
-    training = dataclasses.replace(training, seconds_left=7000.0, heard=1999.0)
-    states = {f"facility-{n}": training if n < at_work else queued for n in range(3)}
-    lines = on_a_terminal(
-        Snapshot(federation="", heading="round 0 of 9", coordinator="x", time=2000.0, facilities=states), 80
-    )
-    text = " ".join(" ".join(lines).replace("│", " ").split())
-    assert len(lines) < 24 and max(map(len, lines)) <= 80 and "…" not in text
-    shown = re.findall(r"4711234|2026-11-22|11:00", "\n".join(lines))
-    assert shown.count("4711234") == shown.count("2026-11-22") == shown.count("11:00") == 3 - at_work, lines
-    assert ("loss" in text) is bool(at_work), "a column that holds nothing takes no room"
+@pytest.mark.parametrize("at_work", [0, 1, 2, 3])
+@pytest.mark.parametrize("seconds", [9.0, 1990.0, 9000.0])
+@pytest.mark.parametrize(("name", "steps"), [("site-", 99), ("leonardo", 1000)])
+def test_a_small_terminal_shows_every_facility_whole(at_work: int, seconds: float, name: str, steps: int):
+    """80x24, three facilities: nothing is cut off, neither numbers nor when a waiting job is expected to begin."""
+    since = 2000.0 - seconds
+    queued = FacilityState(state="queued as job 4711234", since=since, begins="2026-11-22T11:00:00")
+    training = FacilityState(state="training", since=since, stage="training", step=steps - 1, steps=steps, loss=6.851)
+    training = dataclasses.replace(training, tokens_per_second=79400.0, seconds_left=seconds, heard=1998.0)
+    states = {f"{name}{n}": training if n < at_work else queued for n in range(3)}
+    snapshot = Snapshot(federation="", heading="round 0 of 9", coordinator="x", time=2000.0, facilities=states)
+    lines = on_a_terminal(snapshot, 80)
+    assert len(lines) < 24 and all(line.rstrip()[-1] in "┓┃┩│┘" for line in lines[1:]), lines
+    text = "\n".join(lines)
+    assert "…" not in text and ("loss" in text) is bool(at_work), "a column that holds nothing takes no room"
+    assert [text.count(word) for word in ("4711234", "11:00")] == [3 - at_work] * 2, lines
+    assert [text.count(word) for word in (" training ", " 6.8510 ", " 79,400 ", " 2 s ")] == [at_work] * 4, lines
 
 
 def test_the_heading_says_that_the_coordinator_waits_while_facilities_work(tmp_path: Path):
