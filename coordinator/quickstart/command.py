@@ -6,13 +6,17 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from coordinator.console import command_console
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.logs import configure_logging
+
+if TYPE_CHECKING:
+    from coordinator.quickstart.begin import Request
+    from coordinator.quickstart.dialog import Dialog
 
 
 def quickstart(
@@ -51,7 +55,7 @@ def quickstart(
     The same command goes on where it stopped.
     """
     from coordinator.preflight.check import check_for_run, show
-    from coordinator.quickstart.begin import Request, begin, federation_file
+    from coordinator.quickstart.begin import Request
     from coordinator.quickstart.describe import Round
     from coordinator.quickstart.dialog import Dialog
 
@@ -69,17 +73,23 @@ def quickstart(
         prepare=_words(prepare),
         set_up=set_up,
     )
-    dialog = Dialog(given=pairs("--answer", answer or []), yes=yes)
-    try:
-        file = begin(request, dialog)
-    except CrossFedError:
-        if dialog.typed and not federation_file(folder).exists():
-            print(f"to keep your answers, add them to the command, corrected: {dialog.again()}", file=sys.stderr)
-        raise
+    file = _begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
     code = show(check_for_run(file, link=False), as_json=False, console=command_console(160))
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)
+
+
+def _begin(request: Request, dialog: Dialog) -> Path:
+    """federation.yml of the folder; where there is none after an error, what a person typed is printed first."""
+    from coordinator.quickstart.begin import begin, federation_file
+
+    try:
+        return begin(request, dialog)
+    except CrossFedError:
+        if dialog.typed and not federation_file(request.folder).exists():
+            print(f"to keep your answers, add them to the command, corrected: {dialog.again()}", file=sys.stderr)
+        raise
 
 
 def _words(prepare: str) -> tuple[str, ...]:
