@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import logging
 import os
 import sys
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from facility.exchange import logs
 from tests.pico import save_pico
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -95,9 +97,14 @@ def _place(path: Path) -> int:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Begin no test after the time that CROSSFED_BEGIN_BY states, in seconds since 1970: a slow machine's CI ends, too,
-    and says what it left out. What a test computes itself, it computes on one thread, whatever one before has set."""
+    and says what it left out. What a test computes itself, it computes on one thread, and what it logs is from warnings
+    on, whatever one before has set, or a command that it called in its own process."""
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+    for name in logs.OURS:
+        logging.getLogger(name).setLevel(logging.NOTSET)
+        logging.getLogger(name).handlers.clear()
+    os.environ.pop(logs.VARIABLE, None)
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):
         pytest.skip("not begun: the time of this run was over (CROSSFED_BEGIN_BY)")

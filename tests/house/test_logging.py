@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ast
+import logging
+import os
 from pathlib import Path
 
 import pytest
 
+from facility.exchange import logs
 from tests.conftest import ROOT
 from tests.house.imports import parsed, together
 
@@ -45,3 +48,12 @@ def prints(file: Path) -> bool:
 def test_what_a_job_or_a_step_reports_is_logged(room: str):
     found = {str(file.relative_to(ROOT)) for file in (ROOT / room).rglob("*.py") if prints(file)}
     assert found == {name for name in ANSWERS if name.startswith(f"{room}/")}
+
+
+@pytest.mark.parametrize("time", ["first", "second"])
+def test_no_test_logs_as_a_command_of_an_earlier_one_was_told_to(time: str):
+    """A test that counted warnings counted what another's `--verbose` let through."""
+    ours = [logging.getLogger(name) for name in logs.OURS]
+    assert [(one.level, one.handlers) for one in ours] == [(logging.NOTSET, [])] * 2 and logs.VARIABLE not in os.environ
+    logs.configure_logging("info")
+    assert all(one.level == logging.INFO and one.handlers for one in ours)
