@@ -7,10 +7,11 @@ from pathlib import Path
 
 import asyncssh
 import pytest
-from streamflow.deployment.connector.ssh import SSHConfig, SSHContext
+from streamflow.deployment.connector.ssh import SSHContext
 
 from coordinator.streamflow_plugin.openssh import Login, command
 from coordinator.streamflow_plugin.ssh import CarefulContext
+from tests.streamflow_plugin.logins import logged_in
 
 
 class Anybody(asyncssh.SSHServer):
@@ -29,21 +30,7 @@ async def agent_at_the_facility(kind: type[SSHContext], *, check_host_key: bool 
     async with await asyncssh.listen(
         "127.0.0.1", 0, server_factory=Anybody, server_host_keys=[key], process_factory=answer, agent_forwarding=True
     ) as server:
-        config = SSHConfig(
-            check_host_key=check_host_key,
-            client_keys=[],
-            connect_timeout=10,
-            hostname=f"127.0.0.1:{server.get_port()}",
-            password_file=None,
-            ssh_key_passphrase_file=None,
-            tunnel=None,
-            username="me",
-        )
-        context = object.__new__(kind)
-        context._streamflow_config_dir = ""
-        connection = await kind._get_connection(context, config)
-        assert connection is not None
-        async with connection:
+        async with await logged_in(kind, server, check_host_key=check_host_key) as connection:
             return str((await connection.run("x")).stdout)
 
 

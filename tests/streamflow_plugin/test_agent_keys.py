@@ -10,10 +10,10 @@ from pathlib import Path
 
 import asyncssh
 import pytest
-from streamflow.deployment.connector.ssh import SSHConfig
 
 from coordinator.streamflow_plugin.key_file import KeyFile, read_key_file
 from coordinator.streamflow_plugin.ssh import CarefulContext
+from tests.streamflow_plugin.logins import logged_in
 
 
 def make_key(path: Path, *options: str, passphrase: str = "") -> Path:
@@ -66,21 +66,7 @@ async def log_in(key: Path, accepted: list[Path]) -> list[bytes]:
     async with await asyncssh.listen(
         "127.0.0.1", 0, server_factory=lambda: Accepts(keys, offered), server_host_keys=[own]
     ) as server:
-        config = SSHConfig(
-            check_host_key=False,
-            client_keys=[str(key)],
-            connect_timeout=10,
-            hostname=f"127.0.0.1:{server.get_port()}",
-            password_file=None,
-            ssh_key_passphrase_file=None,
-            tunnel=None,
-            username="me",
-        )
-        context = object.__new__(CarefulContext)
-        context._streamflow_config_dir = ""
-        connection = await context._get_connection(config)
-        assert connection is not None
-        async with connection:
+        async with await logged_in(CarefulContext, server, keys=[key]):
             return offered
 
 
