@@ -6,21 +6,19 @@ OUT/merged/                                              on request: base and ad
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
-from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules
+from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules, write_adapter
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
-from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import InputError, first_line
-from facility.exchange.files.durable import as_umask_allows, new_directory, write_json
+from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.messages.strict_json import Fields
 
 MERGED = "merged"
@@ -101,18 +99,6 @@ def load_base(base: Path) -> Any:
         ).eval()
     except Exception as error:  # whatever the values of config.json lead to
         raise InputError(f"{base} is not a model that transformers loads: {first_line(error)}") from None
-
-
-def write_adapter(
-    directory: Path, checkpoint: Checkpoint, sources: Mapping[str, str], configuration: dict[str, Any]
-) -> None:
-    """Write both files as peft names them. `sources`: the checkpoint's tensor by the name that it is written under."""
-    from safetensors.torch import save_file
-
-    tensors = {name: checkpoint.read(source) for name, source in sorted(sources.items())}
-    save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
-    os.chmod(directory / ADAPTER, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
-    write_json(directory / CONFIG, configuration)
 
 
 def load_adapter(directory: Path, base: Any, names: list[str]) -> Any:

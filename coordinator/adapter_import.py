@@ -13,8 +13,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_export import load_adapter, load_base, read_configuration, write_adapter
-from facility.exchange.checkpoints.adapter_twins import check_twins, twins_of, without_modules
+from coordinator.adapter_export import load_adapter, load_base, read_configuration
+from facility.exchange.checkpoints.adapter_twins import check_twins, twins_of, without_modules, write_adapter
 from facility.exchange.checkpoints.adapters import (
     CONFIG,
     PREFIX,

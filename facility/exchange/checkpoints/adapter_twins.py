@@ -6,7 +6,8 @@ other keeps the base's weight: an adapter that peft loads as it was trained brin
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, is_adapter, i
 from facility.exchange.checkpoints.checkpoint import ADAPTER, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import InputError
-from facility.exchange.files.durable import write_json
+from facility.exchange.files.durable import as_umask_allows, write_json
 
 
 def twins_of(model: Any, names: Collection[str]) -> dict[str, str]:
@@ -63,22 +64,30 @@ def check_twins(adapter: Checkpoint, twins: dict[str, str]) -> None:
             )
 
 
+def write_adapter(
+    directory: Path, checkpoint: Checkpoint, sources: Mapping[str, str], configuration: dict[str, Any]
+) -> None:
+    """Write both files as peft names them. `sources`: the checkpoint's tensor by the name that it is written under."""
+    from safetensors.torch import save_file
+
+    tensors = {name: checkpoint.read(source) for name, source in sorted(sources.items())}
+    save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
+    os.chmod(directory / ADAPTER, as_umask_allows(0o644))  # safetensors writes 0600 whatever the umask
+    write_json(directory / CONFIG, configuration)
+
+
 def write_as_loaded(model: Path, base: Path, directory: Path) -> bool:
     """Write the adapters of `model` to `directory` as peft loads them over `base`, each weight under all of its names.
 
     False, and nothing is written, where they are that already in `model`.
     """
-    from safetensors.torch import save_file
-
     checkpoint = open_checkpoint(model)
     names = [name for name in checkpoint.tensors if is_adapter(name)]
     twins = {} if all(map(is_added, names)) else twins_of(model_of(base), names)
     if not twins:
         return False
     configuration = with_modules({"modules_to_save": None} | read_adapter_config(model), twins)
-    tensors = {name: checkpoint.read(source) for name, source in ({name: name for name in names} | twins).items()}
-    save_file(tensors, directory / ADAPTER, metadata={"format": "pt"})
-    write_json(directory / CONFIG, configuration)
+    write_adapter(directory, checkpoint, {name: name for name in names} | twins, configuration)
     return True
 
 
