@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from facility.exchange.process_start import started_at
+
 
 def this_process() -> str:
     """Boot, pid namespace, pid and start of this process; '' where the system does not say."""
-    started = _started_at(os.getpid())
+    started = started_at(os.getpid())
     return "" if started is None or not (place := _place()) else f"{place} {os.getpid()} {started}"
 
 
@@ -17,7 +19,7 @@ def lives(process: str) -> bool | None:
     place, pid, started = ["", "", "", *process.rsplit(" ", 2)][-3:]
     if not place or place != _place():
         return None
-    return pid.isdecimal() and started.isdecimal() and _started_at(int(pid)) == int(started)
+    return pid.isdecimal() and started.isdecimal() and started_at(int(pid)) == int(started)
 
 
 def _place() -> str:
@@ -27,13 +29,3 @@ def _place() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _started_at(pid: int) -> int | None:
-    """Start of a living process in clock ticks since boot (proc(5), field 22 of stat); None for one that has ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-        fields = text.rpartition(")")[2].split()
-        return None if fields[0] in "ZX" else int(fields[19])
-    except (OSError, ValueError, IndexError):
-        return None

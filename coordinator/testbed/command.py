@@ -12,6 +12,7 @@ from pathlib import Path
 
 from coordinator.testbed.packages import SEARCH
 from facility.exchange.errors import TransientError
+from facility.exchange.process_start import started_at
 
 ENVIRONMENT = {"PATH": SEARCH, "LC_ALL": "C.UTF-8", "LANG": "C.UTF-8"}
 
@@ -41,15 +42,6 @@ def wait_until(condition: Callable[[], bool], seconds: float, what: str) -> None
         if time.monotonic() > deadline:
             raise TransientError(f"{what} did not happen within {seconds:g} s")
         time.sleep(0.1)
-
-
-def started_at(pid: int) -> int | None:
-    """Start time of a live process in clock ticks since boot (proc(5), stat field 22); None for exited and zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def remember(pid: int, file: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from coordinator.testbed.command import call, end, started_at, wait_until
+from coordinator.testbed.command import call, end, wait_until
 from coordinator.testbed.layout import Site
 from coordinator.testbed.namespaces import enter, processes
 from facility.exchange.errors import InputError
+from facility.exchange.process_start import started_at
 
 SERVICES = ("munged", "slurmctld", "slurmd", "sshd")
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.testbed.command import started_at
 from facility import round as round_module
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.messages.manifest import (
@@ -29,6 +28,7 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
+from facility.exchange.process_start import started_at
 from facility.launching.notes import PLACE
 from facility.launching.supervise import Ending
 from facility.rounds.finished import key_of

@@ -20,8 +20,9 @@ from streamflow.deployment.connector.ssh import SSHConfig
 from coordinator.streamflow_plugin import swift
 from coordinator.streamflow_plugin.lanes import KEPT_BYTES, TransferFailed
 from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
-from coordinator.testbed.command import started_at, wait_until
+from coordinator.testbed.command import wait_until
 from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.process_start import started_at
 from tests.streamflow_plugin.local_sshd import SSHD
 
 CONTENT = random.Random(0).randbytes(3_000_001)

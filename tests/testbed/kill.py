@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
-from coordinator.testbed.command import started_at, wait_until
+from coordinator.testbed.command import wait_until
+from facility.exchange.process_start import started_at
 
 
 def kill_coordinator(process: subprocess.Popen[bytes]) -> None:

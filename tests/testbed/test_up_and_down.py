@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.testbed import daemons, link, namespaces, stand
-from coordinator.testbed.command import started_at
 from coordinator.testbed.layout import Testbed, load
 from facility.exchange.errors import InputError, TransientError
+from facility.exchange.process_start import started_at
 from tests.testbed.conftest import ssh
 
 pytestmark = pytest.mark.testbed

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
+from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
 
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -33,8 +34,7 @@ def under_torchrun() -> bool:
 def agents_directory() -> Path:
     """The directory of this process's siblings under one agent, made by the first of them with mode 0700."""
     agent, restarts = os.getppid(), os.environ.get(RESTARTS, "0")
-    fields = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    started = fields[19]  # ticks since boot, field 22 of proc(5)
+    started = stat_of(agent)[START]  # ticks since boot
     name = f"crossfed-torchrun-{os.getuid()}-{agent}-{started}-{int(restarts)}"
     place = Path(tempfile.gettempdir()) / name
     place.mkdir(mode=0o700, exist_ok=True)
