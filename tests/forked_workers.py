@@ -63,6 +63,7 @@ class Gateway(execnet.gateway_io.Popen2IOMaster):
 
 def work(reads: int, writes: int) -> None:
     """Be a worker, to its end."""
+    sys.stdin.close()  # Python 3.13 complains where a file is finalized whose descriptor is closed
     os.dup2(reads, 0)
     os.dup2(writes, 1)
     os.closerange(3, max(reads, writes) + 1)

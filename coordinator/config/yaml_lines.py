@@ -155,10 +155,10 @@ class Lined:
             line = text.count("\n", 0, error.position) + 1
             problem = f"holds the control character U+{error.character:04X}: remove it"
             raise ConfigurationError(problem, file=self.file, line=line) from None
-        except (YAMLError, ValueError, RecursionError) as error:
+        except (YAMLError, RecursionError) as error:
             raise ConfigurationError(f"not valid YAML: {str(error) or 'nested too deeply'}", file=self.file) from None
-        except (ArithmeticError, AttributeError, LookupError):  # of a value that is not what its tag says
-            problem = "not valid YAML: a value does not fit its tag, or an escape names no character"
+        except (ValueError, ArithmeticError, AttributeError, LookupError) as error:  # a value is not what its tag says
+            problem = f"not valid YAML: a value does not fit its tag, or an escape names no character ({error})"
             raise ConfigurationError(problem, file=self.file) from None
 
     def _refuse_recursion(self, text: str) -> None:
