@@ -13,7 +13,7 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from coordinator.aggregation.record import RoundRecord
@@ -50,15 +50,17 @@ def aggregate(
     verify_updates: bool = False,
     work: Mapping[str, float] | None = None,
     facilities: Collection[str] | None = None,
+    rated: Callable[[AggregationSettings, Collection[str]], AggregationSettings] | None = None,
 ) -> RoundRecord:
     """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
 
     `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
     train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base` and `verify_updates`:
     compare the base and the updates with their manifests as they are read. `work`: of each facility, as a multiple of
-    its settings' steps, where these differ by intention. `facilities`: all of the federation. round.json is written to
-    `record`, by default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels
-    to every facility.
+    its settings' steps, where these differ by intention. `facilities`: all of the federation. `rated`: the settings
+    with the server learning rate of a round without these facilities' updates. round.json is written to `record`, by
+    default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
+    facility.
 
     Raises `UpdateRefused` naming the facility; with `drop_refused` the round goes on without it, and the record says
     so (`dropped`), as long as `minimum_updates` are left. Raises another `CrossFedError` otherwise. Then nothing is
@@ -82,6 +84,7 @@ def aggregate(
             verify_updates=verify_updates,
             work=work,
             facilities=facilities,
+            rated=rated,
         )
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,5 +42,8 @@ class Request:
     """What each facility did in the round, in any unit, where that is not the same for all (`rounds.steps`)."""
     facilities: Collection[str] | None = None
     """All of the federation, whoever delivered in this round; None: not known."""
+    rated: Callable[[AggregationSettings, Collection[str]], AggregationSettings] | None = None
+    """The settings with the server learning rate of a round in which these facilities' updates are left out: it may
+    depend on who is averaged. None: the settings' own."""
     minimum_updates: int = 1
     """Fewer left than this is an error."""

@@ -38,9 +38,13 @@ def run(request: Request) -> RoundRecord:
     with _clear_about_space(request.out), tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
         make_way(request.state_out, request.out)
         open_round(aggregation, Path(scratch))
+        opened = aggregation.settings
         while True:
             try:
                 screen_round(aggregation)
+                if request.rated is not None:
+                    left_out = {*aggregation.dropped, *aggregation.quarantined}
+                    aggregation.settings = request.rated(opened, left_out)
                 plan_round(aggregation)
                 with new_outputs(request) as outputs:
                     write_tensors(aggregation, outputs)

@@ -100,8 +100,9 @@ class AggregationSettings:
     """What the server learning rate is multiplied by in the last round, where it falls."""
     incomplete_rate: Literal["auto", "full", "share"] = AUTO  # type: ignore[assignment]
     """The server learning rate of a round that some facilities miss: `share`, times the weights that are there over
-    those of all facilities that delivered in the last five rounds; `full`, as in every round; `auto`: `share` where
-    `rule` is `auto`, chooses a momentum, and late updates are not carried over into later rounds."""
+    those of all facilities that delivered in the last five rounds (an update that is left out, as an outlier or
+    refused, is not there); `full`, as in every round; `auto`: `share` where `rule` is `auto`, chooses a momentum, and
+    late updates are not carried over into later rounds."""
     parameters: dict[str, Any] = field(default_factory=dict)
     """Parameters of a rule or optimizer that is not shipped, by name."""
     weights: Literal["tokens", "samples", "equal"] | dict[str, Weight] = "tokens"

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from coordinator.aggregate import aggregate
@@ -83,7 +84,7 @@ class Commit:
     present: float = 1.0
     """Of the server learning rate, in a round that facilities miss."""
     aggregation: AggregationSettings = field(init=False)
-    """As the settings say, with these weights and factors of the server learning rate."""
+    """As the settings say, with these weights."""
 
     # write
     record: RoundRecord = field(init=False)
@@ -145,28 +146,37 @@ def commit(
 
 
 def open_round(round: Commit) -> None:
-    """Limit the weights that the facilities report, and settle the server learning rate by guard, schedule and who is
-    there."""
+    """Limit the weights that the facilities report."""
     round.aggregation = round.settings.aggregation
     if round.unmasking is None:
         round.capped = cap(round.settings, round.arrived.reports, round.model)
-    if round.aggregation.incomplete_rate == "share":
-        own = own_weights(round)
-        there = {name: own.get(name, 0.0) for name in round.arrived.reports} | round.capped.weights
-        round.present = present_share(round.history, there, round.settings.facilities, round.settings.aggregation)
     if round.capped.weights:
         round.aggregation = dataclasses.replace(round.aggregation, weights=round.capped.weights)
     closing = round.settings.closing
     by_rounds = closing is not None and closing.late_weight == "participation"
     if by_rounds or counts_work(round):
         round.aggregation = by_participation(round, by_rounds=by_rounds)
-    if round.settings.aggregation.guard:
-        reports = round.arrived.reports.items()  # what a late one received was the model of an earlier round
-        now = {name: report.loss_received for name, report in reports if report.round == round.number}
+
+
+def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str]) -> AggregationSettings:
+    """`settings` with the server learning rate by guard, schedule and whose updates are averaged: all but `left_out`.
+
+    What is left out of the model, as an outlier or since a value of it is not finite, is as absent as what never came:
+    so do later rounds read it in the archive.
+    """
+    reports = {name: report for name, report in round.arrived.reports.items() if name not in left_out}
+    if settings.incomplete_rate == "share":
+        kind = round.settings.aggregation.weights
+        own = kind if isinstance(kind, dict) else {name: weight_of(report, kind) for name, report in reports.items()}
+        there = {name: round.capped.weights.get(name, own.get(name, 0.0)) for name in reports}
+        round.present = present_share(round.history, there, round.settings.facilities, round.settings.aggregation)
+    if settings.guard:
+        # What a late one received was the model of an earlier round.
+        now = {name: report.loss_received for name, report in reports.items() if report.round == round.number}
         round.watched = guard(global_losses(plausible([*map(losses_of, round.history), now])))
-    share, to = round.aggregation.server_decay_share, round.aggregation.server_decay_to
+    share, to = settings.server_decay_share, settings.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
-    round.aggregation = with_rate(round.aggregation, round.watched.factor * round.decay * round.present)
+    return with_rate(settings, round.watched.factor * round.decay * round.present)
 
 
 def counts_work(round: Commit) -> bool:
@@ -248,6 +258,7 @@ def write_model(round: Commit, directory: Path) -> None:
         verify_updates=verified_as_averaged(settings),
         work=work_of_round(round),
         facilities=settings.facilities,
+        rated=partial(rated, round),
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())

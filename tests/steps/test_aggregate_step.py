@@ -321,3 +321,28 @@ def noised(directory: Path, model: Path, name: str, steps: int, *, number: int =
     report.write(directory, dataclasses.replace(told, details={DETAILS: figures | {"unit": "block", "steps": steps}}))
     write_manifest(directory, read_manifest(directory))
     return directory
+
+
+@pytest.mark.parametrize("move", [1000.0, float("nan")], ids=["outlier", "not finite"])
+def test_an_update_that_is_left_out_while_averaging_is_as_absent_as_one_that_never_came(tmp_path: Path, move: float):
+    """The rate by who is there, the guard and the next model are those of a round that the facility failed."""
+    rule = AggregationSettings(rule="nesterov", incomplete_rate="share", guard=True)
+    settings = dataclasses.replace(SETTINGS, rounds=3, facilities=["a", "b", "c", "d"], retries=0, aggregation=rule)
+    found = []
+    for way in ("left out", "failed"):
+        archive = Archive(tmp_path / way)
+        model, _, _ = start(archive, save_pico(tmp_path / f"{way} model", dtype="bfloat16"), settings)
+        for number in range(2):
+            place = tmp_path / f"{way} {number}"
+            updates = [write_update(place / name, model, name, round=number, tokens=100) for name in "abc"]
+            if number == 1 and way == "failed":
+                updates.append(failure(place / "d", "d", number=1))
+            else:  # its loss alone says that the first round made the model worse
+                moved, loss = (move, 2.5) if number else (0.01, 2.0)
+                updates.append(write_update(place / "d", model, "d", round=number, move=moved, tokens=300, loss=loss))
+            model, _, _ = close(archive, model, updates, settings, number)
+        entry = archive.read_round(1)
+        rate = entry.aggregation["settings"]["server_learning_rate"]
+        found.append((entry.present, entry.outer_factor, rate, read_manifest(model).files["model.safetensors"].sha256))
+        assert entry.facilities[3].status == ("refused" if way == "left out" else "failed")
+    assert found[0] == found[1] and found[0][:2] == (pytest.approx(0.5), 1.0)
