@@ -2,7 +2,8 @@
 
 A facility trained from the model of an earlier round, and the models in between already hold what others learned
 since. What counts is its own step, its weights minus those that it started from (FedBuff: Nguyen et al. 2022, arXiv
-2106.06581, algorithm 1, lines 7 to 9): that step is added to the present model, in float32.
+2106.06581, algorithm 1, lines 7 to 9): that step is added to the present model, in float32, or
+in float64 where one of the three holds it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
-from facility.exchange.checkpoints.floats import widen
+from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import new_directory
@@ -42,7 +43,7 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
         _link_others(update, temporary, trained)
         layout: dict[str, list[Planned]] = {}
         for name, entry in trained.tensors.items():
-            dtype = "F32" if name in floats else entry.dtype
+            dtype = _moved_dtype(entry, started, present) if name in floats else entry.dtype
             layout.setdefault(entry.file.name, []).append(Planned(name=name, dtype=dtype, shape=entry.shape))
         with TensorWriter(temporary, layout, trained.metadata) as writer:
             for name, entry in trained.tensors.items():
@@ -67,10 +68,16 @@ def _link_others(update: Path, directory: Path, trained: Checkpoint) -> None:
             (directory / path.name).hardlink_to(path)
 
 
+def _moved_dtype(entry: TensorEntry, *models: Checkpoint) -> str:
+    """Of the arithmetic: as the aggregation's, float64 where a value may need it."""
+    return "F64" if "F64" in (entry.dtype, *(model.tensors[entry.name].dtype for model in models)) else "F32"
+
+
 def _write_moved(writer: TensorWriter, trained: TensorEntry, then: TensorEntry, now: TensorEntry) -> None:
-    """Write `trained` - `then` + `now` in float32, part by part."""
+    """Write `trained` - `then` + `now` in the dtype of its place in the file, part by part."""
+    dtype = STORAGE[writer.places[trained.name][2].dtype]
     for start, (one, before, after) in parts([trained, then, now]):
-        moved, other = np.empty(len(one), np.float32), np.empty(len(one), np.float32)
+        moved, other = np.empty(len(one), dtype), np.empty(len(one), dtype)
         widen(one, trained.dtype, moved)
         widen(before, then.dtype, other)
         moved -= other

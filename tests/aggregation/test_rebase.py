@@ -38,6 +38,22 @@ def test_what_counts_is_the_step_from_its_own_start(tmp_path: Path, dtype: torch
     assert read_manifest(update).dtypes == {}, "what the facility sent is unchanged"
 
 
+@pytest.mark.parametrize("model", [torch.float64, torch.float32])
+def test_a_step_in_float64_is_not_rounded_to_float32(tmp_path: Path, model: torch.dtype):
+    """It is smaller than what float32 tells apart beside the weights."""
+    then, now = save(tmp_path / "then", 0, dtype=model), save(tmp_path / "now", 1, dtype=model)
+    one, two = load_file(then / "model.safetensors"), load_file(now / "model.safetensors")
+    (update := tmp_path / "update").mkdir()
+    step = {name: torch.full(one[name].shape, 1e-10, dtype=torch.float64) for name in ("a.weight", "b")}
+    tensors = {"ids": one["ids"]} | {name: one[name].double() + step[name] for name in step}
+    save_file(tensors, update / "model.safetensors", metadata={"format": "pt"})
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3))
+    rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    moved = load_file(tmp_path / "moved" / "model.safetensors")
+    for name in step:
+        assert torch.allclose(moved[name].double() - two[name].double(), step[name], rtol=1e-4, atol=0)
+
+
 def test_another_shape_is_refused_by_name(tmp_path: Path):
     then, now = save(tmp_path / "then", 0), save(tmp_path / "now", 1)
     update = save(tmp_path / "update", 2, shape=(5, 8))
