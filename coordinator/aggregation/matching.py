@@ -38,7 +38,7 @@ def same_bytes(first: TensorEntry, second: TensorEntry) -> bool:
     return True
 
 
-class _Twins:
+class Twins:
     """Which tensors of one checkpoint hold the same bytes; every tensor is read at most once."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -99,7 +99,7 @@ def _paired(
     matched: dict[str, TensorEntry] = {}
     missing: list[str] = []
     surplus: list[str] = []
-    own_twins, their_twins = _Twins(base), _Twins(update)
+    own_twins, their_twins = Twins(base), Twins(update)
     for name in base.tensors:
         if not federated(name):
             continue

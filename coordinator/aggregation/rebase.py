@@ -4,6 +4,9 @@ A facility trained from the model of an earlier round, and the models in between
 since. What counts is its own step, its weights minus those that it started from (FedBuff: Nguyen et al. 2022, arXiv
 2106.06581, algorithm 1, lines 7 to 9): that step is added to the present model, in float32, or
 in float64 where one of the three holds it.
+
+Running statistics of batch normalisation are no steps: a facility's stay what it saw, as they are averaged, since a
+variance moved by how much another one fell may be below zero.
 """
 
 from __future__ import annotations
@@ -13,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.aggregation.matching import Twins
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, widen
-from facility.exchange.checkpoints.writer import Planned, TensorWriter
+from facility.exchange.checkpoints.running_statistics import is_running_statistic
+from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
@@ -29,31 +34,43 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
     """Write `update` + (`now` - `then`) to the new directory `out`; peak memory is a few megabytes.
 
     `then`: the model that the update started from, `now`: that of the round which averages it. The manifest keeps the
-    update's own round, from which its weight follows. Raises `UpdateRefused` naming `facility` where the update's
-    floating-point tensors are not in both models with the same shapes.
+    update's own round, from which its weight follows. A tied weight that only the update stores twice is left out once.
+    Raises `UpdateRefused` naming `facility` where another floating-point tensor of the update is not in both models
+    with the same shape.
     """
     trained, started, present = open_checkpoint(update), open_checkpoint(then), open_checkpoint(now)
-    floats = [name for name, entry in trained.tensors.items() if entry.dtype in FLOATS]
-    for name in floats:
-        wanted = trained.tensors[name].shape
-        for model in (started, present):
-            if name not in model.tensors or model.tensors[name].shape != wanted:
-                raise UpdateRefused(facility, f"tensor {name!r} of its late update is not in {model.directory}")
+    steps, dtypes = _steps(trained, started, present, facility), dict[str, str]()
+    for name, entry in trained.tensors.items():
+        if name in steps:
+            dtypes[name] = _moved_dtype(entry, started, present)
+        elif entry.dtype not in FLOATS or is_running_statistic(name):
+            dtypes[name] = entry.dtype
     with new_directory(out) as temporary:
         _link_others(update, temporary, trained)
-        layout: dict[str, list[Planned]] = {}
-        for name, entry in trained.tensors.items():
-            dtype = _moved_dtype(entry, started, present) if name in floats else entry.dtype
-            layout.setdefault(entry.file.name, []).append(Planned(name=name, dtype=dtype, shape=entry.shape))
-        with TensorWriter(temporary, layout, trained.metadata) as writer:
-            for name, entry in trained.tensors.items():
-                if name in floats:
+        with TensorWriter(temporary, layout_like(trained, dtypes), trained.metadata) as writer:
+            for name in dtypes:
+                entry = trained.tensors[name]
+                if name in steps:
                     _write_moved(writer, entry, started.tensors[name], present.tensors[name])
                 else:
                     for offset, content in raw(entry):
                         writer.write(name, offset, content)
         manifest, written = read_manifest(update), open_checkpoint(temporary)
         write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}))
+
+
+def _steps(trained: Checkpoint, started: Checkpoint, present: Checkpoint, facility: str) -> list[str]:
+    """The tensors of an update that are moved. Raises `UpdateRefused` for what is not in both models."""
+    found, twins = [], Twins(trained)
+    for name, entry in trained.tensors.items():
+        if entry.dtype not in FLOATS or is_running_statistic(name):
+            continue
+        lacking = [m for m in (started, present) if name not in m.tensors or m.tensors[name].shape != entry.shape]
+        if not lacking:
+            found.append(name)
+        elif any(name in m.tensors for m in lacking) or not twins.of(name, started.tensors):
+            raise UpdateRefused(facility, f"tensor {name!r} of its late update is not in {lacking[0].directory}")
+    return found
 
 
 def _link_others(update: Path, directory: Path, trained: Checkpoint) -> None:

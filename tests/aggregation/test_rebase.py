@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from coordinator.aggregation.matching import match_tensors
 from coordinator.aggregation.rebase import rebase
+from coordinator.aggregation.verify import check_variances
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 
@@ -52,6 +56,53 @@ def test_a_step_in_float64_is_not_rounded_to_float32(tmp_path: Path, model: torc
     moved = load_file(tmp_path / "moved" / "model.safetensors")
     for name in step:
         assert torch.allclose(moved[name].double() - two[name].double(), step[name], rtol=1e-4, atol=0)
+
+
+def late(directory: Path, tensors: dict[str, torch.Tensor], file: str = "model.safetensors") -> Path:
+    directory.mkdir()
+    save_file(tensors, directory / file, metadata={"format": "pt"})
+    if file != "model.safetensors":
+        index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, file)}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    write_manifest(directory, Manifest(kind="update", federation="f", facility="a", round=3))
+    return directory
+
+
+def test_a_single_shard_that_an_index_names_is_moved(tmp_path: Path):
+    then, now = save(tmp_path / "then", 0), save(tmp_path / "now", 1)
+    tensors = load_file(save(tmp_path / "x", 2) / "model.safetensors")
+    update = late(tmp_path / "update", tensors, "model-00001-of-00001.safetensors")
+    rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    one, two = load_file(then / "model.safetensors"), load_file(now / "model.safetensors")
+    moved = open_checkpoint(tmp_path / "moved")
+    assert all(
+        torch.equal(moved.read(n), tensors[n].float() - one[n].float() + two[n].float()) for n in ("a.weight", "b")
+    )
+
+
+def test_a_tied_weight_that_the_update_alone_stores_twice_is_moved_once(tmp_path: Path):
+    """In time it is averaged; another surplus tensor is refused, late or not."""
+    then, now = save(tmp_path / "then", 0), save(tmp_path / "now", 1)
+    tensors = load_file(save(tmp_path / "x", 2) / "model.safetensors")
+    update = late(tmp_path / "update", tensors | {"head.weight": tensors["a.weight"].clone()})
+    rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    match_tensors(open_checkpoint(now), open_checkpoint(tmp_path / "moved"), "a", federated=lambda _: True)
+    other = late(tmp_path / "other", tensors | {"head.weight": tensors["a.weight"] + 1})
+    with pytest.raises(UpdateRefused, match=r"'head.weight' of its late update is not in"):
+        rebase(other, then=then, now=now, out=tmp_path / "refused", facility="a")
+
+
+def test_running_statistics_stay_what_the_facility_saw(tmp_path: Path):
+    """Its variance fell from 1 to 0.3 while that of the others fell to 0.4: moved as a step it would be -0.3."""
+    variances = {"then": 1.0, "now": 0.4, "update": 0.3}
+    made = {
+        name: late(tmp_path / name, {"w": torch.zeros(2), "norm.running_var": torch.full((2,), value)})
+        for name, value in variances.items()
+    }
+    rebase(made["update"], then=made["then"], now=made["now"], out=tmp_path / "moved", facility="a")
+    moved = open_checkpoint(tmp_path / "moved")
+    assert torch.equal(moved.read("norm.running_var"), torch.full((2,), 0.3))
+    check_variances(moved.tensors, "a")
 
 
 def test_another_shape_is_refused_by_name(tmp_path: Path):
