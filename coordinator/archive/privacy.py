@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.privacy import privacy_of
 from facility.exchange.messages.report import Report
+
+NAMED = 5
+"""Rounds that are named in a sentence."""
 
 
 def told_privacy(report: Report) -> dict[str, Any]:
@@ -21,12 +24,39 @@ def told_privacy(report: Report) -> dict[str, Any]:
 
 
 def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """By facility, of rows in the order of rounds."""
-    return {row["facility"]: row["privacy"] for row in rows if row.get("privacy")}
+    """By facility, what tells of most noised steps: no round that is set aside gives any of them back."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        one, before = row.get("privacy"), found.get(row["facility"])
+        if one and (before is None or one["steps"] >= before["steps"]):
+            found[row["facility"]] = one
+    return found
 
 
-def summary_of(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported."""
+def without_budget(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """By facility that told a budget in some round, the rounds that averaged an update of it without one.
+
+    No epsilon holds for its data: differential privacy was switched on or off between the rounds.
+    """
+    found: dict[str, list[int]] = {name: [] for name in latest_privacy(rows)}
+    for row in rows:
+        if row["facility"] in found and row["status"] == "ok" and not row.get("privacy"):
+            found[row["facility"]].append(row["round"])
+    return {name: rounds for name, rounds in found.items() if rounds}
+
+
+def nothing_promised(rounds: Sequence[int]) -> str:
+    """What a person is told of a facility that trained in these rounds without a budget."""
+    listed = ", ".join(map(str, rounds[:NAMED])) + (f" and {len(rounds) - NAMED} more" if len(rounds) > NAMED else "")
+    return f"nothing is promised for its data, which it trained on without a budget in round {listed}"
+
+
+def summary_of(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+    """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported.
+
+    `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside.
+    """
+    reports = latest_privacy([*aside, *rows])
     if not reports:
         return {}
     return {
@@ -34,13 +64,15 @@ def summary_of(reports: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "delta": max(one["delta"] for one in reports.values()),
         "stated": max(one["epsilon"] for one in reports.values()),
         "facilities": dict(reports),
+        "without_budget": without_budget(rows),
     }
 
 
-def sentence(name: str, one: Mapping[str, Any]) -> str:
-    """A facility's budget for a person."""
+def sentence(name: str, one: Mapping[str, Any], without: Sequence[int] = ()) -> str:
+    """A facility's budget for a person. `without`: rounds in which it trained without one."""
     return (
         f"privacy of {name}: epsilon {one['spent']:.3g} of {one['epsilon']:g} (delta {one['delta']:g}, unit "
         f"{one['unit']}) after {one['steps']:,} noised steps, noise multiplier {one['noise_multiplier']:.3g}; its "
         f"losses have noise of {one['validation_deviation']:.2g} nats"
+        + (f"; {nothing_promised(without)}" if without else "")
     )

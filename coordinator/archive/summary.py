@@ -16,8 +16,8 @@ from coordinator.archive.best import best_round
 from coordinator.archive.journal import Journal, waited_by_facility
 from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
-from coordinator.archive.privacy import latest_privacy, sentence
-from coordinator.archive.rewind import count_set_aside
+from coordinator.archive.privacy import latest_privacy, sentence, without_budget
+from coordinator.archive.rewind import count_set_aside, rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.task import task_of
 from facility.exchange.messages.strict_json import clean
@@ -69,8 +69,15 @@ def summary(archive: Archive) -> dict[str, Any]:
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
         "set_aside_rounds": count_set_aside(archive),
+        "privacy_set_aside": _budgets_set_aside(archive),
         "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
     }
+
+
+def _budgets_set_aside(archive: Archive) -> list[dict[str, Any]]:
+    """What facilities told of their privacy budgets in rounds that were set aside."""
+    rows = [row for entry in rounds_set_aside(archive) for row in entry.facilities if row.privacy]
+    return [{"facility": row.facility, "privacy": row.privacy} for row in rows]
 
 
 def _losses_of_models(
@@ -279,7 +286,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
     """How the federation was aggregated, privacy budgets, and what the guard did, as lines below the table."""
     chosen = [f"aggregation: {shown(data['aggregation'])}"] if data.get("aggregation") else []
     rows = [row for entry in data["rounds"] for row in entry["facilities"]]
-    budgets = _budgets(latest_privacy(rows))
+    budgets = _budgets(latest_privacy([*data.get("privacy_set_aside", []), *rows]), without_budget(rows))
     if data.get("masking"):
         budgets.append(masked_sentence(data["masking"]))
     lines = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
@@ -306,12 +313,13 @@ def remarks(data: dict[str, Any]) -> list[str]:
     return [*chosen, *budgets, *lines]
 
 
-def _budgets(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Each facility's privacy budget; of many those that have least of it left."""
-    sentences = {name: sentence(shown(name), one) for name, one in found.items()}
+def _budgets(found: Mapping[str, Mapping[str, Any]], without: Mapping[str, Sequence[int]]) -> list[str]:
+    """Each facility's privacy budget; of many those for which nothing is promised, and that have least of it left."""
+    sentences = {name: sentence(shown(name), one, without.get(name, ())) for name, one in found.items()}
     if not many(found):
         return list(sentences.values())
-    least = sorted(found, key=lambda name: found[name]["epsilon"] - found[name]["spent"])[:NAMED]
+    left = {name: one["epsilon"] - one["spent"] for name, one in found.items()}
+    least = sorted(found, key=lambda name: (name not in without, left[name]))[:NAMED]
     return [*(sentences[name] for name in least), f"privacy of {len(found) - NAMED} more: more of epsilon is left"]
 
 

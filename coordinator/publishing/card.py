@@ -216,6 +216,12 @@ def _budget(data: Mapping[str, Any]) -> str:
         if absent
         else ""
     )
+    if gaps := budget["without_budget"]:
+        rounds = sorted({number for one in gaps.values() for number in one})
+        without += (
+            f" {len(gaps)} of them trained without a budget in some rounds (the first is round {rounds[0]}): "
+            "nothing is promised for theirs."
+        )
     return (
         f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
         f"ε = {budget['epsilon']:.3g}, δ = {budget['delta']:g} for adding or removing one {' or '.join(units)} of the "

@@ -14,7 +14,7 @@ from typing import Any
 
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
-from coordinator.archive.privacy import latest_privacy, summary_of
+from coordinator.archive.privacy import summary_of
 from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.summary import remarks, shown, summary
@@ -83,7 +83,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "predictions": predictions(rows, names),
         "drift": drift(rows, names),
         "cost": with_waiting(costs(every, names, carbon), entries),
-        "privacy": summary_of(latest_privacy(rows)),
+        "privacy": summary_of(rows, aside),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),

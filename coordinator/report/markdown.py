@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
+from coordinator.archive.privacy import nothing_promised
 from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
 from coordinator.comparison.matrix import SHADES
 from coordinator.report.many import for_display
@@ -163,9 +164,12 @@ def privacy(data: Mapping[str, Any]) -> list[str]:
         ]
         for name, one in data["privacy"].get("facilities", {}).items()
     ]
+    without = data["privacy"].get("without_budget", {})
+    gaps = [f"{name}: {nothing_promised(rounds)}." for name, rounds in without.items()]
     titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
     masks = [f"{masked_sentence(data['masking'])}.".capitalize(), ""] if data["masking"] else []
-    return ["## Privacy", "", *(table(titles, budgets) if budgets else []), *masks] if budgets or masks else []
+    told = [*table(titles, budgets), *(line for gap in gaps for line in (gap, ""))] if budgets else []
+    return ["## Privacy", "", *told, *masks] if budgets or masks else []
 
 
 def tasks(data: Mapping[str, Any]) -> list[str]:

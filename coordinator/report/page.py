@@ -11,6 +11,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from coordinator.archive.privacy import nothing_promised
 from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
 from coordinator.archive.summary import number as plain_number
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
@@ -69,6 +70,7 @@ def page(data: Mapping[str, Any]) -> str:
         waiting=any_waited(data),
         span=span,
         size=size,
+        nothing_promised=nothing_promised,
         number=number,
     )
 

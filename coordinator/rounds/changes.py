@@ -130,6 +130,12 @@ RULES = (
         affects=True,
         follows="another program trains from the next round on; optimizers begin with new state",
     ),
+    Rule(
+        pattern=r"privacy\.differential(\..*)?",
+        affects=True,
+        follows="noise holds from the next round on; steps that were noised before count against the budget, and no "
+        "budget covers rounds without noise",
+    ),
     Rule(pattern=r"peer_signers|privacy\.peer_signers", affects=False, follows=FROM_NOW),
     Rule(pattern=r"workdir", affects=False, follows="jobs that are late or still run are looked for there alone"),
     Rule(

@@ -20,7 +20,7 @@ from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
-from coordinator.archive.rewind import tell_rewinds
+from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
 from coordinator.archive.rounds import CLIPS, Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
@@ -299,7 +299,7 @@ def describe_round(round: Commit, directory: Path) -> None:
         aggregation=dataclasses.asdict(round.record),
     )
     found = asks_ahead(archive, settings, round.round_file, directory)
-    tell_released([*history, found], directory)
+    tell_released([*rounds_set_aside(archive), *history, found], directory)
     tell_rewinds(archive, round.model, directory / "model", directory / "message")
     round.round_file, round.decision, round.limited = within(archive, settings, found, decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))

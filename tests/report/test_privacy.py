@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.archive.privacy import told_privacy
+from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, summary
 from coordinator.publishing.card import NO_GUARANTEE, privacy
 from coordinator.report.data import gather
@@ -61,6 +62,37 @@ def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, A
     assert "1 of 3 facilities told no budget" in told
     assert "the coordinator, which can see each of them" in told
     assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
+
+
+@pytest.mark.parametrize("bare", [0, 1], ids=["switched on", "switched off"])
+def test_an_epsilon_of_some_rounds_is_no_promise(data: dict[str, Any], tmp_path: Path, bare: int):
+    """Differential privacy was accepted, or dropped, between two rounds: one of facility-00's has no budget."""
+    archive = Archive(tmp_path)
+    path = archive.round_directory(bare) / "round.json"
+    record = json.loads(path.read_text())
+    record["facilities"][0]["privacy"] = {}
+    path.write_text(json.dumps(record))
+    found = gather(archive, federation="made", settings={"rounds": 2})
+    assert found["privacy"]["without_budget"] == {"facility-00": [bare]}
+    words = f"nothing is promised for its data, which it trained on without a budget in round {bare}"
+    line = next(one for one in remarks(summary(archive)) if one.startswith("privacy of facility-00"))
+    assert line.endswith(words) and f"facility-00: {words}." in markdown(found)
+    assert f"facility-00: {words}." in page(found)
+    assert f"1 of them trained without a budget in some rounds (the first is round {bare}): nothing" in privacy(found)
+    assert data["privacy"]["without_budget"] == {} and "without a budget" not in privacy(data)
+
+
+def test_going_back_gives_nothing_of_a_budget_back(data: dict[str, Any], tmp_path: Path):
+    archive = Archive(tmp_path)
+    (aside := tmp_path / "rewound-20260101-000000").mkdir()
+    archive.round_directory(1).rename(aside / "round-0001")
+    archive.write_history()
+    found = gather(archive, federation="made", settings={"rounds": 2})
+    assert found["privacy"]["facilities"] == data["privacy"]["facilities"] and len(found["rounds"]) == 1
+    before, now = (
+        [one for one in lines if one.startswith("privacy")] for lines in (data["rows"], remarks(summary(archive)))
+    )
+    assert len(now) == 2 and now == before
 
 
 MASKS = {"bits": 16, "threshold": 2, "survivors": ["facility-00", "facility-01", "facility-02"]}

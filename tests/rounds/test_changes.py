@@ -89,6 +89,7 @@ def test_whatever_differs_is_listed_once_and_nothing_else(own: dict, names: set,
         ({"training__learning_rate": 1e-3}, True, "state is kept"),
         ({"training__optimizer": "muon"}, True, "new state"),
         ({"training__threads": 4}, False, "rounding"),
+        ({"privacy__differential__epsilon": 4.0}, True, "no budget covers rounds without noise"),
         ({"what_nobody_knows": 1}, True, "next round"),
     ],
 )

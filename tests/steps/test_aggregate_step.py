@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.settings import CoordinatorSettings, StopSettings
@@ -310,11 +311,23 @@ def test_the_next_model_tells_of_how_many_noised_steps_the_coordinator_has_repor
     updates = [noised(tmp_path / "a1", following, "a", 9, number=1), absent]
     close(archive, following, updates, dataclasses.replace(SETTINGS, retries=0, minimum_facilities=1), number=1)
     assert read_manifest(archive.model_for(2)).extra[RELEASED] == {"a": 9, "b": 5}
+    rewind(archive, 1)
+    close(archive, following, [noised(tmp_path / "b2", following, "b", 6, number=1)], number=1)
+    assert read_manifest(archive.model_for(2)).extra[RELEASED] == {"a": 9, "b": 6}
 
 
-def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0) -> Path:
+def test_what_an_outlier_has_spent_of_its_budget_is_told_too(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    updates = [noised(tmp_path / one, model, one, 4, move=1000.0 if one == "d" else 0.01) for one in "abcd"]
+    close(archive, model, updates, dataclasses.replace(SETTINGS, facilities=[*"abcd"], retries=0))
+    row = archive.read_round(0).facilities[3]
+    assert (row.facility, row.status, row.privacy["steps"]) == ("d", "refused", 4)
+    assert read_manifest(archive.model_for(1)).extra[RELEASED] == dict.fromkeys("abcd", 4)
+
+
+def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0, move: float = 0.01) -> Path:
     """An update whose report tells of so many noised steps."""
-    write_update(directory, model, name, round=number)
+    write_update(directory, model, name, round=number, move=move)
     figures = dict.fromkeys(("epsilon", "delta", "clip", "spent", "spent_on_validation", "noise_multiplier"), 0.1)
     figures |= {"sampling_rate": 0.1, "validation_deviation": 0.1}
     told = read_report(directory)
