@@ -27,6 +27,7 @@ from facility.exchange.checkpoints.adapters import (
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import InputError
+from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import new_directory, write_json
 
 OTHER_KINDS = {
@@ -89,9 +90,9 @@ def refuse_links_elsewhere(folder: Path) -> None:
 
     In Hugging Face's cache a model's files are links into `blobs`, two folders above.
     """
-    place = folder.resolve()
+    place = real(folder)
     for path in folder.iterdir():
-        target = path.resolve()
+        target = real(path)
         if path.is_symlink() and not any(target.is_relative_to(one) for one in (place, place.parents[1] / "blobs")):
             raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")
 

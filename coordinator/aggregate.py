@@ -24,7 +24,9 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.errors import ConfigurationError, exit_on_error
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import no_duplicates, parse_values
+from facility.exchange.json_values import MOST_BYTES
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse
@@ -113,7 +115,7 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 def _plain_json(path: Path, overrides: Mapping[str, str]) -> AggregationSettings | None:
     """The settings in a JSON file; None where YAML's reader has to look into it, or to say what is wrong."""
     try:
-        found = parse_values(Path(path).read_bytes(), object_pairs_hook=no_duplicates)
+        found = parse_values(read_bounded(path, MOST_BYTES), object_pairs_hook=no_duplicates)
         if not isinstance(found, dict) or "facilities" in found:
             return None
         return parse(AggregationSettings, {**found.get("aggregation", found), **overrides})

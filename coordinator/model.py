@@ -31,6 +31,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_depth
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
+from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
 from facility.exchange.logs import add_log_options
@@ -162,13 +163,13 @@ def main() -> int:
     if (adapter is None) != (arguments.base is None):
         parser.error("--export-adapter or --import-adapter, and --base belong together")
     if arguments.import_adapter is not None:
-        print(import_adapter(adapter, base=arguments.base.resolve(), out=arguments.out.resolve()))
+        print(import_adapter(adapter, base=real(arguments.base), out=real(arguments.out)))
         return 0
     if arguments.export_adapter is not None:
-        base, out = arguments.base.resolve(), arguments.out.resolve()
+        base, out = real(arguments.base), real(arguments.out)
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
         return 0
-    out, classes = arguments.out.resolve(), arguments.classes
+    out, classes = real(arguments.out), arguments.classes
     print(convert(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
     return 0
 

@@ -229,8 +229,8 @@ def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: flo
 
         return plan_work(read_federation(path), queues=_queues(queues), samples=samples, gain=gain)
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        raw = read_values(path)
+    except ConfigurationError:
         return None  # read_problem says what is wrong
     return budget_from_json(raw, file=path) if isinstance(raw, dict) and "facilities" in raw else None
 

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +22,9 @@ from typing import Any, Literal
 import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError, NewerFormat
+from facility.exchange.files.bounded import read_bounded
+from facility.exchange.json_text import parse_values
+from facility.exchange.json_values import MOST_BYTES
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated
@@ -255,6 +257,8 @@ class PreparedDataset:
 
 def _mapped(file: Path, shape: tuple[int, ...], dtype: str = "int32") -> numpy.memmap:
     try:
+        if not file.is_file() and file.exists():  # a named pipe would be waited for
+            raise ValueError("it is not a regular file")
         array = numpy.load(file, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise DatasetError(f"{file} is missing: the dataset is incomplete; prepare it again") from None
@@ -278,7 +282,7 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         raise DatasetError(f"{directory} is not a directory: expected a dataset made by `python -m facility.prepare`")
     file = directory / NAME
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = parse_values(read_bounded(file, MOST_BYTES).decode())
     except FileNotFoundError:
         raise DatasetError(
             f"{directory} holds no {NAME}: not a dataset made by `python -m facility.prepare`, or an incomplete one"

@@ -23,6 +23,7 @@ from facility.exchange.checkpoints.delta_parts import as_bytes, parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import (
     STATE,
@@ -146,7 +147,7 @@ def make_way(state: Path | None, model: Path) -> None:
     A state whose model never appeared is that of a killed run, and removed.
     """
     if state is not None:
-        one, other = Path(state).resolve(), Path(model).resolve()
+        one, other = real(state), real(model)
         if one == other or one in other.parents or other in one.parents:
             raise InputError(
                 f"--state-out is {state} and --out {model}; expected two directories, neither in the other"

@@ -27,6 +27,7 @@ from facility.exchange.checkpoints.running_statistics import VARIANCE
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
 from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CheckpointError, ManifestError, UpdateRefused
+from facility.exchange.files.bounded import real
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import (
@@ -158,13 +159,13 @@ def check_files(directory: Path, facility: str) -> None:
     """Refuse files that run code when loaded, links that leave the directory, and anything that is not a file."""
     if not directory.is_dir():
         raise UpdateRefused(facility, f"{directory} is not a directory: the update never arrived")
-    home = directory.resolve()
+    home = real(directory)
     for folder, folders, names in os.walk(directory):
         for name in sorted(folders + names):
             path = Path(folder) / name
             shown = path.relative_to(directory).as_posix()
-            if path.is_symlink() and not path.resolve().is_relative_to(home):
-                raise UpdateRefused(facility, f"{shown!r} is a symbolic link out of the directory, to {path.resolve()}")
+            if path.is_symlink() and not real(path).is_relative_to(home):
+                raise UpdateRefused(facility, f"{shown!r} is a symbolic link out of the directory, to {real(path)}")
             if not path.is_file() and not path.is_dir():
                 raise UpdateRefused(facility, f"{shown!r} is neither a file nor a directory")
             if path.suffix.lower() in EXECUTABLE:

@@ -12,6 +12,7 @@ import typer
 from coordinator.commands.app import WATCH, FederationOption, app
 from coordinator.console import command_console
 from facility.exchange.errors import InputError
+from facility.exchange.files.bounded import real
 
 if TYPE_CHECKING:
     from coordinator.config.federation import Federation
@@ -129,7 +130,7 @@ def publish(
         raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.13'")
     from coordinator.publishing.publish import publish as make
 
-    print(f"{make(federation, out.resolve())}: model/ with its card, crate/ with reproduce.md")
+    print(f"{make(federation, real(out))}: model/ with its card, crate/ with reproduce.md")
 
 
 @app.command(rich_help_panel=WATCH)

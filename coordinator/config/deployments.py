@@ -290,8 +290,6 @@ def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | 
         text = read_template(path)
     except ConfigurationError as error:
         raise ConfigurationError(error.message, key="template") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"template {deployment.template!r} cannot be read: {error}", key="template") from None
     return fill_template(
         text, fill=deployment.filled(), environment=deployment.environment, workdir=deployment.workdir, name=path.name
     )

@@ -56,6 +56,7 @@ from coordinator.config.settings import RoundSettings
 from coordinator.config.sparse_updates import are_sparse, check_rounds, for_sparse_updates, sending_of
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.bounded import real
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
@@ -192,7 +193,7 @@ class Federation(FederationFile):
 
     def path(self, text: str) -> Path:
         """Absolute form of a path in the file."""
-        return (self.file.parent / Path(text).expanduser()).resolve()
+        return real(self.file.parent / Path(text).expanduser())
 
 
 def read_federation(file: Path) -> Federation:

@@ -20,6 +20,7 @@ from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.scanner import RoundTripScanner, ScannerError
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.messages.strict_json import LARGEST_WHOLE
 
 MOST_BYTES = 4 << 20
@@ -118,7 +119,7 @@ class Lined:
 
     def _text(self) -> str:
         try:
-            content = self.file.read_bytes()
+            content = read_bounded(self.file, MOST_BYTES)
         except FileNotFoundError:
             raise ConfigurationError("no such file; `crossfed init` writes a first one", file=self.file) from None
         except IsADirectoryError:
@@ -128,8 +129,6 @@ class Lined:
         for mark, name in MARKS.items():
             if content.startswith(mark):
                 raise ConfigurationError(f"is {name}, expected plain UTF-8: save it so", file=self.file)
-        if len(content) > MOST_BYTES:
-            raise ConfigurationError(f"has {len(content)} bytes, expected at most {MOST_BYTES}", file=self.file)
         try:
             return content.decode()
         except UnicodeDecodeError as error:

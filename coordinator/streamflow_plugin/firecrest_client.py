@@ -6,6 +6,7 @@ institution's: its size is bounded, and staging addresses that it names must be 
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 import time
@@ -32,10 +33,13 @@ from coordinator.streamflow_plugin.bounded_http import (
     check_plain,
 )
 from facility.exchange.errors import ManifestError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.messages.strict_json import Fields, clean
 
 TOKEN_BYTES = 1 << 18
 """Of one answer of the token endpoint."""
+SECRET_BYTES = 1 << 16
+"""Of the file of a client's secret."""
 PASSING = (408, 424, 425, 429, 500, 502, 503, 504)
 """Statuses that trying again may clear."""
 
@@ -127,8 +131,7 @@ class Api:
             raise Rejected(f"FirecREST's answer cannot be understood: {type(error).__name__}") from None
 
     def _connect(self) -> Firecrest:
-        secret = Path(self._secret_file).expanduser().read_text(encoding="utf-8").strip()
-        identity = Identity(self._client_id, secret, self._token_url, self.patience)
+        identity = Identity(self._client_id, read_secret(self._secret_file), self._token_url, self.patience)
         client = Firecrest(firecrest_url=self.url, authorization=identity)
         client.timeout, client.num_retries_rate_limit = ANSWER_SECONDS, 0
         client.disable_client_logging = True  # staging addresses are secrets
@@ -164,6 +167,15 @@ class Api:
         if status in PASSING:
             return Unreachable(f"FirecREST answers with {status}: {said}", status)
         return Rejected(f"FirecREST answers with {status or type(error).__name__}: {said}")
+
+
+def read_secret(file: str) -> str:
+    """The secret in a file. Raises `OSError`, also for what is no text: trying again does not better it."""
+    path = Path(file).expanduser()
+    try:
+        return read_bounded(path, SECRET_BYTES).decode().strip()
+    except UnicodeDecodeError:
+        raise OSError(errno.EINVAL, "it is not UTF-8 text", str(path)) from None
 
 
 def _message(answer: Any) -> str:

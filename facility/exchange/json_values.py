@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import parse_values
 
+MOST_BYTES = 256 << 20
+"""Of a file, unless its reader expects less."""
 
-def read_values(path: Path, *, most_bytes: int | None = None) -> Any:
+
+def read_values(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     """The value in the file. Raises `ConfigurationError`, which quotes nothing of a file that is not JSON."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(-1 if most_bytes is None else most_bytes + 1)
-        if most_bytes is not None and len(content) > most_bytes:
-            raise ValueError(f"it is larger than {most_bytes} bytes")
-        return parse_values(content.decode())
+        return parse_values(read_bounded(path, most_bytes).decode())
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:

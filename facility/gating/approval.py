@@ -12,6 +12,7 @@ from typing import Any
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.errors import CheckpointError, CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
+from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_of
@@ -195,7 +196,7 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
     if not models:
         return
     if base := settings.training.lora.base:
-        if resolve(base).resolve().is_relative_to(session.workdir):
+        if real(resolve(base)).is_relative_to(session.workdir):
             raise Refused(
                 f"the base model {base} lies in the workdir, where the coordinator writes: whatever its manifest says, "
                 "its weights could be others; keep it elsewhere at this site"
@@ -223,8 +224,8 @@ def check_tasks(session: Session, settings: FacilitySettings) -> None:
     directory = settings.evaluation.directory
     if not directory or not settings.evaluation.tasks:
         return
-    found = resolve(directory).resolve()
-    if found not in {resolve(one).resolve() for one in session.policy.task_directories} or found.is_relative_to(
+    found = real(resolve(directory))
+    if found not in {real(resolve(one)) for one in session.policy.task_directories} or found.is_relative_to(
         session.workdir
     ):
         allowed = ", ".join(session.policy.task_directories) or "none"
@@ -245,7 +246,7 @@ def check_own_code(session: Session, settings: Mapping[str, Any], above: str = "
 
 def check_dataset(session: Session, dataset: str) -> Path:
     """The resolved path of a dataset that the policy lists; raises `Refused` for any other."""
-    allowed = {resolve(one).resolve() for one in session.policy.datasets}
-    if (found := resolve(dataset).resolve()) not in allowed:
+    allowed = {real(resolve(one)) for one in session.policy.datasets}
+    if (found := real(resolve(dataset))) not in allowed:
         raise Refused(f"the dataset {dataset} is not one of the policy's: {', '.join(session.policy.datasets)}")
     return found

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.bounded import read_bounded, real
 from facility.exchange.files.paths import resolve
 
 STATE = "gate"
@@ -108,17 +109,14 @@ class Policy:
     @property
     def place(self) -> Path:
         """Where nothing is a symbolic link any more."""
-        return self.workdir.resolve()
+        return real(self.workdir)
 
 
 def read_policy(path: Path) -> Policy:
     """Raises `ConfigurationError` with file and line."""
     path = Path(path)
     try:
-        text = path.read_bytes()
-        if len(text) > MOST_BYTES:
-            raise ConfigurationError(f"has {len(text)} bytes, expected at most {MOST_BYTES}", file=path)
-        root = yaml.compose(text.decode("utf-8"), Loader=_Loader)
+        root = yaml.compose(read_bounded(path, MOST_BYTES).decode("utf-8"), Loader=_Loader)
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:
@@ -198,12 +196,12 @@ class _Reader:
         if policy.scheduler != "ssh" and not policy.template:
             raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
         for name, path in self._places(policy):
-            if path.resolve().is_relative_to(policy.place):
+            if real(path).is_relative_to(policy.place):
                 line = lines.get(name, lines["workdir"])
                 raise self.error(f"{name} ({path}) lies in the workdir, where a coordinator reads and writes", line)
-        if self.file.resolve().is_relative_to(policy.place):
+        if real(self.file).is_relative_to(policy.place):
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
-        if policy.place.is_relative_to(self.file.resolve().parent / STATE):
+        if policy.place.is_relative_to(real(self.file).parent / STATE):
             raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
         self._check_private(policy, lines)
         return policy

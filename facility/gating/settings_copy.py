@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import CrossFedError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import write_bytes
 from facility.exchange.messages.settings import MOST_BYTES, FacilitySettings, read_facility_settings
 from facility.gating.ledger import changed, read_ledger
@@ -35,12 +36,9 @@ class SettingsCopy:
     def take(self, source: Path) -> None:
         """Copy a file. Raises `Refused` where it cannot be read or is too large."""
         try:
-            with open(source, "rb") as file:
-                content = file.read(MOST_BYTES + 1)
+            content = read_bounded(source, MOST_BYTES)
         except OSError as error:
             raise Refused(f"the settings cannot be read: {error.strerror}") from None
-        if len(content) > MOST_BYTES:
-            raise Refused(f"the settings are larger than {MOST_BYTES} bytes")
         self.path.write_bytes(content)
         self.digest = hashlib.sha256(content).hexdigest()
 

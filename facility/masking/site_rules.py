@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.masking import MaskingSettings
 
@@ -38,7 +39,7 @@ class SiteRules:
     def check(self, settings: MaskingSettings) -> None:
         """Raise `InputError` where the settings ask for what this site excludes."""
         named = resolve(settings.peer_signers)
-        if self.peer_signers is not None and named.resolve() != self.peer_signers.resolve():
+        if self.peer_signers is not None and real(named) != real(self.peer_signers):
             raise InputError(
                 f"the settings check the other facilities' keys against {settings.peer_signers}, this site allows "
                 f"{self.peer_signers} alone: whoever writes that file can put keys of its own in between"

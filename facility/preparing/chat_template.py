@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
+from facility.exchange.files.bounded import read_bounded
 from facility.preparing.conversations import Conversation, Message
 
 Loss = Literal["all-turns", "last-turn"]
@@ -41,6 +42,8 @@ THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """What the thought before an answer is called in data; a template knows one or two of the names."""
 MOST_CHANCE = 20
 """Characters of a text that may stand in another by chance."""
+MOST_TEMPLATE = 1 << 20
+"""Bytes of a file with a chat template."""
 PLAIN = "none"
 """`--chat-template none`: prompt and completion as plain texts, whatever the tokenizer's template."""
 
@@ -285,7 +288,7 @@ def chat_template_of(tokenizer: Any, directory: Path, given: str | None) -> Chat
         return ChatTemplate(source="", origin="no template", variables={})
     if given is not None:
         try:
-            source, origin, with_tools = Path(given).read_text(encoding="utf-8"), given, ""
+            source, origin, with_tools = read_bounded(given, MOST_TEMPLATE).decode(), given, ""
         except (OSError, UnicodeDecodeError) as error:
             raise DatasetError(f"--chat-template {given} cannot be read: {error}") from None
     else:

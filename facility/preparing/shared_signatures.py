@@ -26,6 +26,7 @@ from facility.dataset import DatasetError
 from facility.exchange.checkpoints.checkpoint import read_header
 from facility.exchange.checkpoints.writer import Planned, header_of
 from facility.exchange.errors import CheckpointError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import new_file
 from facility.preparing.near_duplicates import NUMBERS
 
@@ -38,12 +39,14 @@ PART_ROWS = 65536
 """Rows that are sorted at once, about: 32 MB, and once more in order."""
 MOST_PARTS = 256
 READ_ROWS = 4096
+MOST_SALT_FILE = 2 * MOST_SALT
+"""Bytes of a salt's file, with blanks around it."""
 
 
 def read_salt(path: Path) -> bytes:
     """The key that a salt's file gives. Raises `DatasetError` for one that is too short to be secret, or no file."""
     try:
-        salt = path.read_bytes()[: MOST_SALT + 1].strip()
+        salt = read_bounded(path, MOST_SALT_FILE).strip()
     except OSError as error:
         raise DatasetError(f"salt {path} cannot be read: {error}") from None
     if not LEAST_SALT <= len(salt) <= MOST_SALT:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from facility.dataset import NAME, open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
@@ -143,7 +144,7 @@ def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, 
 
 def account_path(dataset: Path) -> Path:
     """The account of a dataset: named by its content, wherever it lies below the same directory of states."""
-    identity = str(Path(dataset).resolve())
+    identity = str(real(dataset))
     if (Path(dataset) / NAME).is_file():
         splits = open_dataset(dataset).manifest.splits
         identity = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))

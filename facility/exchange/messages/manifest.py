@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD, head
+from facility.exchange.files.bounded import real
 from facility.exchange.files.checksum import Checksum, Digest, is_checksum
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -153,7 +154,7 @@ def _files(directory: Path) -> list[Path]:
     found = []
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
-            target = path.resolve()
+            target = real(path)
             if not target.is_file():
                 raise ManifestError(f"{path} is a symbolic link to {target}, which is not a regular file")
         if path.is_file() and path.relative_to(directory).as_posix() not in (NAME, SIGNATURE):

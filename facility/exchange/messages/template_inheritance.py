@@ -11,6 +11,7 @@ import re
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.bounded import read_bounded, real
 from facility.exchange.files.paths import shipped
 
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
@@ -18,6 +19,8 @@ ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_work
 SYNTAX = re.compile(r"\{[{%#]")
 PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+MOST_BYTES = 1 << 20
+"""Of a template."""
 
 
 def shipped_templates() -> dict[str, Path]:
@@ -27,7 +30,7 @@ def shipped_templates() -> dict[str, Path]:
 
 def find_template(name: str, folder: Path) -> Path:
     """Path of a template: `leonardo` is the shipped one, unless `folder` holds a file of that name; else a path."""
-    path = (folder / Path(name).expanduser()).resolve()
+    path = real(folder / Path(name).expanduser())
     if SHORT.fullmatch(name) and not path.is_file():
         known = shipped_templates()
         if name not in known:
@@ -37,9 +40,18 @@ def find_template(name: str, folder: Path) -> Path:
 
 
 def read_template(path: Path) -> str:
-    """Text of a template with what it extends. Raises `ConfigurationError`, or `OSError` where it cannot be read."""
-    text = path.read_text(encoding="utf-8")
+    """Text of a template with what it extends. Raises `ConfigurationError`."""
+    text = _text(path)
     return _inherit(path) if "{%" in text else text
+
+
+def _text(path: Path) -> str:
+    try:
+        return read_bounded(path, MOST_BYTES).decode()
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"template {str(path)!r} is not UTF-8 text: save it as UTF-8") from None
+    except OSError as error:
+        raise ConfigurationError(f"template {str(path)!r} cannot be read: {error.strerror}") from None
 
 
 def unfilled(text: str, fill: dict[str, str]) -> list[str]:
@@ -54,8 +66,8 @@ def _inherit(path: Path) -> str:
     def load(name: str) -> str | None:
         beside = path.parent / name
         for found in (path,) if name == str(path) else (beside, shipped("templates") / name):
-            if found.is_file() and (name == str(path) or found.resolve() != path.resolve()):
-                return found.read_text(encoding="utf-8")
+            if found.is_file() and (name == str(path) or real(found) != real(path)):
+                return _text(found)
         return None
 
     environment = jinja2.Environment(

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
+from facility.exchange.files.bounded import real
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.labels import label_names, named
@@ -215,8 +216,8 @@ def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def inside(root: Path, path: Path) -> None:
     """Raise `DatasetError` unless the file, links followed, lies in the folder."""
-    if not path.resolve().is_relative_to(root.resolve()):
-        raise DatasetError(f"{path} leads out of {root}, to {path.resolve()}: only files in the folder are read")
+    if not real(path).is_relative_to(real(root)):
+        raise DatasetError(f"{path} leads out of {root}, to {real(path)}: only files in the folder are read")
 
 
 def label_of(value: Any, place: str, label_field: str) -> str:

@@ -1,0 +1,135 @@
+"""Files that are none: named pipes, devices, links that lead back to themselves, files without an end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.aggregate import read_settings
+from coordinator.aggregation.verify import check_files
+from coordinator.config.federation import read_federation
+from coordinator.config.locate import named_in_utf8
+from coordinator.plan import budget_of
+from facility.dataset import DatasetError, open_dataset
+from facility.exchange.errors import ConfigurationError, CrossFedError, UpdateRefused
+from facility.exchange.files.bounded import read_bounded
+from facility.exchange.json_values import read_values
+from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.settings import read_facility_settings
+from facility.exchange.messages.template_inheritance import find_template, read_template
+from facility.gating.policy import read_policy
+from facility.preparing.shared_signatures import read_salt
+from tests.federations import write_dataset
+
+KINDS = ("pipe", "device", "loop", "endless", "deep", "folder", "bytes")
+
+
+def special(place: Path, kind: str) -> Path:
+    """A file of this kind at `place`; the device is endless, and nobody writes to the pipe."""
+    if kind == "pipe":
+        os.mkfifo(place)
+    elif kind == "device":
+        place.symlink_to("/dev/zero")
+    elif kind == "loop":
+        place.symlink_to(place.name)
+    elif kind == "endless":
+        place.touch()
+        os.truncate(place, 1 << 40)
+    elif kind == "deep":
+        place.write_text("[" * 100_000)
+    elif kind == "folder":
+        place.mkdir()
+    else:
+        place.write_bytes(b"\xff\xfe\x00\x81")
+    return place
+
+
+READERS = {
+    "federation": lambda path: read_federation(named_in_utf8(path)),
+    "aggregation": read_settings,
+    "facility settings": read_facility_settings,
+    "values": read_values,
+    "policy": read_policy,
+    "template": lambda path: read_template(find_template(str(path), path.parent)),
+    "dataset": lambda path: open_dataset(path.parent),
+    "salt": read_salt,
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("reader", READERS)
+def test_what_is_no_file_is_one_error_and_neither_waited_for_nor_read_to_its_end(
+    reader: str, kind: str, tmp_path: Path
+):
+    if (reader, kind) == ("template", "deep"):
+        pytest.skip("text that is a template")
+    with pytest.raises(CrossFedError) as caught:
+        READERS[reader](special(tmp_path / "dataset.json", kind))
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
+
+
+@pytest.mark.timeout(60)
+def test_a_plans_problem_that_is_nested_deep_asks_for_no_budget(tmp_path: Path):
+    for kind in KINDS:
+        assert budget_of(special(tmp_path / kind, kind), queues=[], samples=None, gain=0.0) is None
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("kind", ["pipe", "device", "loop", "folder"])
+def test_an_array_of_a_dataset_is_a_file(kind: str, tmp_path: Path):
+    dataset = write_dataset(tmp_path / "dataset")
+    (dataset / "train.npy").unlink()
+    special(dataset / "train.npy", kind)
+    with pytest.raises(DatasetError, match=r"train\.npy"):
+        open_dataset(dataset)
+
+
+def test_a_link_of_an_update_that_leads_back_to_itself_is_refused_by_its_facilitys_name(tmp_path: Path):
+    special(tmp_path / "extra", "loop")
+    with pytest.raises(UpdateRefused, match="'alpha' refused: 'extra' is neither a file nor a directory"):
+        check_files(tmp_path, "alpha")
+    with pytest.raises(CrossFedError, match="is not a regular file"):
+        write_manifest(tmp_path, Manifest(kind="model", federation="f", round=0))
+
+
+def test_a_command_says_in_one_line_that_a_path_leads_back_to_itself(tmp_path: Path):
+    for module, arguments in {
+        "coordinator.cli": ["status", "-f", special(tmp_path / "federation.yml", "loop")],
+        "coordinator.model": ["--source", special(tmp_path / "model", "loop"), "--out", tmp_path / "out"],
+        "coordinator.aggregate": [
+            "--base",
+            tmp_path / "model",
+            "--update",
+            tmp_path / "model",
+            "--out",
+            tmp_path / "o",
+        ],
+    }.items():
+        done = subprocess.run(
+            [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 2, done.stderr
+        assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+
+
+def test_a_pipe_that_the_shell_opened_is_read_whole(tmp_path: Path):
+    reads, writes = os.pipe()
+    with os.fdopen(writes, "wb") as file:
+        file.write(json.dumps({"a": 1}).encode())
+    assert read_values(Path(f"/dev/fd/{reads}")) == {"a": 1}
+    os.close(reads)
+
+
+def test_more_bytes_than_are_expected_are_an_error_of_the_file(tmp_path: Path):
+    (tmp_path / "file").write_bytes(bytes(100))
+    assert read_bounded(tmp_path / "file", 100) == bytes(100)
+    with pytest.raises(OSError, match="larger than 99 bytes, expected at most"):
+        read_bounded(tmp_path / "file", 99)
+    with pytest.raises(ConfigurationError, match="larger than 99 bytes, expected at most"):
+        read_values(tmp_path / "file", most_bytes=99)
