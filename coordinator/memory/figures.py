@@ -14,7 +14,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, A, B, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
-from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.families import most_positions, text_part
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in, other_problem
 from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
@@ -239,7 +239,7 @@ def model_figures(directory: Path) -> ModelFigures:
 def _configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What config.json says of the model, and of its part that reads text. Raises `CheckpointError`."""
     whole = read_model_file(directory)
-    config = whole.get("text_config") or whole
+    config = text_part(whole)
     if not isinstance(config, dict):
         raise CheckpointError(f"{directory / CONFIG}: its text_config is a {type(config).__name__}, expected an object")
     return whole, config

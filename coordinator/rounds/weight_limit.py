@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.config.settings import CoordinatorSettings
-from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.families import most_positions, text_part
 from facility.exchange.checkpoints.model_files import stated
 from facility.exchange.messages.report import Report
 
@@ -52,7 +52,7 @@ def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -
 def longest_sequence(model: Path) -> int:
     """Tokens of the longest sequence that the model takes, by its config.json; 0 where that does not say."""
     config = stated(model)
-    part = config.get("text_config") or config
+    part = text_part(config)
     return most_positions(part) if isinstance(part, dict) else 0
 
 

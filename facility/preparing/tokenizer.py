@@ -9,9 +9,10 @@ from typing import Any
 
 from facility.dataset import DatasetError
 from facility.exchange.checkpoints.companions import copy_named_templates
-from facility.exchange.checkpoints.families import most_positions
+from facility.exchange.checkpoints.families import most_positions, text_part
 from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.manifest import sha256_of
 
 FILES = (
@@ -126,4 +127,10 @@ def vocabulary_size(model: Path) -> int | None:
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
-    return read_model_file(directory) if (directory / "config.json").is_file() else {}
+    """What the model's `config.json` says of its part that reads text; {} where there is none. Raises `CheckpointError`."""
+    part = text_part(read_model_file(directory)) if (directory / "config.json").is_file() else {}
+    if not isinstance(part, dict):
+        raise CheckpointError(
+            f"{directory / 'config.json'}: its text_config is a {type(part).__name__}, expected an object"
+        )
+    return part

@@ -78,7 +78,8 @@ def read_config(directory: Path) -> Any:
 def positions_in(config: Any) -> int:
     """Tokens of the longest sequence that a model of this configuration takes; 0: it does not say."""
     names = ("model_type", "pad_token_id", "position_embedding_type", "max_position_embeddings")
-    return most_positions({name: getattr(config, name, None) for name in names})
+    reading = config.get_text_config()
+    return most_positions({name: getattr(reading, name, None) for name in names})
 
 
 def build(config: Any, factory: Any, attention: Attention) -> nn.Module:

@@ -334,6 +334,23 @@ def test_blocks_longer_than_the_tokenizer_or_model_allows_are_refused(request_: 
         prepare(change(request_, model=model))
 
 
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"max_position_embeddings": 16, "vocab_size": 512}, "limit of 16"),
+        ({"max_position_embeddings": 64, "vocab_size": 100}, "do not belong together"),
+    ],
+)
+def test_of_a_model_of_several_parts_the_one_that_reads_text_counts(
+    request_: Request, tmp_path: Path, part: dict[str, int], why: str
+):
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"vision_config": {"vocab_size": 999}, "text_config": part}))
+    with pytest.raises(DatasetError, match=why):
+        prepare(change(request_, model=model))
+
+
 def test_the_same_text_for_training_and_validation_is_refused(request_: Request):
     with pytest.raises(DatasetError, match="for training and for validation"):
         prepare(change(request_, validation=request_.inputs))

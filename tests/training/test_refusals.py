@@ -54,3 +54,19 @@ def test_a_model_of_several_parts_with_too_few_entries_is_refused_before_a_docum
     check_inputs(0, tmp_path / "out", settings, dataset, Gemma3Config(text_config={"vocab_size": entries}))
     with pytest.raises(InputError, match=f"vocabulary of {entries}, the model has {entries - 1} entries"):
         check_inputs(0, tmp_path / "out", settings, dataset, Gemma3Config(text_config={"vocab_size": entries - 1}))
+
+
+def test_a_model_of_several_parts_with_too_few_positions_is_refused(tmp_path: Path):
+    from transformers import Gemma3Config
+
+    dataset = open_dataset(write_dataset(tmp_path / "data"))
+    tokens = dataset.manifest.block_tokens
+    settings = FacilitySettings(federation="f", facility="a", rounds=1, seed=0)
+
+    def check(positions: int) -> None:
+        parts = {"vocab_size": dataset.manifest.vocabulary_size, "max_position_embeddings": positions}
+        check_inputs(0, tmp_path / "out", settings, dataset, Gemma3Config(text_config=parts))
+
+    check(tokens)
+    with pytest.raises(InputError, match=f"blocks of {tokens} tokens, the model takes at most {tokens - 1} positions"):
+        check(tokens - 1)

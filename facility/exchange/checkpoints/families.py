@@ -32,6 +32,11 @@ FROM_PADDING = (
 """Families whose first token has the position after `pad_token_id`: so many fewer tokens fit their positions."""
 
 
+def text_part(config: Mapping[str, Any]) -> Any:
+    """What a `config.json` says of the part that reads text: a model of several parts states it in `text_config`."""
+    return config.get("text_config") or config
+
+
 def most_positions(config: Mapping[str, Any]) -> int:
     """Tokens of the longest sequence that a model of this `config.json` takes; 0: it does not say."""
     found = config.get("max_position_embeddings") or config.get("n_positions")
