@@ -75,7 +75,7 @@ class Slurm(BatchScheduler):
             "`sacctmgr show qos` show the limits; lower what the template asks for",
         ),
         (
-            r"Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed",
+            r"Invalid(Account|QOS)|AccountNotAllowed|QOSNotAllowed|Job's[ _](account|QOS)[ _]not[ _].*",
             "account or QOS may not use this partition: correct `fill:` or `options:`",
         ),
         (

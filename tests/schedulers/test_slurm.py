@@ -198,6 +198,23 @@ def test_sentences_that_squeue_shows_in_place_of_a_reason(reason: str):
         assert "scontrol release 12" in SLURM.what_to_do(job)
 
 
+@pytest.mark.parametrize(
+    "reason",
+    [
+        "Job's account not known, so it can't use this partition (main allows phys)",
+        "Job's account not permitted to use this partition (main allows phys not chem)",
+        "Job's account not permitted to use this partition (main denies chem including chem)",
+        "Job's QOS not known, so it can't use this partition (main allows long)",
+        "Job's QOS not permitted to use this partition (main allows long not normal)",
+    ],
+)
+def test_sentences_of_a_partition_that_takes_not_this_account_or_qos(reason: str):
+    """slurmctld sets them in place of AccountNotAllowed and QOSNotAllowed; the first was seen of Slurm 22.05."""
+    for shown in (reason, reason.replace(" ", "_")):
+        (job,) = SLURM.read_listing(f"12 PENDING {shown}\n")
+        assert "correct `fill:`" in SLURM.what_to_do(job)
+
+
 def test_a_state_without_a_name_and_an_array_are_read():
     assert SLURM.read_listing("12 ? None\n") == []
     assert SLURM.ended(SLURM.read_states("12 ?\n", 0, ["12"]), ["12"]) == []
