@@ -108,7 +108,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     answer = run(deployment, script, seconds=60)
     said = _last(answer, "sbatch")
     if answer.code == 0:
-        return ok(name, "job accepted", said or "sbatch --test-only accepts it")
+        return _down(name, deployment, said) or ok(name, "job accepted", said or "sbatch --test-only accepts it")
     for mark, found, fix in SBATCH_REFUSES:
         lines = [line for line in (answer.out + answer.error).splitlines() if mark in line.lower()]
         if lines:  # the last line may be advice to read --help
@@ -119,6 +119,22 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
         "job accepted",
         f"sbatch --test-only refuses the job: {said}",
         "correct the template or `options:`; the words are Slurm's",
+    )
+
+
+def _down(name: str, deployment: Deployment, said: str) -> Row | None:
+    """A warning where the partition that sbatch names takes jobs and starts none: sbatch tests those as any other."""
+    partition = re.search(r"in partition (\S+)$", said)
+    if partition is None:
+        return None
+    answer = run(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a'\n")
+    if answer.code != 0 or "down" not in answer.out.split():
+        return None
+    return warning(
+        name,
+        "job accepted",
+        f"partition {clean(partition[1], 60)} is down: it takes jobs, and starts none until the site brings it up",
+        "wait for the site, or name another in `fill: {partition: ...}` or the template; `sinfo -s` lists them",
     )
 
 

@@ -63,6 +63,9 @@ cat > "$SITE/job"
 if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
 echo "sbatch: Job 42 to start at 2026-01-01T00:00:00 using 128 processors on nodes n1 in partition main" >&2
 """
+SINFO = """#!/bin/bash
+[ "$*" = "-h -p main -o %a" ] && cat "$SITE/sinfo-says"
+"""
 QSTAT = """#!/bin/bash
 [ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }
 echo "qstat: Unknown queue $2" >&2; exit 170
@@ -117,7 +120,14 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     (there / "home").mkdir(parents=True)
     programs = tmp_path / "bin"
     programs.mkdir()
-    for name, text in {"ssh": SSH, "sbatch": SBATCH, "qsub": "#!/bin/bash\n", "qstat": QSTAT, "flux": FLUX}.items():
+    for name, text in {
+        "ssh": SSH,
+        "sbatch": SBATCH,
+        "sinfo": SINFO,
+        "qsub": "#!/bin/bash\n",
+        "qstat": QSTAT,
+        "flux": FLUX,
+    }.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     (there / "home" / ".bash_profile").write_text(f"export PATH={programs}:$PATH\n")
@@ -161,6 +171,14 @@ def test_a_sound_federation_passes_and_submits_nothing(site: Site):
     assert (site.root / "site" / "sbatch-arguments").read_text() == "--test-only\n"
     spoken = (site.root / "site" / "ssh-arguments").read_text()
     assert "BatchMode=yes" in spoken and "StrictHostKeyChecking=yes" in spoken
+
+
+@pytest.mark.parametrize(("state", "verdict"), [("up", "ok"), ("down", "warning"), ("up\ndown", "warning")])
+def test_a_partition_that_takes_jobs_and_starts_none_is_told(site: Site, state: str, verdict: str):
+    """sbatch --test-only names a time of start for it; it refuses for one that is drained or inactive."""
+    site.says("sinfo", state)
+    (row,) = [row for row in check(site.file) if row.check == "job accepted"]
+    assert row.verdict == verdict and ("partition main is down" in row.found) == (verdict == "warning"), row
 
 
 def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: Site):
