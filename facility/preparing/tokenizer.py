@@ -127,7 +127,7 @@ def vocabulary_size(model: Path) -> int | None:
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
-    """What the model's `config.json` says of its part that reads text; {} where there is none. Raises `CheckpointError`."""
+    """What a model's `config.json` says of its part that reads text; {} without the file. Raises `CheckpointError`."""
     part = text_part(read_model_file(directory)) if (directory / "config.json").is_file() else {}
     if not isinstance(part, dict):
         raise CheckpointError(
