@@ -5,6 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+SCRIPT = (
+    "the job's script failed before the round could say why: read the end of its output at the facility, first for the "
+    "template's own lines (modules, `env.sh`), which `crossfed setup FACILITY` tries; 137 and -9: it was killed, most "
+    "often for its memory"
+)
 ENDINGS: Sequence[tuple[str, str]] = (
     (
         r"taken for lost.* still waits ",
@@ -45,6 +50,7 @@ ENDINGS: Sequence[tuple[str, str]] = (
         "somebody cancelled the job, the site's staff or this account: ask the site with the job's number if it was "
         "nobody here; the next round submits a new one",
     ),
+    (r"exit code -?[1-9]", SCRIPT),
 )
 """Of a scheduler's account of a job's end."""
 ADVICE: Sequence[tuple[str, str]] = (
@@ -67,6 +73,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "the environment at the facility is incomplete: `crossfed setup FACILITY`, and look at `environment` in its "
         "deployment",
     ),
+    (r"left no update: .*(exit code|ended with code) -?[1-9]", SCRIPT),
     (
         r"left no update|lost its node|CANCELLED|TIMEOUT|NODE_FAIL|time limit",
         "the job was ended from outside: `sacct -j JOB` (or the site's own command) says by whom; with a time limit, "

@@ -19,6 +19,7 @@ from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.last_words import last_words, words_of_job
+from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import step_of
 from facility.exchange.exit_codes import ExitCode
 
@@ -62,7 +63,7 @@ class TellingLocalConnector(LocalConnector):
             said, code = answer if answer is not None else ("", 0)
             emit("ended", step=step, job="", code=code, problem="")
             if words := words_of_job(self.deployment_name.removeprefix(FACILITY), code, said or ""):
-                emit("problem", text=words)
+                emit("problem", text=note_failed(words))
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             reason = last_words(answer[0] or "") or f"it ended with code {answer[1]}"
             emit("failed", step=step, reason=reason, futile=answer[1] == ExitCode.INPUT)

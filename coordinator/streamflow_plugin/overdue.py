@@ -176,6 +176,12 @@ def note_lost(sentence: str) -> None:
         write_lost(round.workdir, round.number, round.facility, sentence)
 
 
+def note_failed(sentence: str) -> str:
+    """The same for a job that ended by itself, or was ended, without an update; returns the sentence on it."""
+    note_lost(f"left no update: {sentence}")
+    return sentence
+
+
 def give_up(sentence: str) -> NoReturn:
     """The round has no job at this facility. Raises `WorkflowExecutionException`."""
     note_lost(sentence)

@@ -32,7 +32,7 @@ from coordinator.streamflow_plugin.bounded_reader import AnswerTooLong
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
-from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_lost
+from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_failed, note_lost
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
@@ -246,8 +246,7 @@ class PatientQueue(QueueManagerConnector):
             whose = "the job" if job_id.startswith(REFUSED) else f"job {job_id}"
             sentence = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
             tell(sentence, logging.ERROR)
-            if ending.state == OVERDUE:
-                note_lost(sentence)
+            (note_lost if ending.state == OVERDUE else note_failed)(sentence)
         return ending.step_code
 
     async def _run_batch_command(

@@ -30,6 +30,7 @@ from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_kept, worth
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
+from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
@@ -134,16 +135,15 @@ class ParallelSSHConnector(SSHConnector):
         emit("executing", step=(step := step_of(job_name)))
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
-        watch = JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))
         emit("began", step=step, job="")
-        async with watched(watch):
+        async with watched(JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))):
             said, code = await self.end_of(location, self.job_line(text), OUTPUT_BYTES, timeout)
         if code is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         emit("ended", step=step, job="", code=step_code(code), problem="")
         if step_code(code) != code:
-            sentence = f"job {job_name} of {self.deployment_name} did not end well: exit code {code}"
-            tell(f"{sentence} {error_in(said)}".rstrip(), logging.ERROR)
+            sentence = f"job {job_name} of {self.deployment_name} did not end well: exit code {code} {error_in(said)}"
+            tell(note_failed(sentence.rstrip()), logging.ERROR)
         return (said, step_code(code)) if capture_output else None
 
     async def _command(

@@ -9,7 +9,10 @@ import pytest
 from streamflow.core.deployment import ExecutionLocation
 
 from coordinator.events.event import VARIABLE
+from coordinator.report.advice import advice_for
+from coordinator.rounds.lost import read_lost
 from coordinator.streamflow_plugin.local import TellingLocalConnector
+from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 
 
 @pytest.mark.parametrize(("name", "seen"), [("facility-a", "none"), ("coordinator", "file")])
@@ -38,3 +41,24 @@ def test_a_step_runs_in_its_directory_whatever_that_is_called(folder: str, tmp_p
         location=location, command=["pwd"], capture_output=True, workdir=str(place), job_name="/rounds/aggregate/0"
     )
     assert asyncio.run(act) == (str(place), 0)
+
+
+def test_the_round_is_told_how_a_job_ended_that_left_nothing(tmp_path: Path):
+    """It said that the job was not taken, was cancelled, ran out of time or lost its node, and none of these was so."""
+    connector = TellingLocalConnector("facility-a", str(tmp_path))
+    location = ExecutionLocation(name="local", deployment="facility-a", local=True)
+
+    async def act() -> None:
+        this_round.set(RoundAtFacility(facility="a", number=3, workdir=tmp_path))
+        await connector.run(
+            location=location,
+            command=["echo no module python/3.11; kill -9 $$"],
+            capture_output=True,
+            workdir=str(tmp_path),
+            job_name="/rounds/train_a/0",
+        )
+
+    asyncio.run(act())
+    said = read_lost(tmp_path / "a-step", 3, "a")
+    assert said == "left no update: a: its job ended with code -9: no module python/3.11"
+    assert "killed" in advice_for(said)

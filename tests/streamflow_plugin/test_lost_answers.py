@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.shell import BaseShell
 
 from coordinator.report.advice import advice_for
+from coordinator.rounds.lost import read_lost
+from coordinator.schedulers.scheduler import Ending
 from coordinator.schedulers.slurm import Slurm
 from coordinator.streamflow_plugin import patient
 from coordinator.streamflow_plugin.ahead_queue import connector_for
@@ -22,6 +25,7 @@ from coordinator.streamflow_plugin.lanes import TransferFailed, _ended
 from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
+from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 
 HERE = SimpleNamespace(name="login", deployment="facility_a", service=None)
 
@@ -252,3 +256,19 @@ def test_a_job_that_is_not_taken_is_an_ended_one_told_in_the_schedulers_words(mo
     assert told == "the job of facility_a was not taken: Slurm: sbatch: error: invalid account Exiting."
     assert "refused the job" in advice_for("left no update", ended["problem"])
     assert not any(one["kind"] == "submitted" for one in events)
+
+
+def test_the_round_is_told_how_a_job_ended_that_left_nothing(tmp_path: Path):
+    """Its row named four other causes, and the console alone the scheduler's words."""
+    ending = Ending(state="FAILED", code=3, detail="FAILED, exit code 3", output="/work/f-a-5.log")
+    made = queue(None, _endings={"5": ending}, _errors={"5": "no such module"}, _steps={}, _watches={})
+
+    async def act() -> int:
+        this_round.set(RoundAtFacility(facility="a", number=2, workdir=tmp_path))
+        return await made._get_returncode("5", HERE)
+
+    assert asyncio.run(act()) == 7
+    said = read_lost(tmp_path / "a-step", 2, "a")
+    how = "did not end well: FAILED, exit code 3; its output is /work/f-a-5.log"
+    assert said == f"left no update: job 5 of facility_a {how}: no such module"
+    assert advice_for(said) == advice_for("left no update", how) != advice_for("left no update")
