@@ -49,6 +49,7 @@ from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import unwritable
+from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
 
@@ -80,9 +81,10 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         write(federation)
         remember_queues(federation)
         done = len(archive.rounds())
+        facilities = number_of(len(federation.facilities), "facility", "facilities")
         console.print(
-            f"federation [bold]{federation.name}[/bold]: {len(federation.facilities)} facilities, "
-            f"{federation.rounds} rounds{going_on(federation.rounds, done)}; StreamFlow's log is {escape(str(log))}"
+            f"federation [bold]{federation.name}[/bold]: {facilities}, {number_of(federation.rounds, 'round')}"
+            f"{going_on(federation.rounds, done)}; StreamFlow's log is {escape(str(log))}"
         )
         names = [facility.name for facility in federation.facilities]
         history = History(archive)
@@ -122,16 +124,20 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
 
 
 def _show_changes(federation: Federation, archive: Archive, console: Console, *, accepted: bool) -> None:
-    """What has changed in federation.yml since the latest round. Raises `InputError` where it must be accepted."""
+    """What has changed in federation.yml since the latest round. Raises `InputError` where it must be accepted.
+
+    The error names the changes that must be, the first step of a run that goes on names them all: each is said once.
+    """
     if federation.deprecated:
         console.print(f"deprecated: {shown(federation.deprecated)}", markup=False, highlight=False)
     now = described(federation)
     changes = changes_since(archive, now)
-    for change in changes:
-        console.print(f"changed: {shown(change)}", markup=False, highlight=False)
     if accepted and changes:
         accept(archive, now)
     elif not is_accepted(archive, now, changes):
+        for change in changes:
+            if not change.affects:
+                console.print(f"changed: {shown(change)}", markup=False, highlight=False)
         raise refusal([change for change in changes if change.affects])
 
 

@@ -48,6 +48,7 @@ from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean
+from facility.exchange.text import number_of
 
 Answer = TypeVar("Answer")
 TOLD_SECONDS = 10.0
@@ -67,7 +68,8 @@ def check(
         render(federation)
     except ConfigurationError as error:
         return [fail("federation", "federation.yml", str(error), "fix that line")]
-    rows = [ok("federation", "federation.yml", f"{len(federation.facilities)} facilities, {federation.rounds} rounds")]
+    facilities = number_of(len(federation.facilities), "facility", "facilities")
+    rows = [ok("federation", "federation.yml", f"{facilities}, {number_of(federation.rounds, 'round')}")]
     rows.append(ok("federation", "aggregation", federation.chosen))
     rows += check_secure_aggregation(federation)
     rows += check_sparse_updates(federation)

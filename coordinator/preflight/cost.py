@@ -21,6 +21,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.text import number_of
 
 PROBE_BYTES = 16_000_000
 LOGINS_DIFFER = 0.1
@@ -182,7 +183,7 @@ def jobs_of(federation: Federation) -> int:
 def told_jobs(federation: Federation) -> str:
     """Rounds and final evaluation, whose jobs a facility runs, in words."""
     final = " and the final evaluation" if federation.final_evaluation else ""
-    return f"{federation.rounds} rounds{final}"
+    return f"{number_of(federation.rounds, 'round')}{final}"
 
 
 def told_more(federation: Federation) -> str:

@@ -1,4 +1,4 @@
-"""Kinds of text in settings: names that may become folder names, paths and patterns on one line."""
+"""Kinds of text in settings: names that may become folder names, paths and patterns on one line; counts of things."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ NAME_WORDS = "expected 1-63 letters, digits, dots, hyphens or underscores, the f
 """What `NAME` takes, for a message."""
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Characters that would leave the line or the script in which a text is written."""
+
+
+def number_of(count: int, one: str, several: str = "") -> str:
+    """`1 round`, `2 rounds`. `several`: the plural where it is not `one` with an s."""
+    return f"{count:,} {one if count == 1 else several or one + 's'}"
 
 
 def _name(value: str) -> str:

@@ -40,10 +40,11 @@ def test_one_joins_and_one_leaves_once_it_is_accepted(tmp_path: Path):
     before = (path.parent / "coordinator.json").read_text()
     code, text = run(path, engine)
     assert code == 2 and "--accept" in text and "facilities[new]" in text and "facilities[b]" in text, text
+    assert text.count("facilities[new]") == 1, "told once"
     assert (path.parent / "coordinator.json").read_text() == before, "nothing was changed"
     assert len(Archive(read_federation(path).archive_path).rounds()) == 1
     code, text = run(path, engine, "--accept")
-    assert code == 0, text
+    assert code == 0 and text.count("changed: facilities[new]") == 1, text
     by_round = {number: {row.facility: row.status for row in rows_of(path) if row.round == number} for number in (0, 1)}
     assert by_round == {0: {"a": "ok", "b": "ok"}, 1: {"a": "ok", "new": "ok"}}
     told = Archive(read_federation(path).archive_path).read_round(1).changes
