@@ -30,7 +30,7 @@ from facility.exchange.errors import ConfigurationError, InputError, TransientEr
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
-from facility.exchange.text import NAME_WORDS
+from facility.exchange.text import NAME_WORDS, number_of
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,8 @@ def _told(survey: Survey) -> str:
     queue = survey.scheduler.title if survey.scheduler else "no scheduler"
     pythons = ", ".join(f"{one.command} {one.version[0]}.{one.version[1]}" for one in survey.pythons[:2]) or "no Python"
     network = "internet" if survey.internet else "no internet"
-    return f"{queue}, {len(survey.partitions)} partitions, {len(survey.accounts)} accounts, {pythons}, {network}"
+    partitions, accounts = number_of(len(survey.partitions), "partition"), number_of(len(survey.accounts), "account")
+    return f"{queue}, {partitions}, {accounts}, {pythons}, {network}"
 
 
 def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.config.deployments import WORKDIR, Deployment
+from coordinator.quickstart.begin import _told
 from coordinator.quickstart.choice import choose, template_for
 from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import Round, federation_text, scalar
@@ -255,3 +256,9 @@ def test_packages_that_jobs_do_not_see_are_not_counted(tmp_path: Path, monkeypat
     told = subprocess.run(["bash", "-s"], input=asked, capture_output=True, text=True)
     (found,) = (one for one in read_survey(told.stdout).pythons if one.command == "python3")
     assert found.lacks == ("of_the_account",)
+
+
+@pytest.mark.parametrize(("count", "said"), [(0, "0 partitions"), (1, "1 partition,"), (1200, "1,200 partitions")])
+def test_what_a_site_has_is_counted_in_words_that_agree(count: int, said: str):
+    survey = Survey(partitions=tuple(Partition(name=f"p{n}") for n in range(count)), accounts=("chem",))
+    assert said in _told(survey) and "1 account," in _told(survey)
