@@ -23,7 +23,7 @@ KINDS: Mapping[str, str] = {
     "run_started": "`crossfed run` begins; `rounds`: complete rounds that it goes on from",
     "round_started": "the steps of a round begin",
     "queued": "a facility's job is in its queue; `job`",
-    "started": "the job has left the queue (with neither queue nor scheduler: the step has begun)",
+    "started": "the job has begun (with neither queue nor scheduler: the step has begun)",
     "requeued": "the scheduler has taken the job from its nodes, and it waits in the queue again; `job`",
     "ahead": "a job is in the queue ahead of its model; `job`",
     "waited": "a job that began ahead of its model has waited for it until then; `job`, `seconds`, `nodes`, `handed` "

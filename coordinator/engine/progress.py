@@ -133,7 +133,7 @@ class Progress:
         if name not in self.states or not self.states[name].startswith("queued"):
             return None
         self._set(name, self._at_work)
-        return f"{self.title}: {name}: its job has left the queue"
+        return f"{self.title}: {name}: its job has begun"
 
     def _on_requeued(self, event: Event) -> str | None:
         """A late facility stays late: its round goes on without it."""

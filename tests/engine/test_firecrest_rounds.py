@@ -69,6 +69,6 @@ def test_two_rounds_with_a_facility_behind_firecrest(tmp_path: Path):
         ours = [job for job in server.jobs.values() if job.process is not None]
         assert {job.name for job in ours} == {job_name(read_federation(path).name, "b")}
         assert all(job.output.endswith("/crossfed-job.log") for job in ours)
-        assert "b queued as job" in said and "b: its job has left the queue" in said
+        assert "b queued as job" in said and "b: its job has begun" in said
     logs = (tmp_path / "engine").rglob("*.log")
     assert not any(SECRET in log.read_text(errors="replace") for log in logs) and SECRET not in said
