@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.adapter_serving import served_by_vllm
+from coordinator.published_model import no_bars_in_a_file
 from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules, write_adapter
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -91,6 +92,7 @@ def load_base(base: Path) -> Any:
     """The base model in the class that its config.json names, in its own dtype."""
     import transformers
 
+    no_bars_in_a_file()
     try:
         configuration = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
         factory = getattr(transformers, (configuration.architectures or ["AutoModelForCausalLM"])[0])

@@ -163,7 +163,9 @@ def make_model(out: Path, tokenizer: Any, sizes: Sizes, seed: int) -> int:
     """Write a Llama with seeded random weights in bfloat16, as the model of round 0; returns its parameters."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # of one file of a megabyte
     torch.manual_seed(seed)
     configuration = LlamaConfig(
         vocab_size=len(tokenizer),

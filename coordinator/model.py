@@ -26,6 +26,7 @@ from typing import Any
 from coordinator.adapter_export import export_adapter
 from coordinator.adapter_import import import_adapter
 from coordinator.image_model import is_image_model, save_image_classifier
+from coordinator.published_model import no_bars_in_a_file
 from coordinator.text_model import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
@@ -46,6 +47,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
     Raises `InputError` for a source that is none, `TransientError` when the hub cannot be reached.
     """
+    no_bars_in_a_file()
     check_class_names(classes)
     made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
     made_from |= {"classes": list(classes)} if classes else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,14 @@ from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TransientError, first_line, named_line
+
+
+def no_bars_in_a_file() -> None:
+    """Switch the progress bars of transformers and the hub off where nobody sees them move: stderr is no terminal."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def load_published(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,3 +219,11 @@ def test_a_checkpoint_that_lacks_a_block_is_not_filled_at_random_beside_a_new_he
     config.save_pretrained(source)
     with pytest.raises(InputError, match=r"holds no weights for 'model.layers.4"):
         made(source, tmp_path / "out", classes=CLASSES)
+
+
+def test_bars_of_progress_are_for_terminals(tmp_path: Path):
+    """`crossfed model > log 2>&1` filled the log with them."""
+    source = save_pico(tmp_path / "source")
+    command = [sys.executable, "-m", "coordinator.model", "--source", str(source), "--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0 and "%|" not in done.stderr, done.stderr
