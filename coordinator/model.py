@@ -35,6 +35,7 @@ from facility.exchange.errors import CrossFedError, InputError, TransientError, 
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
+from facility.exchange.json_text import note_in
 from facility.exchange.logs import add_log_options
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -52,11 +53,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
     made_from |= {"classes": list(classes)} if classes else {}
     if out.exists():
-        try:
-            same = json.loads((out / SOURCE).read_text(encoding="utf-8")) == made_from
-        except (OSError, ValueError):
-            same = False
-        if not same:
+        if note_in(out / SOURCE) != made_from:
             raise InputError(
                 f"{out} exists and was not made from {source} in {dtype}; remove it or choose another --out"
             )

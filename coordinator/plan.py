@@ -23,6 +23,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
 from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import note_in
 from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
@@ -228,10 +229,7 @@ def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: flo
         from coordinator.planning.work import plan_work
 
         return plan_work(read_federation(path), queues=_queues(queues), samples=samples, gain=gain)
-    try:
-        raw = read_values(path)
-    except ConfigurationError:
-        return None  # read_problem says what is wrong
+    raw = note_in(path)  # read_problem says what is wrong
     return budget_from_json(raw, file=path) if isinstance(raw, dict) and "facilities" in raw else None
 
 

@@ -22,9 +22,7 @@ from typing import Any, Literal
 import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError, NewerFormat
-from facility.exchange.files.bounded import read_bounded
-from facility.exchange.json_text import parse_values
-from facility.exchange.json_values import MOST_BYTES
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated
@@ -282,7 +280,7 @@ def open_dataset(path: Path | str) -> PreparedDataset:
         raise DatasetError(f"{directory} is not a directory: expected a dataset made by `python -m facility.prepare`")
     file = directory / NAME
     try:
-        raw = parse_values(read_bounded(file, MOST_BYTES).decode())
+        raw = values_in(file)
     except FileNotFoundError:
         raise DatasetError(
             f"{directory} holds no {NAME}: not a dataset made by `python -m facility.prepare`, or an incomplete one"

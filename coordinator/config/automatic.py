@@ -10,11 +10,12 @@ counts, and those of AdamW over whole models where there are none.
 from __future__ import annotations
 
 import functools
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from facility.exchange.json_text import values_in
 
 TABLE = Path(__file__).with_name("automatic.json")
 DIGITS = 9
@@ -90,7 +91,7 @@ class Choice:
 def read_table(file: Path = TABLE) -> tuple[MeasuredFederation, ...]:
     """The measured federations."""
     rows = []
-    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+    for row in values_in(file)["rows"]:
         best = {state: Measured(**found) for state, found in row["best"].items()}
         rows.append(MeasuredFederation(situation=Situation(**row["situation"]), mean=row["mean"], best=best))
     return tuple(rows)

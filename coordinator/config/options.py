@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import re
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.json_text import values_in
 
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 
@@ -56,7 +56,7 @@ def check_options(kind: str, options: dict[str, Any]) -> None:
         return  # checked where StreamFlow is installed
     folder = Path(next(iter(found.submodule_search_locations))) / "deployment" / "connector" / "schemas"
     schema = folder / f"{kind}.json"
-    known = json.loads(schema.read_text(encoding="utf-8"))["$defs"]["service"]["properties"] if schema.is_file() else {}
+    known = values_in(schema)["$defs"]["service"]["properties"] if schema.is_file() else {}
     for name, value in options.items():
         _check_option(name, value)
         if name in ("file", "jobName"):

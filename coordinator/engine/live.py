@@ -18,6 +18,7 @@ from coordinator.archive.many import first_groups, grouped, kind_of, many, names
 from coordinator.archive.summary import shown
 from coordinator.engine.run_process import lives
 from facility.exchange.files.durable import write_text
+from facility.exchange.json_text import values_in
 
 FILE = "live.json"
 BEGINS = re.compile(r"\d{4}-(0[1-9]|1[0-2])-(\d\d)T(\d\d:\d\d)(?::\d\d)?")
@@ -92,7 +93,7 @@ def write_snapshot(workdir: Path, snapshot: Snapshot) -> None:
 def read_snapshot(workdir: Path) -> Snapshot | None:
     """The latest one; None where there is none."""
     try:
-        raw = json.loads((workdir / FILE).read_text(encoding="utf-8"))
+        raw = values_in(workdir / FILE)
         raw["facilities"] = {name: FacilityState(**one) for name, one in raw["facilities"].items()}
         return Snapshot(**raw)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
+from facility.exchange.json_text import values_in
 from facility.exchange.masking.roster import (
     Agreement,
     Keys,
@@ -110,4 +110,4 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
 def _clips(archive: Archive, number: int) -> dict[str, float]:
     """By tensor, from the step of the round before; {} where there is none."""
     path = archive.round_directory(number - 1) / CLIPS
-    return dict(json.loads(path.read_text(encoding="utf-8"))) if number and path.exists() else {}
+    return dict(values_in(path)) if number and path.exists() else {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -18,6 +17,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
 from facility.exchange.errors import CrossFedError
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task
@@ -61,9 +61,7 @@ def task_here(federation: Federation, facility: Facility) -> Task | None:
     if facility.deployment.type != "local":
         return None
     try:
-        return task_in(
-            json.loads((federation.path(facility.dataset) / "dataset.json").read_text(encoding="utf-8"))["task"]
-        )
+        return task_in(values_in(federation.path(facility.dataset) / "dataset.json")["task"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -7,7 +7,6 @@ kept: a run waits for one by itself.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from coordinator.preflight.coordinator import ME
 from coordinator.preflight.row import Row
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.storage import private
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.strict_json import clean
 
@@ -45,7 +45,7 @@ def remember(federation: Federation, file: Path, rows: Sequence[Row]) -> None:
 def still_failing(federation: Federation, file: Path) -> str:
     """A sentence on what the last check of this federation.yml found; '' where it found nothing, or another file."""
     try:
-        found = json.loads((federation.workdir_path / FILE).read_text(encoding="utf-8"))
+        found = values_in(federation.workdir_path / FILE)
         if found["federation"] != sha256_of(file):
             return ""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(found["time"])))

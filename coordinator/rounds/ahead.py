@@ -6,13 +6,13 @@ finds one that still waits, and never takes a job that was given a round for it.
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from coordinator.rounds.ahead_time import Seen
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import values_in
 
 FOLDER = "ahead"
 SEEN = "seen"
@@ -46,7 +46,7 @@ def forget_placeholder(workdir: Path, facility: str) -> None:
 def remembered_placeholder(workdir: Path, facility: str) -> Placeholder | None:
     """What this run, or an earlier one, left in the queue."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / f"{facility}.json").read_text(encoding="utf-8"))
+        raw = values_in(Path(workdir) / FOLDER / f"{facility}.json")
         return Placeholder(
             directory=str(raw["directory"]),
             template=str(raw["template"]),
@@ -70,7 +70,7 @@ def write_seen(workdir: Path, facility: str, seen: Seen) -> None:
 def read_seen(workdir: Path, facility: str) -> Seen:
     """What earlier runs saw of a facility's queue; an empty record where it cannot be read."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / f"{SEEN}/{facility}.json").read_text(encoding="utf-8"))
+        raw = values_in(Path(workdir) / FOLDER / f"{SEEN}/{facility}.json")
         waits, spans, runs = ([float(one) for one in raw[name]] for name in ("waits", "spans", "runs"))
         worked, lost = (float(raw.get(name, 0.0)) for name in ("worked", "lost"))  # earlier versions kept none
         return Seen(waits=waits, spans=spans, runs=runs, worked=worked, lost=lost)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Wait
 from facility.exchange.files.durable import append_lines, write_json
+from facility.exchange.json_text import values_in
 
 WORKDIR = "coordinator"
 """Folder of the federation's work directory in which the coordinator's own steps work and remember."""
@@ -51,7 +52,7 @@ def read_late(job_directory: Path, round: int, facility: str) -> str:
     """Why the round closed without the facility; '' where it was not late. `job_directory`: of a coordinator's step."""
     path = Path(job_directory).parent / FOLDER / f"{round}-{facility}.json"
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["reason"])[:LONGEST]
+        return str(values_in(path)["reason"])[:LONGEST]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 
@@ -80,7 +81,7 @@ def handed_on(workdir: Path, facility: str, number: int) -> None:
 def remembered_job(workdir: Path, facility: str) -> LateJob | None:
     """What an earlier run, or this one, left at work there."""
     try:
-        raw = json.loads((Path(workdir) / FOLDER / f"{JOB}{facility}.json").read_text(encoding="utf-8"))
+        raw = values_in(Path(workdir) / FOLDER / f"{JOB}{facility}.json")
         handed = raw["handed"]
         return LateJob(
             facility=facility,
@@ -127,7 +128,7 @@ def discount(workdir: Path, number: int, names: Collection[str]) -> None:
 def discounted(workdir: Path, number: int) -> set[str]:
     """The facilities so noted; {} for another round."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(workdir) / FOLDER / DISCOUNTED).read_text(encoding="utf-8"))
+        raw = values_in(Path(workdir) / FOLDER / DISCOUNTED)
         return {str(name) for name in raw["facilities"]} if raw["round"] == number else set()
     return set()
 
@@ -155,7 +156,7 @@ def read_times(workdir: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
     folder = Path(workdir) / FOLDER
     with suppress(OSError, ValueError, AttributeError, TypeError):
-        raw = json.loads((folder / TIMES).read_text(encoding="utf-8"))
+        raw = values_in(folder / TIMES)
         found = {int(number): {str(name): float(one) for name, one in times.items()} for number, times in raw.items()}
     with suppress(OSError):
         for line in (folder / SINCE).read_bytes().splitlines():
@@ -173,7 +174,7 @@ def write_wait(workdir: Path, round: int, wait: Wait | None) -> None:
 def read_wait(job_directory: Path, round: int) -> Wait | None:
     """What was noted of this round. `job_directory`: of a coordinator's step."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        raw = json.loads((Path(job_directory).parent / FOLDER / WAIT).read_text(encoding="utf-8"))
+        raw = values_in(Path(job_directory).parent / FOLDER / WAIT)
         return Wait(**raw["wait"]) if raw["round"] == round and raw["wait"] is not None else None
     return None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from coordinator.rounds.late import FOLDER, LONGEST, LOST
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.strict_json import clean
 
 
@@ -20,10 +20,7 @@ def write_lost(workdir: Path, round: int, facility: str, reason: str) -> None:
 def read_lost(job_directory: Path, round: int, facility: str) -> str:
     """The reason, or '' where the job was not taken for lost. `job_directory`: of a coordinator's step."""
     try:
-        return clean(
-            str(json.loads(_path(Path(job_directory).parent, round, facility).read_text(encoding="utf-8"))["reason"]),
-            LONGEST,
-        )
+        return clean(str(values_in(_path(Path(job_directory).parent, round, facility))["reason"]), LONGEST)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

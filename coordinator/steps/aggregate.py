@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import sys
 import traceback
@@ -31,6 +30,7 @@ from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.strict_json import clean
 
 log = logging.getLogger("coordinator.steps.aggregate")
@@ -85,7 +85,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> 
     try:
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         if arguments.scores is not None:
-            arrived = dataclasses.replace(arrived, scores=json.loads(arguments.scores.read_text(encoding="utf-8")))
+            arrived = dataclasses.replace(arrived, scores=values_in(arguments.scores))
         following = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
         if following.proceed and following.number == arguments.round < settings.rounds:
             ends_anew(archive, settings)  # the same round again, whose end may have passed

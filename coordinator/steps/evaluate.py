@@ -7,7 +7,6 @@ inside the loop would hang the engine.
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ from coordinator.events.event import emit
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import note_in
 from facility.exchange.messages.manifest import read_manifest
 
 
@@ -33,10 +33,10 @@ def scores(model: Path, round: int, settings: CoordinatorSettings) -> dict[str, 
         write_json(asked, dataclasses.asdict(wanted))
         command = [sys.executable, "-m", "facility.evaluate", "--model", str(model), "--settings", str(asked)]
         code = start([*command, "--out", str(out)])
-        try:
-            return json.loads(out.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        scores = note_in(out)
+        if scores is None:
             return {"results": [], "problem": f"the evaluation on tasks ended with code {code}"}
+        return scores
 
 
 def start(command: Sequence[str]) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
+from facility.exchange.json_text import values_in
 
 DEFAULT_ROOT = Path("/var/tmp/crossfed-testbed")
 MARK = "testbed.json"
@@ -176,7 +177,7 @@ def save(testbed: Testbed) -> None:
 def load(root: Path) -> Testbed:
     """Read the state file. Raises `InputError` when there is no testbed under `root`."""
     try:
-        state = json.loads((root / MARK).read_text(encoding="utf-8"))
+        state = values_in(root / MARK)
     except FileNotFoundError:
         raise InputError(f"no testbed under {root}: `crossfed testbed up --root {root}` makes one") from None
     sites = tuple(Site(**(site | {"base": Path(site["base"])})) for site in state["sites"])

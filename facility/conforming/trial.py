@@ -13,6 +13,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import copy_tree
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
@@ -53,7 +54,7 @@ class Trial:
         self.folder, self.module, self.ranks, self.limit = folder, module, ranks, limit_seconds
         material(folder, ranks)
         settings = folder / "settings.json"
-        raw = json.loads(settings.read_text(encoding="utf-8"))
+        raw = values_in(settings)
         raw["training"] |= {"device": "cpu", "export_dtype": "float32", "steps": STEPS}
         settings.write_text(json.dumps(raw | {"rounds": ROUNDS}), encoding="utf-8")
 

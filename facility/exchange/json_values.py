@@ -7,10 +7,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.bounded import read_bounded
-from facility.exchange.json_text import parse_values
-
-MOST_BYTES = 256 << 20
-"""Of a file, unless its reader expects less."""
+from facility.exchange.json_text import MOST_BYTES, parse_values
 
 
 def read_values(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
+from facility.exchange.json_text import note_in
 
 LOOK_SECONDS = 0.5
 PLACE = "CROSSFED_NOTES"
@@ -36,10 +37,7 @@ class Notes:
 
     def read(self, name: str) -> Any:
         """The note, or None."""
-        try:
-            return json.loads((self.directory / f"{name}.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
+        return note_in(self.directory / f"{name}.json")
 
     def failures(self) -> list[dict[str, Any]]:
         """Reports of failing ranks by all tasks, earliest first."""

@@ -7,12 +7,12 @@ with it but its replica.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import values_in
 from facility.launching.rendezvous import DIRECTORY
 
 
@@ -36,7 +36,7 @@ def read_note(directory: Path | None, rank: int) -> ReplicaNote | None:
     if directory is None:
         return None
     try:
-        raw = json.loads(_file(directory, rank).read_text(encoding="utf-8"))
+        raw = values_in(_file(directory, rank))
         return ReplicaNote(replica=int(raw["replica"]), finishes=raw["finishes"] is True)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -25,6 +25,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_bytes
+from facility.exchange.json_text import values_in
 from facility.exchange.masking.roster import Roster
 
 NONCE_BYTES = 12
@@ -95,14 +96,14 @@ class PrivateKeys:
     def _round_of(self, path: Path) -> int | None:
         """Of a pair; None for a file that is damaged, and so of no use."""
         try:
-            return int(json.loads(path.read_text(encoding="utf-8"))["round"])
+            return int(values_in(path)["round"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def _drawn(self, generation: str) -> tuple[X25519PrivateKey, int | None] | None:
         """A private key and `since` at its time; None where it is not here."""
         try:
-            value = json.loads((self.directory / f"{generation}.json").read_text(encoding="utf-8"))
+            value = values_in(self.directory / f"{generation}.json")
             return X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]
         except (OSError, ValueError, KeyError, TypeError):
             return None

@@ -23,6 +23,7 @@ from facility.dataset import SPLITS, DatasetError
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
+from facility.exchange.json_text import values_in
 
 SAVE_SECONDS = 20.0
 """Between two states."""
@@ -45,7 +46,7 @@ class Part:
 
     def _load(self) -> None:
         try:
-            found = json.loads((self.directory / STATE).read_text(encoding="utf-8"))
+            found = values_in(self.directory / STATE)
             if found["request"] != self.request:
                 raise ValueError("another request")
             self.batches, self.writers = found["batches"], found["writers"]

@@ -8,7 +8,6 @@ averaged. What is peculiar to federating is left out: shared second moments, the
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, ope
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.links import link_tree
+from facility.exchange.json_text import values_in
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.comparison import Alone, rounds_alone, with_alone
 from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, write_manifest
@@ -169,7 +169,7 @@ def trained_at(job: Job) -> Path:
 
 def settings_alone(job: Job, *, last: bool) -> dict[str, Any]:
     """The facility's settings for a round alone; all rounds but the last keep the model in float32."""
-    raw: dict[str, Any] = json.loads(Path(job.arguments.settings).read_text(encoding="utf-8"))
+    raw: dict[str, Any] = values_in(Path(job.arguments.settings))
     dtype = job.settings.training.export_dtype if last else "float32"
     training = (raw.get("training") or {}) | FEDERATED | {"export_dtype": dtype}
     return {key: value for key, value in raw.items() if key != "masking"} | {"training": training}

@@ -12,7 +12,6 @@ side by side. The account is kept whether or not there is a limit.
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 import os
@@ -26,6 +25,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
@@ -154,7 +154,7 @@ def account_path(dataset: Path) -> Path:
 def read_account(path: Path) -> dict[str, Reserved]:
     """What was reserved, by federation and facility. Raises `InputError` where the file is damaged."""
     try:
-        return {name: parse(Reserved, one) for name, one in json.loads(path.read_text(encoding="utf-8")).items()}
+        return {name: parse(Reserved, one) for name, one in values_in(path).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, ConfigurationError) as error:

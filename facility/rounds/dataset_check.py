@@ -6,11 +6,11 @@ facility's state. Where they differ, every file is read and compared with the di
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from facility.dataset import NAME, PreparedDataset, open_dataset
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import note_in
 
 RECORD = "verified-dataset.json"
 
@@ -19,7 +19,7 @@ def check_dataset(dataset: Path, state: Path) -> bool:
     """True if the files were read. Raises `DatasetError` naming the file that is missing or was altered."""
     prepared = open_dataset(dataset)
     found = {"directory": str(dataset.resolve()), "files": _figures(prepared)}
-    if _recorded(state) == found:
+    if note_in(state / RECORD) == found:
         return False
     prepared.verify()
     write_json(state / RECORD, found)
@@ -33,10 +33,3 @@ def _figures(prepared: PreparedDataset) -> dict[str, list[int]]:
         names += [f"{split}.npy"] + ([f"{split}.rows.npy"] if entry.rows_sha256 is not None else [])
     status = {name: (prepared.directory / name).stat() for name in names}
     return {name: [one.st_size, one.st_mtime_ns, one.st_ino] for name, one in status.items()}
-
-
-def _recorded(state: Path) -> object:
-    try:
-        return json.loads((state / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None

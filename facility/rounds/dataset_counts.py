@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.dataset_card import DatasetCounts, SplitCounts
 
 SPLITS = ("train", "validation")
@@ -12,7 +12,7 @@ SPLITS = ("train", "validation")
 
 def counts_of(dataset: Path) -> DatasetCounts:
     """From `dataset.json`; no text, no file name and no template is among them."""
-    manifest = json.loads((dataset / "dataset.json").read_text(encoding="utf-8"))
+    manifest = values_in(dataset / "dataset.json")
     splits = {}
     for name in SPLITS:
         if (one := manifest["splits"].get(name)) is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import math
 import os
@@ -21,6 +20,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.paths import resolve
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
 from facility.exchange.messages.report import output_leaves
@@ -94,7 +94,7 @@ def evaluate(
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
             raise TransientError(f"lm-eval ended with code {code}: {_told(said[-3:])}")
-        return scores_in(json.loads(files[-1].read_text(encoding="utf-8"))["results"])
+        return scores_in(values_in(files[-1])["results"])
 
 
 def _told(lines: list[str]) -> str:

@@ -21,6 +21,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.locks import take_lock
 from facility.exchange.hints import field_default
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import by_round
@@ -39,7 +40,7 @@ class Finished:
         """A whole update made for `key`, or None; one that is damaged is removed."""
         place = self.directory / f"{PREFIX}{round}"
         try:
-            if json.loads((place / KEY).read_text(encoding="utf-8"))["key"] != key:
+            if values_in(place / KEY)["key"] != key:
                 return None
             verify_manifest(place / "update")
         except (OSError, ValueError, KeyError, TypeError, ManifestError):

@@ -25,6 +25,7 @@ from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_bytes
+from facility.exchange.json_text import note_in, values_in
 from facility.exchange.masking.streams import SIGNED, UNSIGNED, MaskBuffer, places_of
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.masking import MaskingSettings
@@ -84,7 +85,7 @@ def read_held(state: Path, round: int, *, verify: bool = False) -> Held | None:
     """What was masked of a round's update; None where there is none. `verify`: nor where a file was altered."""
     place = _place(state)
     try:
-        value = json.loads((place / NAME).read_text(encoding="utf-8"))
+        value = values_in(place / NAME)
         masks = [(int(sign), bytes.fromhex(seed)) for sign, seed in value["masks"]]
         done = MaskedTensors(masks=masks, units=value["units"], sent=value["sent"], left=value["left"])
         held = Held(
@@ -106,11 +107,8 @@ def drop_held(state: Path) -> None:
 def rest_of(state: Path, held: Held) -> Path | None:
     """Where what it leaves to send is: in waiting, or kept as the round's already."""
     for place in (pending_residual(state), residual_path(state, held.round)):
-        try:
-            if json.loads((place / SEAL).read_text(encoding="utf-8")) == held.masked.left:
-                return place
-        except (OSError, ValueError):
-            continue
+        if note_in(place / SEAL) == held.masked.left:
+            return place
     return None
 
 

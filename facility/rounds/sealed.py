@@ -13,7 +13,6 @@ moves back or truncates a file is noticed; a disk that returns other bytes than 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -24,6 +23,7 @@ from pathlib import Path
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import checksum_of, is_checksum
 from facility.exchange.files.durable import fsync_directory, write_json
+from facility.exchange.json_text import note_in, values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.rounds.kept import latest_before
 
@@ -64,17 +64,14 @@ def identity(path: Path) -> list[int]:
 
 def unchanged(directory: Path) -> dict[str, list[int]]:
     """What `seal` noted of the files; nothing where the note is absent or no longer readable."""
-    try:
-        noted = json.loads((directory / UNCHANGED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    noted = note_in(directory / UNCHANGED)
     return noted if isinstance(noted, dict) else {}
 
 
 def flaw(directory: Path) -> str:
     """What differs from the seal, '' for nothing."""
     try:
-        promised, noted = json.loads((directory / SEAL).read_text(encoding="utf-8")), unchanged(directory)
+        promised, noted = values_in(directory / SEAL), unchanged(directory)
         for name, digest in promised.items():
             path = directory / name
             if not path.is_file():

@@ -7,11 +7,11 @@ receives. So each model names the rewinds of its run, and the state names those 
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
 from facility.rounds.sealed import discard
@@ -44,6 +44,6 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
 
 def _seen(state: Path) -> set[str]:
     try:
-        return {str(name) for name in json.loads((state / NAME).read_text(encoding="utf-8"))}
+        return {str(name) for name in values_in(state / NAME)}
     except (OSError, ValueError, TypeError):
         return set()

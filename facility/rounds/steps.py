@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from facility.exchange.files.durable import write_json
+from facility.exchange.json_text import note_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.steps import end_asked, steps_asked
@@ -80,8 +80,5 @@ def _beside(state: Path) -> list[float]:
 
 
 def _read(state: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((state / NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    content = note_in(state / NAME)
     return content if isinstance(content, dict) else {}

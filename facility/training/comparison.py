@@ -6,7 +6,6 @@ stay in the state directory, as what later models are compared with; figures wit
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import shutil
@@ -22,6 +21,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
+from facility.exchange.json_text import note_in
 from facility.exchange.messages.comparison import (
     GLOBAL,
     INITIAL,
@@ -177,11 +177,8 @@ class KeptLosses:
         """Block losses of the models that `folder` is compared with, where they were evaluated on the same data."""
         found = {}
         for name in (GLOBAL, INITIAL):
-            try:
-                content = json.loads((self.directory / f"{name}-{digest}.json").read_text(encoding="utf-8"))
-            except (OSError, ValueError):
-                continue
-            if name != folder:
+            content = note_in(self.directory / f"{name}-{digest}.json")
+            if content is not None and name != folder:
                 losses, predictions = np.array(content["losses"]), np.array(content["predictions"], dtype=np.int64)
                 found[name] = BlockLosses(losses=losses, predictions=predictions)
         return found

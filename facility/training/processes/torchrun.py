@@ -8,7 +8,6 @@ first is refused (`rendezvous.private_directory`). On several nodes the user nam
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
+from facility.exchange.json_text import values_in
 from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
 
@@ -67,7 +67,7 @@ def announced(directory: Path, seconds: float, environment: Mapping[str, str] = 
         if time.monotonic() > deadline:
             raise TransientError(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
         time.sleep(LOOK_SECONDS)
-    address, port = json.loads(place.read_text(encoding="utf-8"))
+    address, port = values_in(place)
     return str(address), int(port)
 
 

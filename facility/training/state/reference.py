@@ -7,7 +7,6 @@ STATE/reference/reference.json              of which dataset and federation they
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import shutil
 from pathlib import Path
@@ -22,6 +21,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.paths import resolve
+from facility.exchange.json_text import values_in
 from facility.exchange.validation import parse, validated
 from facility.training import dora
 from facility.training.data.inputs import RoundInputs
@@ -98,7 +98,7 @@ def note_of(request: RoundRequest, inputs: RoundInputs) -> ReferenceNote:
 def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
     """Are these differences kept already? In a round after the first the model of round 0 is not compared."""
     try:
-        found = parse(ReferenceNote, json.loads((folder / NAME).read_text(encoding="utf-8")), file=folder / NAME)
+        found = parse(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
     except (OSError, ValueError, ConfigurationError):
         return False
     if not first:

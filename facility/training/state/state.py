@@ -9,7 +9,6 @@ another number of ranks or in another layout.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from facility.exchange.errors import CheckpointError, ConfigurationError, NewerF
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
+from facility.exchange.json_text import values_in
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import check_format, parse, validated
 from facility.rounds.kept import latest_before
@@ -152,7 +152,7 @@ def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | 
     if not (path / NAME).is_file():
         return None, f"{path} is absent (this facility sat out that round, or its state was moved)"
     try:
-        raw = json.loads((path / NAME).read_text(encoding="utf-8"))
+        raw = values_in(path / NAME)
         check_format(raw, FORMAT, file=path / NAME)
         state = parse(RoundState, raw, file=path / NAME)
     except NewerFormat as error:
@@ -345,7 +345,7 @@ def read_checkpoint(
     if not file.is_file():
         return None
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        raw = values_in(file)
         if isinstance(raw, dict) and raw.get("format") != PAUSE_FORMAT:
             return None
         pause = parse(MidRoundCheckpoint, raw, file=file)
