@@ -9,11 +9,10 @@ too.
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable, Container
 from functools import cached_property
 
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, read_exactly
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, Opened, TensorEntry
 from facility.exchange.errors import UpdateRefused
 
 CHUNK = 8 << 20
@@ -24,17 +23,13 @@ def same_bytes(first: TensorEntry, second: TensorEntry) -> bool:
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     a, b = bytearray(min(CHUNK, first.size)), bytearray(min(CHUNK, first.size))
-    one, two = os.open(first.file, os.O_RDONLY), os.open(second.file, os.O_RDONLY)
-    try:
+    with Opened() as read:
         for offset in range(0, first.size, CHUNK):
             count = min(CHUNK, first.size - offset)
-            read_exactly(one, memoryview(a)[:count], first.start + offset, first.file)
-            read_exactly(two, memoryview(b)[:count], second.start + offset, second.file)
+            read(first, offset, memoryview(a)[:count])
+            read(second, offset, memoryview(b)[:count])
             if a[:count] != b[:count]:
                 return False
-    finally:
-        os.close(one)
-        os.close(two)
     return True
 
 
@@ -67,14 +62,11 @@ class Twins:
 def content_digest(entry: TensorEntry) -> bytes:
     """sha256 of a tensor's bytes, streaming."""
     digest, buffer = hashlib.sha256(), bytearray(min(CHUNK, entry.size))
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
+    with Opened() as read:
         for offset in range(0, entry.size, CHUNK):
             view = memoryview(buffer)[: min(CHUNK, entry.size - offset)]
-            read_exactly(descriptor, view, entry.start + offset, entry.file)
+            read(entry, offset, view)
             digest.update(view)
-    finally:
-        os.close(descriptor)
     return digest.digest()
 
 

@@ -13,13 +13,14 @@ from coordinator.aggregation.matching import match_tensors
 from facility.exchange.checkpoints.checkpoint import (
     FLOATS,
     Checkpoint,
+    Opened,
     TensorEntry,
     expect,
     open_checkpoint,
 )
 from facility.exchange.checkpoints.companions import EXECUTABLE
 from facility.exchange.checkpoints.delta_parts import FILE
-from facility.exchange.checkpoints.encoded import Opened, open_message, stored_of, values_of
+from facility.exchange.checkpoints.encoded import open_message, stored_of, values_of
 from facility.exchange.checkpoints.floats import widen
 from facility.exchange.checkpoints.moments import StoredMoments, has_moments, shapes_in
 from facility.exchange.checkpoints.patterns import Patterns

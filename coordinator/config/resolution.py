@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation.settings import AUTO, AggregationSettings
 from coordinator.config.automatic import Choice, Situation, choose
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -158,8 +158,7 @@ def _is_norm(name: str, entry: TensorEntry) -> bool:
 
 def _values(entry: TensorEntry) -> Any:
     stored = np.empty(entry.elements, STORAGE[entry.dtype])
-    with open(entry.file, "rb") as file:
-        read_exactly(file.fileno(), stored.data.cast("B"), entry.start, entry.file)
+    read_tensor(entry, stored.data.cast("B"))
     values = np.empty(entry.elements, np.float32)
     widen(stored, entry.dtype, values)
     return values

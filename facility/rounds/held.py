@@ -18,9 +18,8 @@ from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import READ, as_bytes
-from facility.exchange.checkpoints.encoded import Opened
 from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import InputError

@@ -27,10 +27,10 @@ from coordinator.aggregation.work import Malformed
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import Opened, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART, sparseloco
 from facility.exchange.checkpoints.delta import FILE, decode, encode
-from facility.exchange.checkpoints.encoded import EncodedTensor, Opened, add_difference, open_message, values_of
+from facility.exchange.checkpoints.encoded import EncodedTensor, add_difference, open_message, values_of
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files import streamed_digest

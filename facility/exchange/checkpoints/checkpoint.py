@@ -103,8 +103,7 @@ class Checkpoint:
 
         entry = self.tensors[name]
         buffer = bytearray(entry.size)
-        with open(entry.file, "rb", buffering=0) as file:
-            read_exactly(file.fileno(), memoryview(buffer), entry.start, entry.file)
+        read_tensor(entry, memoryview(buffer))
         if not entry.size:
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         return torch.frombuffer(buffer, dtype=torch_dtype(entry.dtype)).reshape(entry.shape)
@@ -143,6 +142,32 @@ def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -
                 f"{file} ends at byte {offset + done}, expected {len(buffer) - done} bytes more: truncated"
             )
         done += count
+
+
+def read_tensor(entry: TensorEntry, buffer: memoryview, offset: int = 0) -> None:
+    """Fill `buffer` with a tensor's stored bytes from its byte `offset` on. Raises `CheckpointError`."""
+    with open(entry.file, "rb", buffering=0) as file:
+        read_exactly(file.fileno(), buffer, entry.start + offset, entry.file)
+
+
+class Opened:
+    """Reads as `read_tensor`, from files that stay open once they are needed. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def __call__(self, entry: TensorEntry, offset: int, buffer: memoryview) -> None:
+        if entry.file not in self._descriptors:
+            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+        read_exactly(self._descriptors[entry.file], buffer, entry.start + offset, entry.file)
+
+    def __enter__(self) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors = {}
 
 
 def expect(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]) -> None:

@@ -8,10 +8,17 @@ from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, expect, in_file_order, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import (
+    Checkpoint,
+    Opened,
+    TensorEntry,
+    expect,
+    in_file_order,
+    open_checkpoint,
+)
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_parts import FILE, READ, as_bytes, parts, raw
-from facility.exchange.checkpoints.encoded import EncodedTensor, Opened, Read, add_difference, open_message, stored_of
+from facility.exchange.checkpoints.encoded import EncodedTensor, Read, add_difference, open_message, stored_of
 from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms

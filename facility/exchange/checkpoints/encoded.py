@@ -9,7 +9,6 @@ functions.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +20,9 @@ from facility.exchange.checkpoints.checkpoint import (
     FLOATS,
     ITEM_BYTES,
     Checkpoint,
+    Opened,
     TensorEntry,
     open_checkpoint,
-    read_exactly,
     read_header,
 )
 from facility.exchange.checkpoints.codecs import PART
@@ -230,26 +229,6 @@ def values_of(entry: TensorEntry, read: Read, width: int = READ) -> Iterator[Arr
         else:
             read(entry, start * values.itemsize, as_bytes(values))
         yield values
-
-
-class Opened:
-    """Reads bytes of tensors from files that it opens as they are needed. Use as a context manager."""
-
-    def __init__(self) -> None:
-        self._descriptors: dict[Path, int] = {}
-
-    def __call__(self, entry: TensorEntry, offset: int, buffer: memoryview) -> None:
-        if entry.file not in self._descriptors:
-            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-        read_exactly(self._descriptors[entry.file], buffer, entry.start + offset, entry.file)
-
-    def __enter__(self) -> Opened:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
 
 
 def _named(entry: TensorEntry, name: str) -> TensorEntry:

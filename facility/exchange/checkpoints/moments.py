@@ -16,14 +16,13 @@ the largest counts as that. So a value is within 4.5 % of what it was, and its r
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.second_moments import PIECE_VALUES
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
@@ -249,11 +248,7 @@ def _rows(entry: TensorEntry, rows: int, first: int, count: int) -> Array:
     """Rows of a stored tensor in its own dtype."""
     each = entry.elements // max(1, rows)
     stored = np.empty(count * each, np.uint8 if entry.dtype == "U8" else STORAGE[entry.dtype])
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
-        read_exactly(descriptor, stored.data.cast("B"), entry.start + first * each * stored.itemsize, entry.file)
-    finally:
-        os.close(descriptor)
+    read_tensor(entry, stored.data.cast("B"), first * each * stored.itemsize)
     return stored if len(entry.shape) == 1 and each == 1 else stored.reshape(count, each)
 
 

@@ -14,14 +14,13 @@ Tensors of more than two dimensions count as matrices of their first dimension b
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 from facility.exchange.errors import CheckpointError
@@ -91,17 +90,13 @@ class Factors:
 def factors_of(entry: TensorEntry, scale: float = 1.0) -> Factors:
     """Row and column means of a stored float32 tensor, times `scale`; read once, in pieces."""
     assert entry.dtype == "F32", entry
-    descriptor = os.open(entry.file, os.O_RDONLY)
 
     def read(start: int, values: int) -> Array:
         piece = np.empty(values, np.float32)
-        read_exactly(descriptor, piece.data.cast("B"), entry.start + start * 4, entry.file)
+        read_tensor(entry, piece.data.cast("B"), start * 4)
         return piece
 
-    try:
-        return factors_of_values(entry.shape, read, scale)
-    finally:
-        os.close(descriptor)
+    return factors_of_values(entry.shape, read, scale)
 
 
 def factors_of_values(shape: tuple[int, ...], read: Callable[[int, int], Array], scale: float) -> Factors:
@@ -219,8 +214,7 @@ def _read(entry: TensorEntry) -> Array:
             f"{entry.file}: {entry.name!r:.80} is {entry.dtype} {list(entry.shape)}, expected a float32 vector"
         )
     value = np.empty(entry.elements, np.float32)
-    with open(entry.file, "rb") as file:
-        read_exactly(file.fileno(), value.data.cast("B"), entry.start, entry.file)
+    read_tensor(entry, value.data.cast("B"))
     if not (np.isfinite(value).all() and (value >= 0).all()):
         raise CheckpointError(f"{entry.file}: {entry.name!r:.80} holds values that no second moment has")
     return value

@@ -14,14 +14,13 @@ to decode the message to files, it writes this file itself: it has the base and 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, read_exactly
+from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, Opened, TensorEntry
 from facility.exchange.checkpoints.floats import STORAGE, Array
 from facility.exchange.checkpoints.spans import PIECE, SPAN
 from facility.exchange.errors import ManifestError
@@ -52,7 +51,7 @@ class StepNorms:
         self._squares: Squares = {}
         self._position: dict[str, int] = {}
         self._complete = self._library is not None
-        self._descriptors: dict[Path, int] = {}
+        self._bytes_of = Opened()
         self._stored = np.empty(READ * 4, np.uint8).data
         self._widened, self._scratch = np.empty(READ, np.float32), np.empty(native.RUN + native.SPARE, np.float32)
 
@@ -98,7 +97,7 @@ class StepNorms:
                 return
             for start in range(0, entry.elements, READ):
                 view = buffer[: min(READ, entry.elements - start) * item]
-                read_exactly(self._descriptor(entry.file), view, entry.start + start * item, entry.file)
+                self._bytes_of(entry, start * item, view)
                 self.take(name, entry.dtype, start, np.frombuffer(view, STORAGE[entry.dtype]))
 
     def write(self, directory: Path) -> None:
@@ -115,7 +114,7 @@ class StepNorms:
         """Elements of the base as stored, in a buffer that is used again."""
         item = np.dtype(STORAGE[base.dtype]).itemsize
         view = self._stored[: count * item]
-        read_exactly(self._descriptor(base.file), view, base.start + start * item, base.file)
+        self._bytes_of(base, start * item, view)
         return np.frombuffer(view, STORAGE[base.dtype])
 
     def _added(self, total: float, sources: list[Array], kinds: list[int]) -> float:
@@ -128,18 +127,11 @@ class StepNorms:
         native.steps(self._library, places, kinds, widened, None, gram, None, widened, False, self._scratch)
         return float(gram[0, 0])
 
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._descriptors:
-            self._descriptors[file] = os.open(file, os.O_RDONLY)
-        return self._descriptors[file]
-
     def __enter__(self) -> StepNorms:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._descriptors.values():
-            os.close(descriptor)
-        self._descriptors = {}
+    def __exit__(self, *error: object) -> None:
+        self._bytes_of.__exit__(*error)
 
 
 def read_step_norms(directory: Path, tensors: Mapping[str, TensorEntry]) -> Squares | None:

@@ -7,14 +7,13 @@ rows that it holds: every layout sends and reads the same bytes.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_exactly
+from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint, read_tensor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.moments import (
     BLOCKS,
@@ -87,11 +86,7 @@ def _rows_of(entry: TensorEntry, moment: Moment, scale: float) -> Rows:
 
     def read(first: int, count: int) -> Array:
         values = np.empty((count, width), np.float32)
-        descriptor = os.open(entry.file, os.O_RDONLY)
-        try:
-            read_exactly(descriptor, values.data.cast("B"), entry.start + first * width * 4, entry.file)
-        finally:
-            os.close(descriptor)
+        read_tensor(entry, values.data.cast("B"), first * width * 4)
         values *= np.float32(scale)
         return block_means(values) if moment.form == BLOCKS else values
 
