@@ -100,26 +100,24 @@ def test_slowmo_two_rounds_with_a_changing_learning_rate():
     ],
 )
 def test_adaptive_servers(rule, more, second, moved):
-    starts = rule.starts(0.1)
+    apply, starts = rule.build(0, server_learning_rate=0.5, momentum=0.9, tau=0.1, **more)
     assert starts == (0.0, pytest.approx(0.01))
-    w, slots = rule.apply(f32(1), f32(2), [f32(s) for s in starts], learning_rate=0.5, momentum=0.9, tau=0.1, **more)
+    w, slots = apply(f32(1), f32(2), [f32(s) for s in starts])
     np.testing.assert_allclose([w[0], slots[0][0], slots[1][0]], [1 + moved, 0.2, second], rtol=1e-5)
 
 
 def test_yogi_lowers_the_second_moment_by_at_most_its_step():
     # v = 1 > step^2 = 0.25: v - 0.01 * 0.25;  equal: unchanged
-    _, slots = fedyogi.apply(
-        f32(0, 0), f32(0.5, 1), [f32(0, 0), f32(1, 1)], learning_rate=1, momentum=0.9, beta2=0.99, tau=1
-    )
+    apply, _ = fedyogi.build(0, server_learning_rate=1, momentum=0.9, beta2=0.99, tau=1)
+    _, slots = apply(f32(0, 0), f32(0.5, 1), [f32(0, 0), f32(1, 1)])
     np.testing.assert_allclose(slots[1], [0.9975, 1.0], rtol=1e-6)
 
 
 def test_outer_steps_take_torch_tensors():
     import torch
 
-    w, slots = fedyogi.apply(
-        torch.ones(2), torch.ones(2), [torch.zeros(2), torch.ones(2)], learning_rate=1, momentum=0.0, beta2=0.9, tau=1
-    )
+    apply, _ = fedyogi.build(0, server_learning_rate=1, momentum=0.0, beta2=0.9, tau=1)
+    w, slots = apply(torch.ones(2), torch.ones(2), [torch.zeros(2), torch.ones(2)])
     assert torch.equal(w, torch.full((2,), 1.5)) and torch.equal(slots[1], torch.ones(2))
 
 

@@ -7,10 +7,8 @@ x = x + eta m / (sqrt(v) + tau), with v starting at tau squared and no bias corr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
-from coordinator.aggregation.server_optimizers.contract import A, ServerOptimizer, Step
+from coordinator.aggregation.server_optimizers.contract import ServerOptimizer, Step
+from coordinator.aggregation.server_optimizers.fedadam import adaptive
 from facility.exchange.registry import Parameter
 
 DECLARATION = ServerOptimizer(
@@ -39,28 +37,8 @@ DECLARATION = ServerOptimizer(
 )
 
 
-def starts(tau: float) -> tuple[float, float]:
-    """First values of the two moments."""
-    return 0.0, tau * tau
-
-
-def apply(
-    master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float, tau: float
-) -> tuple[A, list[A]]:
-    """Next master, first and second moment."""
-    first = momentum * slots[0] + (1 - momentum) * step
-    square = step * step
-    second = slots[1] + square
-    return master + learning_rate * first / (second**0.5 + tau), [first, second]
-
-
-def build(
-    round: int,
-    *,
-    server_learning_rate: float,
-    momentum: float,
-    tau: float,
-) -> tuple[Step, tuple[float, ...]]:
+def build(round: int, *, server_learning_rate: float, momentum: float, tau: float) -> tuple[Step, tuple[float, float]]:
     """The step function and the first values of both moments."""
-    step = partial(apply, learning_rate=server_learning_rate, momentum=momentum, tau=tau)
-    return step, starts(tau)
+    return adaptive(
+        lambda second, square: second + square, server_learning_rate=server_learning_rate, momentum=momentum, tau=tau
+    )

@@ -7,8 +7,7 @@ x = x + eta m / (sqrt(v) + tau), with v starting at tau squared and no bias corr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from coordinator.aggregation.server_optimizers.contract import A, ServerOptimizer, Step
 from facility.exchange.registry import Parameter
@@ -45,29 +44,26 @@ DECLARATION = ServerOptimizer(
 )
 
 
-def starts(tau: float) -> tuple[float, float]:
-    """First values of the two moments."""
-    return 0.0, tau * tau
+def adaptive(
+    second_moment: Callable[[A, A], A], *, server_learning_rate: float, momentum: float, tau: float
+) -> tuple[Step, tuple[float, float]]:
+    """Algorithm 2 of Reddi et al., and the first values of both moments; `second_moment`: (v, step^2) -> next v."""
 
+    def apply(master: A, step: A, slots: Sequence[A]) -> tuple[A, list[A]]:
+        first = momentum * slots[0] + (1 - momentum) * step
+        second = second_moment(slots[1], step * step)
+        return master + server_learning_rate * first / (second**0.5 + tau), [first, second]
 
-def apply(
-    master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float, beta2: float, tau: float
-) -> tuple[A, list[A]]:
-    """Next master, first and second moment."""
-    first = momentum * slots[0] + (1 - momentum) * step
-    square = step * step
-    second = beta2 * slots[1] + (1 - beta2) * square
-    return master + learning_rate * first / (second**0.5 + tau), [first, second]
+    return apply, (0.0, tau * tau)
 
 
 def build(
-    round: int,
-    *,
-    server_learning_rate: float,
-    momentum: float,
-    beta2: float,
-    tau: float,
-) -> tuple[Step, tuple[float, ...]]:
+    round: int, *, server_learning_rate: float, momentum: float, beta2: float, tau: float
+) -> tuple[Step, tuple[float, float]]:
     """The step function and the first values of both moments."""
-    step = partial(apply, learning_rate=server_learning_rate, momentum=momentum, beta2=beta2, tau=tau)
-    return step, starts(tau)
+    return adaptive(
+        lambda second, square: beta2 * second + (1 - beta2) * square,
+        server_learning_rate=server_learning_rate,
+        momentum=momentum,
+        tau=tau,
+    )

@@ -36,11 +36,6 @@ DECLARATION = ServerOptimizer(
 )
 
 
-def starts() -> tuple[float]:
-    """The velocity starts at zero."""
-    return (0.0,)
-
-
 def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float) -> tuple[A, list[A]]:
     """Next master and velocity."""
     velocity = momentum * slots[0] + step
@@ -49,4 +44,4 @@ def apply(master: A, step: A, slots: Sequence[A], *, learning_rate: float, momen
 
 def build(round: int, *, server_learning_rate: float, momentum: float) -> tuple[Step, tuple[float, ...]]:
     """The step function and the first velocity."""
-    return partial(apply, learning_rate=server_learning_rate, momentum=momentum), starts()
+    return partial(apply, learning_rate=server_learning_rate, momentum=momentum), (0.0,)

@@ -55,11 +55,6 @@ DECLARATION = ServerOptimizer(
 )
 
 
-def starts() -> tuple[float]:
-    """The velocity starts at zero."""
-    return (0.0,)
-
-
 def momentum_of(round: int, momentum: float, friction: float = 3.0) -> float:
     """Momentum in round `round`, counted from 0."""
     return min(momentum, round / (round + friction))
@@ -84,4 +79,4 @@ def build(
     """The step function and the first velocity."""
     if momentum_warmup:
         momentum = momentum_of(round, momentum, momentum_friction)
-    return partial(apply, learning_rate=server_learning_rate, momentum=momentum), starts()
+    return partial(apply, learning_rate=server_learning_rate, momentum=momentum), (0.0,)

@@ -43,11 +43,6 @@ DECLARATION = ServerOptimizer(
 )
 
 
-def starts() -> tuple[float]:
-    """The slow momentum starts at zero."""
-    return (0.0,)
-
-
 def apply(
     master: A, step: A, slots: Sequence[A], *, learning_rate: float, momentum: float, local_learning_rate: float
 ) -> tuple[A, list[A]]:
@@ -67,4 +62,4 @@ def build(
     step = partial(
         apply, learning_rate=server_learning_rate, momentum=momentum, local_learning_rate=slowmo_learning_rate
     )
-    return step, starts()
+    return step, (0.0,)
