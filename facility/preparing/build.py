@@ -28,7 +28,16 @@ from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
 from facility.preparing.mixing import shares
-from facility.preparing.output import Prepared, check_out, finish_replacement, in_few, published, recognised
+from facility.preparing.output import (
+    AnyRequest,
+    Prepared,
+    check_apart,
+    check_out,
+    finish_replacement,
+    in_few,
+    published,
+    recognised,
+)
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
 from facility.preparing.resuming import part_of
@@ -62,15 +71,11 @@ LIBRARIES = ("tokenizers", "transformers", "datasets", "numpy")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class Request(AnyRequest):
     """What `python -m facility.prepare` was asked for."""
 
-    inputs: list[str]
-    """Files, folders, saved datasets or hub names for training."""
     tokenizer: Path
     """Directory of the tokenizer."""
-    out: Path
-    """Directory to make."""
     block_tokens: int
     """Tokens per block."""
     task: Task = "causal-lm"
@@ -83,15 +88,6 @@ class Request:
     documents: Documents | None = None
     """How documents share a block; None: separate for chat, else joined."""
     fields: Fields = dataclasses.field(default_factory=Fields)
-    validation: list[str] = dataclasses.field(default_factory=list)
-    """Inputs of the validation split; empty: a share of the training inputs."""
-    validation_share: float = 0.05
-    """Share of the documents that is held out where `validation` is empty: evenly spread, or, of documents that are
-    kept apart, chosen by each one's content, so that the share is nearly this."""
-    train_samples: int = 0
-    """Most documents to take; 0: all."""
-    validation_samples: int = 0
-    """Most documents to take; 0: all."""
     near_duplicates: float = 0.0
     """Leave out documents whose similarity to an earlier one is this or more, in (0, 1]; 0: none is."""
     salt: Path | None = None
@@ -102,8 +98,6 @@ class Request:
     """Other facilities' signatures: leave out the documents that they hold already."""
     language: str = ""
     """What the facility says its text is in, as BCP 47 tags such as `it` or `it, en`; recorded, not looked for."""
-    classes: list[str] = dataclasses.field(default_factory=list)
-    """Classification: the classes in the order of the model's outputs; empty: those of the training documents."""
     weights: list[float] = dataclasses.field(default_factory=list)
     """Weight of each of `inputs`; empty: each is read whole, or as `temperature` says."""
     temperature: float = 1.0
@@ -112,25 +106,11 @@ class Request:
     """Split of a saved or hub dataset that is read for training."""
     validation_split: str = "validation"
     """Split of a saved or hub dataset that is read for validation."""
-    streaming: bool = False
-    """Read hub datasets as they download, keeping nothing."""
     model: Path | None = None
     """A model's directory, whose `config.json` bounds the block and the vocabulary."""
-    processes: int = 1
-    replace: bool = False
-    """Make `out` again when it holds a dataset made otherwise."""
-    allow_overlap: bool = False
-    """Accept any number of validation documents that are in training too."""
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("block_tokens", self.block_tokens, 1),
-            ("train_samples", self.train_samples, 0),
-            ("validation_samples", self.validation_samples, 0),
-            ("processes", self.processes, 1),
-        ):
-            if value < least:
-                raise DatasetError(f"{name} is {value}, expected {least} or more")
+        self._check(block_tokens=1)
         if not 0 <= self.near_duplicates <= 1:
             raise DatasetError(
                 f"near_duplicates is {self.near_duplicates}, expected more than 0 and at most 1; 0 is off"
@@ -139,14 +119,10 @@ class Request:
         if self.language and not LANGUAGES.fullmatch(self.language):
             raise DatasetError(f"language is {self.language!r}, expected BCP 47 tags such as 'it' or 'it, pt-BR'")
         shares([1] * len(self.inputs), weights=self.weights, temperature=self.temperature)
-        if not 0 < self.validation_share < 1:
-            raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
         if (self.task == "classification") != (self.fields.label is not None):
             raise DatasetError(f"a label field is given for classification and only there; the task is {self.task}")
         if self.classes and self.task != "classification":
             raise DatasetError(f"classes are named for classification only; the task is {self.task}")
-        if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
-            raise DatasetError(f"--classes names {self.classes[:10]}: expected two classes or more, each once")
         if self.fields.pair is not None and self.task != "classification":
             raise DatasetError(f"a second text is for classification only; the task is {self.task}")
         if self.task == "classification" and self.template not in (None, "{text}"):
@@ -285,11 +261,7 @@ def _found(request: Request) -> tuple[dict[str, list[Source]], list[SourceEntry]
     }
     entries = [_entry(source, split) for split in SPLITS for source in sources[split]]
     # An empty file is no text, and of a dataset that is streamed nothing is known: their documents are compared.
-    train, validation = ({e.sha256 for e in entries if e.split == split and e.size and e.sha256} for split in SPLITS)
-    both = train & validation
-    if both:
-        names = sorted({entry.name for entry in entries if entry.sha256 in both})
-        raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
+    check_apart([entry for entry in entries if entry.size and entry.sha256])
     given = {"train": request.inputs, "validation": request.validation}
     return sources, [one for split in SPLITS for one in in_few(given[split], split, sources[split], entries)]
 

@@ -9,11 +9,11 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from facility.dataset import NAME, DatasetError, PreparedDataset, SourceEntry, open_dataset
+from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, SourceEntry, open_dataset
 from facility.exchange.files.durable import new_directory
 from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
@@ -22,15 +22,44 @@ MOST_ENTRIES = 10_000
 """Of one input in the manifest: a million would be 170 MB, which every rank of every round reads."""
 
 
-class Asked(Protocol):
-    """What of a request decides whether a dataset that is there is taken."""
+@dataclass(frozen=True, kw_only=True)
+class AnyRequest:
+    """What every dataset is asked for with, of texts or of images: its documents."""
 
-    @property
-    def out(self) -> Path: ...
-    @property
-    def replace(self) -> bool: ...
-    @property
-    def streaming(self) -> bool: ...
+    inputs: list[str]
+    """Files, folders, saved datasets or hub names for training; of images, folders or Parquet files."""
+    out: Path
+    """Directory to make."""
+    classes: list[str] = field(default_factory=list)
+    """The classes in the order of the model's outputs; empty: those of the training documents."""
+    validation: list[str] = field(default_factory=list)
+    """Inputs of the validation split; empty: a share of the training inputs."""
+    validation_share: float = 0.05
+    """Share of the documents that is held out where `validation` is empty: evenly spread, or, of documents that are
+    kept apart, chosen by each one's content, so that the share is nearly this."""
+    train_samples: int = 0
+    """Most documents to take; 0: all."""
+    validation_samples: int = 0
+    """Most documents to take; 0: all."""
+    processes: int = 1
+    """At work at once; the output is the same."""
+    replace: bool = False
+    """Make `out` again when it holds a dataset made otherwise."""
+    allow_overlap: bool = False
+    """Accept any number of validation documents that are in training too."""
+    streaming: bool = False
+    """Read hub datasets as they download, keeping nothing."""
+
+    def _check(self, **least: int) -> None:
+        """Raise `DatasetError` for what is out of bounds; `least`: the smallest value of further numbers."""
+        counts = {"train_samples": 0, "validation_samples": 0, "processes": 1}
+        for name, smallest in (counts | least).items():
+            if (value := getattr(self, name)) < smallest:
+                raise DatasetError(f"{name} is {value}, expected {smallest} or more")
+        if not 0 < self.validation_share < 1:
+            raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
+        if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
+            raise DatasetError(f"--classes names {self.classes[:10]}: expected two classes or more, each once")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,8 +165,16 @@ def check_out(out: Path, inputs: Sequence[str] = ()) -> None:
                 )
 
 
+def check_apart(entries: Sequence[SourceEntry]) -> None:
+    """Raise `DatasetError` where a source is given for training and for validation."""
+    train, validation = ({entry.sha256 for entry in entries if entry.split == split} for split in SPLITS)
+    if both := train & validation:
+        names = sorted({entry.name for entry in entries if entry.sha256 in both})
+        raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
+
+
 def recognised(
-    request: Asked,
+    request: AnyRequest,
     wanted: dict[str, Any],
     also: Callable[[PreparedDataset], list[str]] = lambda _: [],
 ) -> PreparedDataset | None:

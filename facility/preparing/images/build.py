@@ -25,7 +25,6 @@ from facility.dataset import (
     SPLITS,
     DatasetError,
     DatasetManifest,
-    SourceEntry,
     SplitEntry,
     open_dataset,
 )
@@ -34,7 +33,15 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.images.decode import MOST_PIXELS, Decoder, ImageLimits
 from facility.preparing.images.sources import ImageSource, Picture, find_images
-from facility.preparing.output import Prepared, check_out, finish_replacement, published, recognised
+from facility.preparing.output import (
+    AnyRequest,
+    Prepared,
+    check_apart,
+    check_out,
+    finish_replacement,
+    published,
+    recognised,
+)
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import RowWriter
 from facility.preparing.reading import Progress
@@ -51,56 +58,26 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageRequest:
+class ImageRequest(AnyRequest):
     """What `python -m facility.prepare --task image-classification` was asked for."""
 
-    inputs: list[str]
-    """Folders of classes, folders with metadata, or Parquet files, for training."""
     processor: Path
     """Directory of the image processor, or of a model that carries one."""
-    out: Path
-    """Directory to make."""
     image_field: str = "image"
     """Column of the images in Parquet files."""
     label_field: str = "label"
     """Column or metadata field of the class."""
-    classes: list[str] = dataclasses.field(default_factory=list)
-    """The classes, in the order of the model's outputs; empty: those of the training images, in order."""
-    validation: list[str] = dataclasses.field(default_factory=list)
-    """Inputs of the validation split; empty: a share of the training inputs."""
-    validation_share: float = 0.05
-    """Share of the images that is held out, evenly spread, where `validation` is empty."""
-    train_samples: int = 0
-    """Most images to take; 0: all."""
-    validation_samples: int = 0
-    """Most images to take; 0: all."""
     limits: ImageLimits = dataclasses.field(default_factory=ImageLimits)
     skip_unreadable: bool = False
     """Leave out images that cannot be decoded, and count them."""
-    processes: int = 1
-    """Images decoded at once; the output is the same."""
-    replace: bool = False
-    """Make `out` again when it holds a dataset made otherwise."""
-    allow_overlap: bool = False
-    """Accept any number of validation images that are in training too."""
-    streaming: bool = False
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("train_samples", self.train_samples, 0),
-            ("validation_samples", self.validation_samples, 0),
-            ("processes", self.processes, 1),
-            ("most_bytes", self.limits.bytes, 1),
-            ("most_pixels", self.limits.pixels, 1),
-        ):
-            if value < least:
-                raise DatasetError(f"{name} is {value}, expected {least} or more")
+        self._check()
+        for name, value in (("most_bytes", self.limits.bytes), ("most_pixels", self.limits.pixels)):
+            if value < 1:
+                raise DatasetError(f"{name} is {value}, expected 1 or more")
         if self.limits.pixels > MOST_PIXELS:
             raise DatasetError(f"most_pixels is {self.limits.pixels:,}, expected at most {MOST_PIXELS:,}")
-        if not 0 < self.validation_share < 1:
-            raise DatasetError(f"validation_share is {self.validation_share}, expected more than 0 and less than 1")
-        if len(set(self.classes)) != len(self.classes) or len(self.classes) == 1:
-            raise DatasetError(f"--classes names {self.classes[:10]}: expected two classes or more, each once")
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -163,14 +140,6 @@ def _there(request: ImageRequest, wanted: dict[str, Any]) -> Prepared | None:
     if found is not None and not request.allow_overlap:
         check_overlap(found.manifest.splits["validation"])
     return None if found is None else Prepared(dataset=found, reused=True)
-
-
-def check_apart(entries: list[SourceEntry]) -> None:
-    """Raise `DatasetError` where a source is given for training and for validation."""
-    by_split = [{entry.sha256 for entry in entries if entry.split == split} for split in SPLITS]
-    if both := by_split[0] & by_split[1]:
-        names = sorted({entry.name for entry in entries if entry.sha256 in both})
-        raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
 
 
 class Writing:
