@@ -2,7 +2,7 @@
 
 The trainer's loop:
 
-    sync = connect(settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=..., ...)
+    sync = connect(Context(settings=settings.sync, place=..., parameters=..., optimizer=..., store=..., steps=...))
     while sync.wants_more():
         sync.before_step(samples)           # optional: exchange may start during the last backward pass
         ... forward and backward passes (gradients are the mean over this replica's own samples) ...

@@ -36,11 +36,11 @@ from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_
 from facility.exchange.messages.plausible import MOST_LOSS
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.data.loader import DataLoader
+from facility.training.finish import write_evaluation
 from facility.training.prepare import load_weights
 from facility.training.processes.ranks import together
 from facility.training.request import RoundRequest
 from facility.training.round import Round
-from facility.training.state.update import write_evaluation
 
 log = logging.getLogger(__name__)
 
@@ -194,16 +194,5 @@ def finish_comparison(round: Round, found: Found) -> None:
         if found.missing:
             with_missing(directory, found.missing)
 
-    request, times = round.request, round.times
-    assert request.bundle is not None
-    write_evaluation(
-        request.out,
-        request.settings,
-        read_manifest(request.bundle),
-        round.ranks,
-        round.progress.loss_received,
-        times.loaded - request.began,
-        time.perf_counter() - times.loaded,
-        add=add,
-        task=round.inputs.dataset.manifest.task,
-    )
+    assert round.request.bundle is not None
+    write_evaluation(round, read_manifest(round.request.bundle), time.perf_counter() - round.times.loaded, add=add)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from typing import Any
 import torch
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import drift, loss_curve, lost_replicas
 from facility.exchange.messages import report as reports
+from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.privacy import DETAILS, WITHHELD
 from facility.exchange.perplexity import perplexity
 from facility.training import account
@@ -25,14 +28,13 @@ from facility.training.devices import device_name
 from facility.training.drift import KIND, is_in
 from facility.training.loss_scale import LossScale
 from facility.training.model import class_of
-from facility.training.processes.ranks import gather, together
+from facility.training.processes.ranks import barrier, gather, together
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
 from facility.training.state.update import (
     Outgoing,
     outgoing_parts,
     outgoing_tensors,
-    write_evaluation,
     write_update,
 )
 from facility.training.trained_rank import trained_whole
@@ -42,18 +44,58 @@ log = logging.getLogger(__name__)
 
 def finish_evaluation(round: Round) -> None:
     """Write the report of a round that only evaluates the final model."""
-    request, times = round.request, round.times
-    write_evaluation(
-        request.out,
-        request.settings,
-        round.inputs.base,
-        round.ranks,
-        round.progress.loss_received,
-        times.loaded - request.began,
-        times.evaluated - times.loaded,
-        accuracy=round.progress.accuracy_received,
-        task=round.inputs.dataset.manifest.task,
-    )
+    seconds = round.times.evaluated - round.times.loaded
+    write_evaluation(round, round.inputs.base, seconds, accuracy=round.progress.accuracy_received)
+
+
+def write_evaluation(
+    round: Round,
+    base: Manifest | None,
+    evaluate_seconds: float,
+    *,
+    accuracy: float | None = None,
+    add: Callable[[Path], None] = lambda directory: None,
+) -> None:
+    """Leave the final model's loss as an update without weights, made from `base`. `add`: completes its manifest."""
+    settings, ranks, times, loss = round.request.settings, round.ranks, round.times, round.progress.loss_received
+    task = round.inputs.dataset.manifest.task
+    peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
+    if ranks.first:
+        with new_directory(round.request.out) as temporary:
+            reports.write(
+                temporary,
+                reports.Report(
+                    federation=settings.federation,
+                    facility=settings.facility,
+                    round=settings.rounds,
+                    samples=0,
+                    tokens=0,
+                    steps=0,
+                    loss_received=loss,
+                    loss_returned=loss,
+                    perplexity_received=perplexity(loss),
+                    perplexity_returned=perplexity(loss),
+                    training_loss=loss,
+                    peak_memory_bytes=peak,
+                    ranks=ranks.world,
+                    seconds=reports.Seconds(load=times.loaded - round.request.began, evaluate=evaluate_seconds),
+                    devices=[device_name(ranks.device)],
+                    versions=account.versions(),
+                    details=reports.accuracies(received=accuracy) | ({reports.TASK: task} if task else {}),
+                ),
+            )
+            write_manifest(
+                temporary,
+                Manifest(
+                    kind="update",
+                    federation=settings.federation,
+                    round=settings.rounds,
+                    facility=settings.facility,
+                    base_sha256=base.content_sha256 if base else None,
+                ),
+            )
+            add(temporary)
+    barrier(ranks)
 
 
 def finish_round(round: Round) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from facility.exchange.seeds import derive
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank, Synchroniser
+from facility.sync.runtime.replica import Context
 from facility.sync.runtime.sampling import ReplicaOrder
 from facility.sync.single import SingleReplica
 from facility.training.engine import Engine
@@ -44,8 +45,8 @@ def synchroniser(
     if engine.together:
         return SingleReplica(steps, done)
     replica, row, column = grid.place(ranks.rank)
-    return connect(
-        layout.sync,
+    context = Context(
+        settings=layout.sync,
         place=ReplicaRank(
             replica=replica,
             replicas=grid.replicas,
@@ -62,6 +63,6 @@ def synchroniser(
         device=ranks.device,
         address=address_of_replicas(ranks),
         log=log if ranks.first else None,
-        namespace=f"round-{round}",
         outlives=True,
     )
+    return connect(context, namespace=f"round-{round}")

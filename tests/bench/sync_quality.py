@@ -125,6 +125,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
 
     from facility.sync.connect import connect
     from facility.sync.protocol import ReplicaRank
+    from facility.sync.runtime.replica import Context
     from facility.sync.runtime.sampling import ReplicaOrder
     from tests.bench.quality_stages import sleep_until, train_stages
 
@@ -155,15 +156,15 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
     optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
     settings = SyncSettings(policy=job["policy"], missing_seconds=60.0, **job["options"])
     order = ReplicaOrder(policy="strided", sequences=len(data), replica=rank, replicas=WORKERS, seed=job["seed"])
-    sync = connect(
-        settings,
+    context = Context(
+        settings=settings,
         place=ReplicaRank(replica=rank, replicas=WORKERS),
         parameters=list(model.parameters()),
         steps=job["steps"],
         store=store,
         optimizer=optimizer,
-        namespace=tag,
     )
+    sync = connect(context, namespace=tag)
     begin, step = time.monotonic(), 0
     since = begin  # the last exchange: the optimizer's step counts with the passes that follow
     while sync.wants_more() and (not job["seconds"] or time.monotonic() - begin < job["seconds"]):

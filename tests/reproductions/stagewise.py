@@ -14,6 +14,7 @@ import torch.distributed as dist
 from facility.exchange.messages.sync import SyncSettings
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank, Synchroniser
+from facility.sync.runtime.replica import Context
 from tests.reproductions.permission import Permission
 
 
@@ -29,7 +30,7 @@ def connect_stage(
     stage = dist.PrefixStore(f"stage-{place.position}", shared)
     settings = dataclasses.replace(settings, minimum=1, relay=0.0)
     alone = ReplicaRank(replica=place.replica, replicas=place.replicas)
-    synchroniser = connect(settings, place=alone, store=stage, **parts)
+    synchroniser = connect(Context(settings=settings, place=alone, store=stage, **parts))
     service = getattr(synchroniser, "service", None)
     if service is not None and not settings.lockstep and settings.bound != 1:
         service.scheduler.may_hold = Permission(shared, str(place.position))

@@ -9,6 +9,7 @@ import torch
 
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank
+from facility.sync.runtime.replica import Context
 
 SHAPES = [(7, 3), (5,), (11, 2)]
 
@@ -54,8 +55,8 @@ def solve(
     rate = {"sgd": 0.1, "adamw": 0.05}[optimizer_name]
     optimizer = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[optimizer_name](parameters, lr=rate)
     place = ReplicaRank(replica=replica, replicas=world // positions, position=position, positions=positions)
-    sync = connect(
-        settings,
+    context = Context(
+        settings=settings,
         place=place,
         parameters=parameters,
         steps=steps,
@@ -63,8 +64,8 @@ def solve(
         store=store,
         optimizer=optimizer,
         log=log,
-        namespace=namespace,
     )
+    sync = connect(context, namespace=namespace)
     weight = 1.0 if samples is None else samples[replica]
     step = 0
     while sync.wants_more():

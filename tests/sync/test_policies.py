@@ -10,6 +10,7 @@ import torch
 from facility.exchange.scheduling.policies import POLICIES
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank
+from facility.sync.runtime.replica import Context
 from tests.sync.fleet import run_fleet, settings_of
 from tests.sync.quadratic import SHAPES, make_parameters, solve, target
 
@@ -213,13 +214,14 @@ def test_optimizer_state_follows_the_stated_policy(state: str):
 
 def test_a_single_replica_is_no_sync():
     parameters = make_parameters()
-    sync = connect(
-        settings_of(policy="partial_reduce"),
+    context = Context(
+        settings=settings_of(policy="partial_reduce"),
         place=ReplicaRank(replica=0, replicas=1),
         parameters=parameters,
         steps=3,
-        store=None,
-    )  # type: ignore[arg-type]
+        store=None,  # type: ignore[arg-type]
+    )
+    sync = connect(context)
     before = [p.detach().clone() for p in parameters]
     steps = 0
     while sync.wants_more():

@@ -38,21 +38,21 @@ class Context:
     the same position of every replica. Their `grad` is what `reduce_gradients` exchanges."""
     steps: int
     """Steps that one replica is to make; all make `steps * replicas` together where progress is accumulated."""
-    done: int
+    done: int = 0
     """Of `steps`, those that this replica made before a pause."""
-    samples: float
+    samples: float = 0.0
     """Samples that it saw in them."""
     store: dist.Store
-    """Where the ranks exchange addresses, below a name of this round's own."""
-    optimizer: torch.optim.Optimizer | None
-    backwards_per_step: int
+    """Where the ranks exchange addresses; all reach it (TCPStore)."""
+    optimizer: torch.optim.Optimizer | None = None
+    backwards_per_step: int = 1
     """Backward passes whose gradients accumulate into one step, so that exchange can start during the last one."""
-    device: torch.device
-    address: str
+    device: torch.device = torch.device("cpu")
+    address: str = "127.0.0.1"
     """This node's address, on which the scheduler and peers listen."""
-    log: Path | None
+    log: Path | None = None
     """Directory for `groups.jsonl` and `trace.json` (first rank only); None: no files."""
-    outlives: bool
+    outlives: bool = False
     """The scheduler is a process of its own, which outlives the rank that starts it."""
 
 

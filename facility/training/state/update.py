@@ -21,13 +21,9 @@ from facility.exchange.checkpoints.running_statistics import is_running_statisti
 from facility.exchange.checkpoints.step_norms import StepNorms
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
-from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.perplexity import perplexity
-from facility.training import account
-from facility.training.devices import device_name
 from facility.training.model import Names
-from facility.training.processes.ranks import Ranks, barrier, broadcast, gather, together
+from facility.training.processes.ranks import Ranks, barrier, broadcast, together
 from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard, shard_of
 from facility.training.state.message import held_for_masks, held_tensors, write_message
@@ -238,55 +234,3 @@ def outgoing_tensors(
         return entry.dtype if stays or entry.dtype not in FLOATS else exported(entry.name)
 
     return [(name, sent_as(entry), entry.shape) for name, entry in checkpoint.tensors.items()]
-
-
-def write_evaluation(
-    out: Path,
-    settings: FacilitySettings,
-    base: manifests.Manifest | None,
-    ranks: Ranks,
-    loss: float,
-    load: float,
-    evaluate: float,
-    add: Callable[[Path], None] = lambda directory: None,
-    accuracy: float | None = None,
-    task: str = "",
-) -> None:
-    """Leave the final model's loss here as an update without weights. `add`: completes its manifest."""
-    peak = max(gather(ranks, account.peak_memory_bytes(ranks)))
-    if ranks.first:
-        with new_directory(out) as temporary:
-            reports.write(
-                temporary,
-                reports.Report(
-                    federation=settings.federation,
-                    facility=settings.facility,
-                    round=settings.rounds,
-                    samples=0,
-                    tokens=0,
-                    steps=0,
-                    loss_received=loss,
-                    loss_returned=loss,
-                    perplexity_received=perplexity(loss),
-                    perplexity_returned=perplexity(loss),
-                    training_loss=loss,
-                    peak_memory_bytes=peak,
-                    ranks=ranks.world,
-                    seconds=reports.Seconds(load=load, evaluate=evaluate),
-                    devices=[device_name(ranks.device)],
-                    versions=account.versions(),
-                    details=reports.accuracies(received=accuracy) | ({reports.TASK: task} if task else {}),
-                ),
-            )
-            manifests.write_manifest(
-                temporary,
-                manifests.Manifest(
-                    kind="update",
-                    federation=settings.federation,
-                    round=settings.rounds,
-                    facility=settings.facility,
-                    base_sha256=base.content_sha256 if base else None,
-                ),
-            )
-            add(temporary)
-    barrier(ranks)
