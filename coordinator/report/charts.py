@@ -192,11 +192,11 @@ def shortened(name: str, most: int = LABEL) -> str:
     return name if len(name) <= most else f"{name[: most - 11]}…{name[-10:]}"
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from below `low` to above `high`."""
+def ticks(low: float, high: float) -> list[float]:
+    """Some five round numbers from below `low` to above `high`."""
     if high - low < 1e-11:  # which `round` below cannot tell apart
         high = low + (abs(low) if abs(low) > 1e-9 else 1.0) * 0.1
-    raw = (high - low) / count
+    raw = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw)
     first, last = math.floor(low / step), math.ceil(high / step)

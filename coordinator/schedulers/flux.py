@@ -22,7 +22,6 @@ class Flux(BatchScheduler):
 
     name, title, program = "flux", "Flux", "flux"
     connector = "streamflow.deployment.connector.queue_manager:FluxConnector"
-    limit_signal = "#flux: --signal=SIGUSR1@300s"
     survey = "flux queue list && flux queue status && flux resource list"
     job_id = re.compile(r"[fƒ][A-Za-z0-9]{1,99}")
     waiting = frozenset({"DEPEND", "PRIORITY", "SCHED"})

@@ -190,8 +190,6 @@ class BatchScheduler(Scheduler):
     """States of a job that has begun and whose time limit stands still; `waiting` may hold them too."""
     silent: ClassVar[Sequence[str]]
     """Words (lower case) in a command's error that mean the scheduler did not answer; anything else is an answer."""
-    limit_signal: ClassVar[str] = ""
-    """Directive by which a job is warned before its time limit; '': the scheduler sends TERM by itself."""
     output_file: ClassVar[str] = ""
     """File in the job's directory to send its output to; '': the scheduler writes there by itself."""
 

@@ -20,7 +20,6 @@ class Slurm(BatchScheduler):
 
     name, title, program = "slurm", "Slurm", "sbatch"
     connector = "streamflow.deployment.connector.queue_manager:SlurmConnector"
-    limit_signal = "#SBATCH --signal=USR1@300"
     trial = "sbatch --test-only"
     survey = (
         "sinfo -h -o 'partition|%P|%a|%l|%D|%c|%G' && scontrol -o show partition && "

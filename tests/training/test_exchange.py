@@ -28,12 +28,12 @@ def exchange(rank: int, world: int) -> tuple[Any, ...]:
     from facility.training.processes.exchange import all_gather_json, broadcast_json
 
     longer = {"rank": rank, "text": "é" * 1000 * rank, "losses": [0.1, -1.0, 1e-300]}
-    return all_gather_json(longer), all_gather_json(None), broadcast_json([rank, "a"]), broadcast_json(rank, source=2)
+    return all_gather_json(longer), all_gather_json(None), broadcast_json([rank, "a"])
 
 
 def test_every_rank_gets_every_value_whatever_its_length():
     expected = [{"rank": r, "text": "é" * 1000 * r, "losses": [0.1, -1.0, 1e-300]} for r in range(3)]
-    assert run_distributed(exchange, 3) == [(expected, [None] * 3, [0, "a"], 2)] * 3
+    assert run_distributed(exchange, 3) == [(expected, [None] * 3, [0, "a"])] * 3
 
 
 def test_only_plain_data_of_a_bounded_size_is_taken():

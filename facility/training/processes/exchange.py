@@ -29,14 +29,14 @@ def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[
     return [decode(data[:count]) for data, count in zip(gathered, counts, strict=True)]
 
 
-def broadcast_json(value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
-    """The JSON value of the group's rank `source` (None: of all ranks), on every rank; other values are ignored."""
-    here = dist.get_rank(group) == source
+def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """The JSON value of the group's first rank (None: of all ranks), on every rank; other values are ignored."""
+    here = dist.get_rank(group) == 0
     own = encode(value) if here else torch.empty(0, dtype=torch.uint8)
     size = torch.tensor([own.numel()])
-    dist.broadcast(size, group_src=source, group=group)
+    dist.broadcast(size, group_src=0, group=group)
     data = own if here else torch.empty(checked_size(int(size)), dtype=torch.uint8)
-    dist.broadcast(data, group_src=source, group=group)
+    dist.broadcast(data, group_src=0, group=group)
     return decode(data)
 
 
