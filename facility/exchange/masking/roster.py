@@ -27,7 +27,7 @@ from facility.exchange.masking.weights import scaled
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, verify_manifest, write_manifest
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.signatures import sign, verify
-from facility.exchange.messages.strict_json import HEX, Fields, read_json
+from facility.exchange.messages.strict_json import HEX, Fields, read_json, read_message
 
 FORMAT, KEYS_FORMAT = 1, 2
 """Of the agreement, and of keys: 2 says steps."""
@@ -90,7 +90,7 @@ def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
     found = (
         Fields(raw=read_json(path, most_bytes=64_000), where=str(path))
         .of_format(KEYS_FORMAT)
-        .only(_names(Keys) - {"told"})
+        .only({one.name for one in dataclasses.fields(Keys)} - {"told"})
     )
     extra = Fields(raw=manifest.extra, where=str(directory / NAME))
     keys = Keys(
@@ -229,9 +229,7 @@ def check_size(roster: Roster, settings: MaskingSettings, least: int) -> None:
 def read_agreement(directory: Path) -> Agreement:
     """Raises `ManifestError`."""
     path = directory / AGREEMENT
-    found = (
-        Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Agreement))
-    )
+    found = read_message(path, Agreement, newest=FORMAT, most_bytes=MOST_BYTES)
     clips = Fields(raw=found.mapping("clips", MOST_TENSORS), where=f"{path}: clips")
     agreement = Agreement(
         federation=found.text("federation"),
@@ -260,7 +258,3 @@ def _hex(found: Fields, name: str) -> str:
     if not HEX.fullmatch(value):
         raise ManifestError(f"{found.where}: {name} is not a number of 64 hexadecimal digits")
     return value
-
-
-def _names(kind: type) -> set[str]:
-    return {one.name for one in dataclasses.fields(kind)}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.messages.strict_json import Fields, read_message
 
 NAME = "shares.json"
 FORMAT = 1
@@ -55,8 +55,7 @@ def write_shares(directory: Path, shares: Shares) -> None:
 
 def read_shares(path: Path) -> Shares:
     """Raises `ManifestError`."""
-    known = [field.name for field in dataclasses.fields(Shares)]
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
+    found = read_message(path, Shares, newest=FORMAT, most_bytes=MOST_BYTES)
     return Shares(
         facility=found.text("facility"),
         round=found.whole("round"),

@@ -21,7 +21,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.masking.shares import MOST_MEMBERS, texts
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
 from facility.exchange.messages.signatures import sign, verify
-from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.messages.strict_json import Fields, read_message
 
 FORMAT = 1
 REQUEST = "request.json"
@@ -53,8 +53,7 @@ def write_request(directory: Path, request: UnmaskRequest) -> None:
 def read_request(directory: Path) -> UnmaskRequest:
     """Raises `ManifestError`."""
     path = directory / REQUEST
-    known = [field.name for field in dataclasses.fields(UnmaskRequest)]
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
+    found = read_message(path, UnmaskRequest, newest=FORMAT, most_bytes=MOST_BYTES)
     survivors = found.items("survivors", MOST_MEMBERS, Fields.text)
     if survivors != sorted(set(survivors)):
         raise ManifestError(f"{path} names its survivors twice or out of order")
@@ -111,8 +110,7 @@ def read_answer(directory: Path, signers: Path) -> Answer:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's answer")
     verify(directory, manifest.facility, signers)
     path = directory / ANSWER
-    known = [field.name for field in dataclasses.fields(Answer)]
-    found = Fields(raw=read_json(path, most_bytes=4 * MOST_BYTES), where=str(path)).of_format(FORMAT).only(known)
+    found = read_message(path, Answer, newest=FORMAT, most_bytes=4 * MOST_BYTES)
     pairs = Fields(raw=found.mapping("pairs", MOST_MEMBERS), where=str(path))
     answer = Answer(
         federation=found.text("federation"),

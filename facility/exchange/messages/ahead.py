@@ -7,7 +7,7 @@ exists, so that the tasks of a job, on whatever node, and the coordinator agree.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from facility.exchange.messages.strict_json import Fields, parse_json
 
@@ -36,8 +36,7 @@ class Waited:
 
 def read_waited(text: str) -> Waited:
     """The message in a file's text. Raises `ManifestError` where it is malformed or holds impossible values."""
-    found = Fields(raw=parse_json(text[:MOST_BYTES], where=WAITED), where=WAITED)
-    found = found.only([field.name for field in fields(Waited)])
+    found = Fields(raw=parse_json(text[:MOST_BYTES], where=WAITED), where=WAITED).only_of(Waited)
     return Waited(
         seconds=found.number("seconds", most=MOST_SECONDS),
         nodes=found.whole("nodes", 1, least=1, most=MOST_NODES),

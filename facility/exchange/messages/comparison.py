@@ -170,7 +170,7 @@ def figures_of(manifest: Manifest, expected: Collection[str]) -> list[Figure]:
 
 
 def _figure(found: Fields, expected: Collection[str]) -> Figure:
-    found.only([field.name for field in dataclasses.fields(Figure)])
+    found.only_of(Figure)
     model = found.one_of("model", "", expected)
     against = found.mapping("against", 2)
     if strange := set(against) - {GLOBAL, INITIAL}:
@@ -207,8 +207,7 @@ def _score(found: Fields, expected: Collection[str]) -> dict[str, Any]:
 
 def alone_of(manifest: Manifest) -> Alone:
     """How far a facility says that it is. Raises `ManifestError`."""
-    found = Fields(raw=_told(manifest), where=KEY).only(["alone"]).inside("alone")
-    found.only([field.name for field in dataclasses.fields(Alone)])
+    found = Fields(raw=_told(manifest), where=KEY).only(["alone"]).inside("alone").only_of(Alone)
     alone = Alone(
         rounds=found.whole("rounds", most=10**9),
         of=found.whole("of", most=10**9),

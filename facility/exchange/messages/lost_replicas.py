@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from facility.exchange.errors import ManifestError
@@ -53,7 +53,7 @@ def note_on(report: Report) -> str:
 
 
 def _lost(found: Fields, key: str) -> LostReplica:
-    one = found.inside(key).only([field.name for field in fields(LostReplica)])
+    one = found.inside(key).only_of(LostReplica)
     return LostReplica(
         replica=one.whole("replica", most=MOST_REPLICAS),
         step=one.whole("step", most=MOST_COUNT),

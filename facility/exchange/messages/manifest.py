@@ -195,11 +195,7 @@ def read_manifest(directory: Path) -> Manifest:
     raw = read_json(path, most_bytes=MOST_BYTES)
     if type(raw.get("format")) is not int:
         raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")
-    if raw["format"] > FORMAT:
-        raise ManifestError(
-            f"{path} has format {raw['format']}, this version reads up to {FORMAT}: update CrossFed here"
-        )
-    found = Fields(raw=raw, where=str(path)).only([field.name for field in dataclasses.fields(Manifest)])
+    found = Fields(raw=raw, where=str(path)).of_format(FORMAT).only_of(Manifest)
     dtypes = Fields(raw=found.mapping("dtypes", 100), where=f"{path}: dtypes")
     kind = found.text("kind")
     return Manifest(

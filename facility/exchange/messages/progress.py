@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -79,8 +79,7 @@ def write_progress(directory: Path, message: JobProgress) -> bool:
 
 def read_progress(text: str) -> JobProgress:
     """The message in a file's text. Raises `ManifestError` where it is malformed or holds impossible values."""
-    found = Fields(raw=parse_json(text[:MOST_BYTES], where=FILE), where=FILE)
-    found = found.only([field.name for field in fields(JobProgress)])
+    found = Fields(raw=parse_json(text[:MOST_BYTES], where=FILE), where=FILE).only_of(JobProgress)
 
     def optional(name: str, most: float) -> float | None:
         return None if found.raw.get(name) is None else found.number(name, least=-most, most=most)

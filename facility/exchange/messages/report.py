@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
-from facility.exchange.messages.strict_json import Fields, read_json
+from facility.exchange.messages.strict_json import Fields, read_message
 from facility.exchange.perplexity import LARGEST_LOSS
 from facility.exchange.task_words import KNOWN
 from facility.exchange.validation import validated
@@ -120,8 +120,8 @@ def write(directory: Path, message: Report | Failure) -> None:
 def read_report(directory: Path) -> Report:
     """Raises `ManifestError` unless report.json is there and every field has its type and a possible value."""
     path = Path(directory) / REPORT
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Report))
-    seconds = found.inside("seconds").only(_names(Seconds))
+    found = read_message(path, Report, newest=FORMAT, most_bytes=MOST_BYTES)
+    seconds = found.inside("seconds").only_of(Seconds)
     versions = Fields(raw=found.mapping("versions", 200), where=f"{path}: versions")
     return Report(
         federation=found.text("federation"),
@@ -135,7 +135,7 @@ def read_report(directory: Path) -> Report:
         perplexity_received=found.number("perplexity_received", most=MOST_PERPLEXITY),
         perplexity_returned=found.number("perplexity_returned", most=MOST_PERPLEXITY),
         training_loss=found.number("training_loss", least=-MOST_LOSS, most=MOST_LOSS),
-        seconds=Seconds(**{name: seconds.number(name, 0.0, most=1e9) for name in _names(Seconds)}),
+        seconds=Seconds(**{one.name: seconds.number(one.name, 0.0, most=1e9) for one in fields(Seconds)}),
         tokens_per_second=found.number("tokens_per_second", 0.0, most=MOST_COUNT),
         peak_memory_bytes=found.whole("peak_memory_bytes", 0),
         seed=found.whole("seed", 0, least=-(2**63), most=2**64),
@@ -197,7 +197,7 @@ def read_failure(directory: Path) -> Failure | None:
     path = Path(directory) / FAILURE
     if not os.path.lexists(path):
         return None
-    found = Fields(raw=read_json(path, most_bytes=MOST_BYTES), where=str(path)).of_format(FORMAT).only(_names(Failure))
+    found = read_message(path, Failure, newest=FORMAT, most_bytes=MOST_BYTES)
     return Failure(
         facility=found.text("facility"),
         round=found.whole("round", most=MOST_ROUNDS),
@@ -207,7 +207,3 @@ def read_failure(directory: Path) -> Failure | None:
         again=found.flag("again", False),
         format=found.whole("format", FORMAT, least=1, most=FORMAT),
     )
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]

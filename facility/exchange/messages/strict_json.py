@@ -6,6 +6,7 @@ file contains; no part of a message is longer than a line or contains a control 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import re
@@ -42,6 +43,11 @@ T = TypeVar("T")
 def read_json(path: Path, *, most_bytes: int) -> dict[str, Any]:
     """The object in the file `path`. Raises `ManifestError`, also where it is missing (never `FileNotFoundError`)."""
     return parse_json(_text(Path(path), most_bytes), where=path)
+
+
+def read_message(path: Path, kind: type, *, newest: int, most_bytes: int) -> Fields:
+    """The fields of a `kind`, a dataclass, in the file `path`, of format `newest` or older. Raises `ManifestError`."""
+    return Fields(raw=read_json(path, most_bytes=most_bytes), where=str(path)).of_format(newest).only_of(kind)
 
 
 def parse_json(text: str, *, where: Path | str, bounded: bool = True) -> dict[str, Any]:
@@ -115,6 +121,10 @@ class Fields:
                 f"{self.where} has unknown keys {[clean(key, 60) for key in unknown[:5]]}; known are {sorted(known)}"
             )
         return self
+
+    def only_of(self, kind: type) -> Fields:
+        """Refuse keys that are not fields of the dataclass `kind`."""
+        return self.only([field.name for field in dataclasses.fields(kind)])
 
     def of_format(self, newest: int) -> Fields:
         """Refuse a newer `format` than `newest`, before its keys are refused as unknown."""

@@ -43,7 +43,7 @@ def usage_of(manifest: Manifest) -> dict[str, Any]:
     if not isinstance(raw, dict):
         return {}
     try:
-        found = Fields(raw=raw, where=USAGE).only([field.name for field in dataclasses.fields(Usage)])
+        found = Fields(raw=raw, where=USAGE).only_of(Usage)
         usage = {
             "node_seconds": found.number("node_seconds", most=MOST_SECONDS),
             "gpu_seconds": found.number("gpu_seconds", 0.0, most=MOST_SECONDS),
