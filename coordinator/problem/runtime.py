@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from coordinator.problem.quantities import TIME, find, numbers
 from facility.exchange.errors import ConfigurationError
@@ -77,4 +77,4 @@ def runtime_from_json(raw: Any, file: Path | str | None) -> Runtime:
         raise ConfigurationError(
             f"unknown key runtime.{next(iter(left))}; known keys are {', '.join(known)}", file=file
         )
-    return cast(Runtime, Runtime(**values))
+    return Runtime(**values)

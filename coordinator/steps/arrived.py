@@ -40,9 +40,8 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
     for place, directory in enumerate(directories):
         known = facilities[place] if in_order else None
         try:
-            failure = read_failure(directory)
-            report = read_report(directory) if failure is None else None
-            name = (failure or report).facility  # type: ignore[union-attr]
+            message = read_failure(directory) or read_report(directory)
+            name = message.facility
             if (facilities and name not in facilities) or (known is not None and name != known):
                 raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
         except Exception as error:
@@ -52,10 +51,10 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
             reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
             failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")
             continue
-        if failure is not None:
-            failures[name] = failure
-        elif report is not None:
-            updates[name], reports[name] = directory, report
+        if isinstance(message, Failure):
+            failures[name] = message
+        else:
+            updates[name], reports[name] = directory, message
     return Arrived(updates=updates, reports=reports, failures=failures)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import socket
 import time
@@ -28,6 +29,9 @@ from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
 from facility.training.processes.ranks import Ranks, barrier, from_environment, together
 from facility.training.processes.rendezvous import own_address, start
+
+TURNS = itertools.count(1)
+"""Gatherings through the store, each under keys of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +176,7 @@ def _gathered(ranks: Ranks, value: Any) -> list[Any]:
     if ranks.world == 1:
         return [value]
     store = distributed_c10d._get_default_store()
-    turn = _gathered.turn = getattr(_gathered, "turn", 0) + 1  # type: ignore[attr-defined]
+    turn = next(TURNS)
     store.set(f"measure/{turn}/{ranks.rank}", json.dumps(value))
     return [json.loads(store.get(f"measure/{turn}/{rank}")) for rank in range(ranks.world)]
 

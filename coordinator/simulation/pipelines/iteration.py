@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coordinator.simulation.pipelines import collectives, steady
 from coordinator.simulation.pipelines.assembly import assemble
 from coordinator.simulation.pipelines.events import run
-from coordinator.simulation.pipelines.graph import Compute, Template, template
+from coordinator.simulation.pipelines.graph import Compute, Message, Template, template
 from coordinator.simulation.pipelines.layout import Layout
 from coordinator.simulation.pipelines.longest import Costs, times
 from coordinator.simulation.pipelines.orders import order
@@ -288,11 +288,11 @@ def _update_seconds(layout: Layout) -> float:
     return float(own) + layout.step_seconds
 
 
-def _span(layout: Layout, node: object, replica: int, start: float, end: float) -> Span:
+def _span(layout: Layout, node: Compute | Message, replica: int, start: float, end: float) -> Span:
     if isinstance(node, Compute):
         lane = f"device {layout.grid[node.rank][replica]}"
         return Span(lane, f"{LETTERS[node.kind]}{node.micro_batch}", start, end, node.chunk, replica)
-    source, target = layout.grid[node.source][replica], layout.grid[node.target][replica]  # type: ignore[attr-defined]
-    what = "act" if node.forward else "grad"  # type: ignore[attr-defined]
-    name = f"{what} {node.micro_batch}"  # type: ignore[attr-defined]
-    return Span(f"link {source} to {target}", name, start, end, node.cut, replica)  # type: ignore[attr-defined]
+    source, target = layout.grid[node.source][replica], layout.grid[node.target][replica]
+    what = "act" if node.forward else "grad"
+    name = f"{what} {node.micro_batch}"
+    return Span(f"link {source} to {target}", name, start, end, node.cut, replica)

@@ -10,6 +10,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from facility.exchange.scheduling.draws import uniform
 from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler, Member
 from facility.exchange.scheduling.policies import SchedulerInputs
@@ -18,7 +20,7 @@ from facility.exchange.scheduling.policies import SchedulerInputs
 class GossipScheduler(GroupScheduler):
     """A group of one at once, with a partner drawn from the members present."""
 
-    def __init__(self, members=(), rules: GroupRules | None = None, *, seed: int = 0) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, members: Iterable[Member] = (), rules: GroupRules | None = None, *, seed: int = 0) -> None:
         super().__init__(members, rules)
         self.seed = seed
 
@@ -47,7 +49,7 @@ class _CatchesUp(GroupScheduler):
 class PairScheduler(_CatchesUp):
     """In iteration k, pairs of a common shuffle wait for each other; the odd one out proceeds with its own update."""
 
-    def __init__(self, members=(), rules: GroupRules | None = None, *, seed: int = 0) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, members: Iterable[Member] = (), rules: GroupRules | None = None, *, seed: int = 0) -> None:
         super().__init__(members, rules)
         self.seed = seed
 
@@ -77,7 +79,7 @@ class PairScheduler(_CatchesUp):
 class WaveScheduler(_CatchesUp):
     """Lets a member proceed once none is more than `staleness` waves behind it."""
 
-    def __init__(self, members=(), rules: GroupRules | None = None, *, staleness: int = 1) -> None:  # type: ignore[no-untyped-def]
+    def __init__(self, members: Iterable[Member] = (), rules: GroupRules | None = None, *, staleness: int = 1) -> None:
         super().__init__(members, rules)
         self.staleness = staleness
 

@@ -7,6 +7,7 @@ exchange is repeated by those that are left. So a worker's death changes nothing
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -74,7 +75,12 @@ class Lockstep(Replica):
         state = moments(self.context.optimizer)
         flat = Flat([*self.flat.tensors, *state], self.context.device)
         vector = torch.cat([flat.pack(), torch.tensor([self.done], dtype=torch.float32, device=self.context.device)])
-        took_place, _ = self._vote(decision, lambda channel: (channel.broadcast(vector, root), flat.bytes)[1])
+
+        def action(channel: Channel) -> int:
+            channel.broadcast(vector, root)
+            return flat.bytes
+
+        took_place, _ = self._vote(decision, action)
         if took_place and self.me in decision.returning:
             flat.unpack(vector[:-1])
             self.done, self._out_of_date = int(vector[-1].item()), True
@@ -94,7 +100,7 @@ class Lockstep(Replica):
             self._standing = None
         return box if took_place else None
 
-    def _vote(self, decision: Decision, action) -> tuple[bool, bool]:  # type: ignore[no-untyped-def]
+    def _vote(self, decision: Decision, action: Callable[[Channel], int]) -> tuple[bool, bool]:
         begin, sent, why = time.monotonic(), 0, ""
         try:
             if len(decision.members) > 1:

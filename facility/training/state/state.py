@@ -232,7 +232,7 @@ def publish(
     ranks: Ranks,
     tensors: Sequence[tuple[str, tuple[int, ...]]],
     parts: Sequence[LocalShard],
-    message: object,
+    message: RoundState | MidRoundCheckpoint,
 ) -> None:
     """Write float32 tensors, of which every rank holds some rows, and `state.json`; replaces `path` atomically."""
     slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
@@ -253,7 +253,7 @@ def publish(
         broadcast(ranks, str(temporary))
         hashed = create_files(temporary, slots, headers if tensors else {}, Checksum)
         known = write_mine(temporary, hashed if ranks.world == 1 else None)
-        write_json(temporary / NAME, dataclasses.asdict(message))  # type: ignore[call-overload]
+        write_json(temporary / NAME, dataclasses.asdict(message))
         seal(temporary, known)
     replace_directory(path, new)
     barrier(ranks)
