@@ -23,11 +23,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_export import export_adapter
-from coordinator.adapter_import import import_adapter
-from coordinator.image_model import is_image_model, save_image_classifier
-from coordinator.published_model import no_bars_in_a_file
-from coordinator.text_model import kind_of, save_text_model
+from coordinator.models.adapter_export import export_adapter
+from coordinator.models.adapter_import import import_adapter
+from coordinator.models.image import is_image_model, save_image_classifier
+from coordinator.models.published import no_bars_in_a_file
+from coordinator.models.text import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_depth

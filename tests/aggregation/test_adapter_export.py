@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dic
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
-from coordinator.adapter_export import export_adapter
+from coordinator.models.adapter_export import export_adapter
 from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.image_processor import FILE
 from facility.exchange.errors import InputError

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from coordinator.adapter_import import import_adapter
+from coordinator.models.adapter_import import import_adapter
 from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import read_report
@@ -134,7 +134,7 @@ def test_a_module_that_an_adapter_names_is_not_imported(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(adapter))
     with pytest.raises(InputError, match="an adapter of Megatron's layers"):
         import_adapter(adapter, base=base, out=tmp_path / "model")
-    monkeypatch.setattr("coordinator.adapter_import.refuse_other_kinds", lambda adapter: None)
+    monkeypatch.setattr("coordinator.models.adapter_import.refuse_other_kinds", lambda adapter: None)
     import_adapter(adapter, base=base, out=tmp_path / "model")
     assert "megatron" not in (tmp_path / "model" / "adapter_config.json").read_text()
     assert not (tmp_path / "ran").exists()

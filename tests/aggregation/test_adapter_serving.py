@@ -12,9 +12,9 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from coordinator.adapter_export import export_adapter
-from coordinator.adapter_import import import_adapter
-from coordinator.adapter_serving import served_by_vllm
+from coordinator.models.adapter_export import export_adapter
+from coordinator.models.adapter_import import import_adapter
+from coordinator.models.adapter_serving import served_by_vllm
 from tests.aggregation.test_adapter_import import BOTH, published
 from tests.pico import save_pico
 from tests.training.families import save_tiny

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.adapter_export import export_adapter
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.first_adapters import started_from
 from coordinator.aggregation.magnitudes import first_magnitudes
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.models.adapter_export import export_adapter
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused

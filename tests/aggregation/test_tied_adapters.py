@@ -11,8 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from coordinator.adapter_export import export_adapter
-from coordinator.adapter_import import import_adapter, index_of
+from coordinator.models.adapter_export import export_adapter
+from coordinator.models.adapter_import import import_adapter, index_of
 from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, is_adapter, write_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, open_checkpoint
 from facility.exchange.errors import InputError

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.adapter_export import export_adapter
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
+from coordinator.models.adapter_export import export_adapter
 from coordinator.preflight.check import check
 from coordinator.publishing.publish import publish
 from facility.prepare import main as prepare

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
-from coordinator.adapter_export import load_base, write_merged
 from coordinator.archive.rounds import Archive
 from coordinator.model import convert
+from coordinator.models.adapter_export import load_base, write_merged
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.task_class import model_of

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.adapter_export import export_adapter
-from coordinator.adapter_import import import_adapter
 from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.models.adapter_export import export_adapter
+from coordinator.models.adapter_import import import_adapter
 from coordinator.publishing.publish import name_the_base
 from facility.exchange.checkpoints.adapters import is_adapter, is_magnitude
 from facility.exchange.errors import ConfigurationError

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_export import load_adapter, load_base, read_configuration
+from coordinator.models.adapter_export import load_adapter, load_base, read_configuration
 from facility.exchange.checkpoints.adapter_twins import check_twins, twins_of, without_modules, write_adapter
 from facility.exchange.checkpoints.adapters import (
     CONFIG,

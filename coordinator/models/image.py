@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
+from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
 from facility.exchange.errors import InputError
 

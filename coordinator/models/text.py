@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.published_model import check_finite, check_problem, check_weights, described, load_published
+from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError
 

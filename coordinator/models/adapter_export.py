@@ -10,8 +10,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from coordinator.adapter_serving import served_by_vllm
-from coordinator.published_model import no_bars_in_a_file
+from coordinator.models.adapter_serving import served_by_vllm
+from coordinator.models.published import no_bars_in_a_file
 from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules, write_adapter
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
