@@ -29,7 +29,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json, write_text
 from facility.exchange.files.paths import shipped
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.seeds import check_seed

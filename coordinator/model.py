@@ -35,7 +35,7 @@ from facility.exchange.errors import CrossFedError, InputError, TransientError, 
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 from facility.exchange.logs import add_log_options
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -23,8 +23,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
 from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import note_in
-from facility.exchange.json_values import read_values
+from facility.exchange.json_values import note_in, read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
 from facility.exchange.seeds import check_seed

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError, NewerFormat
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated

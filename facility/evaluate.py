@@ -14,7 +14,7 @@ from typing import Any
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.validation import parse

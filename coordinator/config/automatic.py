@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 TABLE = Path(__file__).with_name("automatic.json")
 DIGITS = 9

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 

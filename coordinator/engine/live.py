@@ -18,7 +18,7 @@ from coordinator.archive.many import first_groups, grouped, kind_of, many, names
 from coordinator.archive.summary import shown
 from coordinator.engine.run_process import lives
 from facility.exchange.files.durable import write_text
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 FILE = "live.json"
 BEGINS = re.compile(r"\d{4}-(0[1-9]|1[0-2])-(\d\d)T(\d\d:\d\d)(?::\d\d)?")

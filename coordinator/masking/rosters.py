@@ -10,7 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.paths import resolve
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.masking.roster import (
     Agreement,
     Keys,

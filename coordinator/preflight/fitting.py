@@ -17,7 +17,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
 from facility.exchange.errors import CrossFedError
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task

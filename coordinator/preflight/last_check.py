@@ -16,7 +16,7 @@ from coordinator.preflight.coordinator import ME
 from coordinator.preflight.row import Row
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.storage import private
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.strict_json import clean
 

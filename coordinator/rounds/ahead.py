@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.rounds.ahead_time import Seen
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 FOLDER = "ahead"
 SEEN = "seen"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Wait
 from facility.exchange.files.durable import append_lines, write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 WORKDIR = "coordinator"
 """Folder of the federation's work directory in which the coordinator's own steps work and remember."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from coordinator.rounds.late import FOLDER, LONGEST, LOST
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.strict_json import clean
 
 

@@ -30,7 +30,7 @@ from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.strict_json import clean
 
 log = logging.getLogger("coordinator.steps.aggregate")

@@ -19,7 +19,7 @@ from coordinator.events.event import emit
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 from facility.exchange.messages.manifest import read_manifest
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 DEFAULT_ROOT = Path("/var/tmp/crossfed-testbed")
 MARK = "testbed.json"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import copy_tree
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress

@@ -1,4 +1,4 @@
-"""JSON as plain values, from any text or from a file of our own; whatever is wrong with it is a `ValueError`.
+"""JSON as plain values, from any text; whatever is wrong with it is a `ValueError`.
 
 Messages between institutions are read by `facility.exchange.messages.strict_json`, which also bounds what they hold.
 """
@@ -6,13 +6,7 @@ Messages between institutions are read by `facility.exchange.messages.strict_jso
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
-
-from facility.exchange.files.bounded import read_bounded
-
-MOST_BYTES = 256 << 20
-"""Of a file, unless its reader expects less."""
 
 
 def parse_values(text: str | bytes, **options: Any) -> Any:
@@ -21,19 +15,6 @@ def parse_values(text: str | bytes, **options: Any) -> Any:
         return json.loads(text, **options)
     except RecursionError:
         raise ValueError("lists or mappings are nested too deep") from None
-
-
-def values_in(path: Path) -> Any:
-    """The value in a file of our own. Raises `OSError` where it cannot be read, `ValueError` where it is not JSON."""
-    return parse_values(read_bounded(path, MOST_BYTES).decode())
-
-
-def note_in(path: Path) -> Any:
-    """The value in a file of our own that a reader can do without; None where it is missing, or damaged."""
-    try:
-        return values_in(path)
-    except (OSError, ValueError):
-        return None
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

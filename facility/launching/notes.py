@@ -17,7 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 
 LOOK_SECONDS = 0.5
 PLACE = "CROSSFED_NOTES"

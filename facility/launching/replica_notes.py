@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.launching.rendezvous import DIRECTORY
 
 

@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_bytes
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.masking.roster import Roster
 
 NONCE_BYTES = 12

@@ -23,7 +23,7 @@ from facility.dataset import SPLITS, DatasetError
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 
 SAVE_SECONDS = 20.0
 """Between two states."""

@@ -16,7 +16,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, ope
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.links import link_tree
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.comparison import Alone, rounds_alone, with_alone
 from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, write_manifest

@@ -25,7 +25,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from facility.dataset import NAME, PreparedDataset, open_dataset
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 
 RECORD = "verified-dataset.json"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.dataset_card import DatasetCounts, SplitCounts
 
 SPLITS = ("train", "validation")

@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.paths import resolve
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
 from facility.exchange.messages.report import output_leaves

@@ -21,7 +21,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.locks import take_lock
 from facility.exchange.hints import field_default
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import by_round

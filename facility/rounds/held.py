@@ -24,7 +24,7 @@ from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_bytes
-from facility.exchange.json_text import note_in, values_in
+from facility.exchange.json_values import note_in, values_in
 from facility.exchange.masking.streams import SIGNED, UNSIGNED, MaskBuffer, places_of
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.masking import MaskingSettings

@@ -23,7 +23,7 @@ from pathlib import Path
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import checksum_of, is_checksum
 from facility.exchange.files.durable import fsync_directory, write_json
-from facility.exchange.json_text import note_in, values_in
+from facility.exchange.json_values import note_in, values_in
 from facility.exchange.messages.manifest import sha256_of
 from facility.rounds.kept import latest_before
 

@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
 from facility.rounds.sealed import discard

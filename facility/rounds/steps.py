@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.steps import end_asked, steps_asked

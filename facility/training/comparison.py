@@ -21,7 +21,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.json_text import note_in
+from facility.exchange.json_values import note_in
 from facility.exchange.messages.comparison import (
     GLOBAL,
     INITIAL,

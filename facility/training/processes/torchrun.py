@@ -17,7 +17,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
 

@@ -21,7 +21,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.paths import resolve
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.validation import parse, validated
 from facility.training import dora
 from facility.training.data.inputs import RoundInputs

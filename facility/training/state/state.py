@@ -20,7 +20,7 @@ from facility.exchange.errors import CheckpointError, ConfigurationError, NewerF
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
-from facility.exchange.json_text import values_in
+from facility.exchange.json_values import values_in
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import check_format, parse, validated
 from facility.rounds.kept import latest_before
