@@ -68,7 +68,6 @@ def again(ran: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     crossfed.parent.mkdir()
     crossfed.write_text(f'#!/bin/sh\nexec {sys.executable} -m coordinator.cli "$@"\n')
     crossfed.chmod(0o755)
-    (crossfed.parent / "python").symlink_to(sys.executable)
     environment = os.environ | {
         "PATH": f"{crossfed.parent}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),

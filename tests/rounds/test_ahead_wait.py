@@ -24,12 +24,16 @@ def place(tmp_path: Path) -> Path:
     return folder
 
 
-def job(place: Path, wait: float, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+def job(
+    place: Path, wait: float, environment: dict[str, str] | None = None, *, python: str = sys.executable
+) -> subprocess.Popen[str]:
     """What a job template runs: the waiting line in a bash that outlives the scheduler's signals."""
     bin = place.parent / "bin"
-    bin.mkdir(exist_ok=True)
-    (bin / "python3").unlink(missing_ok=True)
-    (bin / "python3").symlink_to(sys.executable)
+    own = bin / "python3"  # not a link: Python would take the packages of the directory that the link is in
+    if not own.exists():
+        bin.mkdir()
+        own.write_text(f'#!/bin/sh\nexec {python} "$@"\n')
+        own.chmod(0o755)
     path = f"{bin}:{os.environ['PATH']}"
     return subprocess.Popen(
         ["bash", "-c", f"trap : USR1 USR2 TERM\n{waiting(str(place), wait)}\n"],
@@ -141,9 +145,9 @@ def test_without_the_program_a_round_that_is_there_is_run_all_the_same(place: Pa
     """A facility whose CrossFed is of an earlier version: without a round, its job ends at once."""
     (place / "facility").mkdir()
     (place / "facility" / "__init__.py").touch()
-    earlier = {"PYTHONPATH": str(place)}
-    assert job(place, 600, earlier).wait(timeout=200) != 0
+    earlier, python = {"PYTHONPATH": str(place)}, f"{sys.executable} -S"  # without what is installed beside it
+    assert job(place, 600, earlier, python=python).wait(timeout=200) != 0
     hand_over(place, "echo trained; exit 7\n")
-    started = job(place, 600, earlier)
+    started = job(place, 600, earlier, python=python)
     said, _ = started.communicate(timeout=200)
     assert started.returncode == 7 and "trained" in said and not (place / WAITED).exists()

@@ -744,7 +744,7 @@ def test_set_up_looks_for_packages_where_jobs_will(tmp_path: Path, python: Path)
 def test_jobs_start_the_python_that_was_named(tmp_path: Path, python: Path, name: str):
     """However it was named, and whatever is called `python3` beside it, which is what a job says."""
     if name != "./python3":
-        shutil.copy(python, python.with_name(name))
+        shutil.copy(python, python.parent / name)
         python.write_text("#!/bin/bash\necho Python 3.6.8\n")
     options = ["--home", str(tmp_path / "home"), "--python", name, "--as-is", "--no-self-check"]
     for said in ("written to", "unchanged"):
