@@ -1,7 +1,7 @@
 """The third stage of an aggregation (`coordinator.aggregation.run`): how the updates' steps become one.
 
 From what the measuring pass found, clipping first, then the aggregation rule's decision; what the rule asks for in its
-`needs` is handed to it here. No file is read or written.
+`needs` is handed to it here. Of the tensors, only those are read that may be one weight under two names.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.aggregation import clipping
+from coordinator.aggregation.one_weight import one_weight
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.rules.contract import (
     HISTOGRAMS,
@@ -90,10 +91,32 @@ def plan_round(aggregation: Aggregation) -> None:
         staleness=[update.staleness for update in aggregation.opened],
         round=aggregation.number,
     )
+    if plan.coefficients is None:
+        plan = _same_for_one_weight(plan, aggregation)
     details: dict[str, Any] = {"capped_shares": aggregation.capped} if aggregation.capped else {}
     if aggregation.with_adapters:
         details |= {"lora": aggregation.settings.lora}
     aggregation.plan = dataclasses.replace(plan, details=plan.details | details)
+
+
+def _same_for_one_weight(plan: Plan, aggregation: Aggregation) -> Plan:
+    """The plan, but the names of one weight are one to it: the first that it combines value by value, else the first.
+
+    A tied weight has second moments under one of its names alone.
+    """
+    names = one_weight(aggregation.floats, [update.entries for update in aggregation.opened])
+    first = {
+        name: next((one for one in group if plan.coefficients_of(one) is None), group[0])
+        for name, group in names.items()
+    }
+    by_tensor, combine = plan.tensor_coefficients, plan.combine
+    if first and by_tensor is not None:
+        plan = dataclasses.replace(plan, tensor_coefficients=lambda tensor: by_tensor(first.get(tensor, tensor)))
+    if first and combine is not None:
+        plan = dataclasses.replace(
+            plan, combine=lambda steps, tensor, offset: combine(steps, first.get(tensor, tensor), offset)
+        )
+    return plan
 
 
 def _gram(aggregation: Aggregation) -> Array | None:
