@@ -27,6 +27,7 @@ from pathlib import Path
 
 from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
 from coordinator.evaluation_cache import fill
+from facility.exchange.addresses import hidden_login, without_login
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
@@ -117,14 +118,16 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
     """Ask torch's package index once, over the proxy that the environment names, whether it answers, whatever it says.
 
     pip asks a silent one for every package again and again, and then takes another flavour of torch from the default
-    index. Raises `TransientError` where nothing answers within `seconds`, `InputError` for what is no address.
+    index. A login in the address is for pip alone. Raises `TransientError` where nothing answers within `seconds`,
+    `InputError` for what is no address.
     """
     if re.match("file:", index, re.IGNORECASE):
         return
     if not re.match("https?://[^/]", index, re.IGNORECASE):
-        raise InputError(f"--torch-index is {index!r}, expected an address such as {INDEX['cpu']}")
+        named = "no address" if "@" in index else repr(index)  # a login may stand in it
+        raise InputError(f"--torch-index is {named}, expected an address such as {INDEX['cpu']}")
     try:
-        with urllib.request.urlopen(urllib.request.Request(index, method="HEAD"), timeout=seconds):
+        with urllib.request.urlopen(urllib.request.Request(without_login(index), method="HEAD"), timeout=seconds):
             pass
     except urllib.error.HTTPError:
         pass  # it answers: some indices list nothing at their root
@@ -133,8 +136,8 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
         if isinstance(reason, ssl.SSLError):
             return  # pip has certificates of its own settings
         raise TransientError(
-            f"the package index {index} does not answer ({reason}): give the same command where there is a network, "
-            f"name a proxy by HTTPS_PROXY, or an index that has torch by --torch-index"
+            f"the package index {hidden_login(index)} does not answer ({reason}): give the same command where there is "
+            f"a network, name a proxy by HTTPS_PROXY, or an index that has torch by --torch-index"
         ) from None
 
 

@@ -15,15 +15,20 @@ An `assert` marks our own mistakes, never the user's.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging
 from facility.exchange.standard_output import answering
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""What moves a cursor or turns a line about; line ends and tabs are kept."""
 
 
 class CrossFedError(Exception):
@@ -84,6 +89,11 @@ def named_line(error: BaseException) -> str:
     return said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
 
 
+def shown(text: str) -> str:
+    """A message for a terminal: names of files and words of libraries move no cursor, and no address shows a login."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], hidden_login(text))
+
+
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
@@ -97,12 +107,12 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     try:
         return main() or ExitCode.OK if in_job else answering(main)
     except CrossFedError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {shown(str(error))}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise
-        print(f"error: {sentence(error)}", file=sys.stderr)
+        print(f"error: {shown(sentence(error))}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:
         if in_job:

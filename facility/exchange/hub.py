@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from facility.exchange.addresses import hidden_login
 from facility.exchange.errors import first_line
 
 
@@ -27,7 +28,7 @@ def silence() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except Exception as error:  # of whichever HTTP client huggingface_hub uses: a name, a connection, a proxy
-        return f"{constants.ENDPOINT} does not answer ({first_line(error)})"
+        return hidden_login(f"{constants.ENDPOINT} does not answer ({first_line(error)})")
     return ""
 
 

@@ -16,7 +16,7 @@ from tokenizers.models import WordLevel
 
 from coordinator.archive.journal import Journal
 from facility.exchange.checkpoints.checkpoint import save_tensors
-from facility.exchange.errors import exit_on_error
+from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import append_lines, new_directory, write_bytes
 from facility.exchange.files.storage import lasting, sentence
@@ -152,3 +152,18 @@ def test_what_the_terminal_s_encoding_lacks_is_printed_by_its_number():
         variables = os.environ | {"PYTHONIOENCODING": encoding}
         done = subprocess.run([sys.executable, "-c", text, argument], env=variables, capture_output=True)
         assert (done.returncode, done.stdout.strip()) == (0, told), done.stderr
+
+
+def test_a_message_moves_no_cursor_and_shows_no_login_of_an_address(capsys):
+    def main() -> None:
+        raise InputError("a\tb\nc \x1b[2J\x9b31m\u202e\r: https://alice:s3cret@host/x?y=z@w and ssh://bob@host, a@b")
+
+    assert exit_on_error(main) == ExitCode.INPUT
+    told = "a\tb\nc \\x1b[2J\\x9b31m\\u202e\\r: https://***@host/x?y=z@w and ssh://***@host, a@b"
+    assert capsys.readouterr().err == f"error: {told}\n"
+
+    def missing() -> None:
+        Path("/tmp/nowhere\x1b[31m/x").read_bytes()
+
+    assert exit_on_error(missing) == ExitCode.INPUT
+    assert "\x1b" not in capsys.readouterr().err

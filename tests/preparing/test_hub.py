@@ -76,3 +76,10 @@ def test_who_is_offline_asks_nobody(asked: list[int], monkeypatch: pytest.Monkey
             with hub() as reason:
                 assert reason == ""
     assert not asked and "does not answer" in silence()
+
+
+def test_a_login_in_the_address_of_the_hub_is_not_shown(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://alice:s3cret@127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    assert "127.0.0.1:9 does not answer" in silence() and "s3cret" not in silence()

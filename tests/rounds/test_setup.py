@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import zipfile
 from pathlib import Path
 
@@ -820,6 +821,28 @@ def test_an_index_that_does_not_answer_is_asked_once(silent_index: str, monkeypa
     for address in ("nonsense", "ftp://a/b", "https://"):
         with pytest.raises(InputError, match="--torch-index is .*expected an address"):
             ask_index(address)
+
+
+def test_a_login_in_an_index_s_address_is_for_pip_and_nobody_else(monkeypatch):
+    monkeypatch.setenv("no_proxy", "*")
+    asked: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(10_000).decode())
+                connection.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        ask_index(f"http://alice:s3cret@127.0.0.1:{server.getsockname()[1]}/simple", seconds=20)
+        thread.join(20)
+    assert asked[0].startswith("HEAD /simple ") and "s3cret" not in asked[0]
+    for address in ("http://alice:s3cret@127.0.0.1:9/simple", "alice:s3cret@host/simple"):
+        with pytest.raises((TransientError, InputError)) as caught:
+            ask_index(address)
+        assert "s3cret" not in str(caught.value) and "nonnumeric" not in str(caught.value)
 
 
 def test_a_bundle_of_a_silent_index_ends_before_pip_begins(tmp_path: Path, monkeypatch):
