@@ -14,6 +14,7 @@ from coordinator.streamflow_plugin.key_file import read_key_file
 from coordinator.streamflow_plugin.openssh import address
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
+from facility.exchange.core_dumps import leave_no_core
 
 CIPHERS = ["aes128-gcm@openssh.com", "aes256-ctr", "aes192-ctr", "aes128-ctr"]
 """As StreamFlow asks for."""
@@ -38,6 +39,8 @@ class CarefulContext(SSHContext):
         ~/.ssh/config says, as for ssh itself."""
         if config is None:
             return None
+        if config.ssh_key_passphrase_file or config.password_file:
+            leave_no_core()
         host, port = address(config.hostname)
         said = read_ssh_settings(config.hostname, config.username or "")
         tunnel = await self._get_connection(config.tunnel or jump_of(config, said.jumps))

@@ -32,6 +32,7 @@ from coordinator.streamflow_plugin.bounded_http import (
     bounded,
     check_plain,
 )
+from facility.exchange.core_dumps import leave_no_core
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.messages.strict_json import Fields, clean
@@ -171,6 +172,7 @@ class Api:
 
 def read_secret(file: str) -> str:
     """The secret in a file. Raises `OSError`, also for what is no text: trying again does not better it."""
+    leave_no_core()
     path = Path(file).expanduser()
     try:
         return read_bounded(path, SECRET_BYTES).decode().strip()

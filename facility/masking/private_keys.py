@@ -23,6 +23,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from facility.exchange.core_dumps import leave_no_core
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_bytes
 from facility.exchange.json_values import values_in
@@ -59,6 +60,7 @@ class PrivateKeys:
 
         Pairs of rounds before the last are forgotten, and those of later ones, which `crossfed rewind` set aside.
         """
+        leave_no_core()
         self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         for path in self.directory.glob("*.json"):
             if self._round_of(path) not in (round - 1, round):
@@ -102,6 +104,7 @@ class PrivateKeys:
 
     def _drawn(self, generation: str) -> tuple[X25519PrivateKey, int | None] | None:
         """A private key and `since` at its time; None where it is not here."""
+        leave_no_core()
         try:
             value = values_in(self.directory / f"{generation}.json")
             return X25519PrivateKey.from_private_bytes(bytes.fromhex(value["private_key"])), value["since"]

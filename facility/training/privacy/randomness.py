@@ -18,6 +18,8 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES
 from cryptography.hazmat.primitives.ciphers.modes import CTR
 
+from facility.exchange.core_dumps import leave_no_core
+
 PIECE = 1 << 20
 """Values made at once."""
 
@@ -27,6 +29,7 @@ class SecretRandom:
 
     def __init__(self, key: bytes | None = None) -> None:
         """`key`: 32 bytes, for tests alone; None: of the operating system."""
+        leave_no_core()
         self._stream = Cipher(AES(key or os.urandom(32)), CTR(bytes(16))).encryptor()
 
     def uniform(self, count: int) -> np.ndarray:
