@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -276,7 +277,7 @@ def open_dataset(path: Path | str) -> PreparedDataset:
     it is missing, incomplete, malformed or of a newer format.
     """
     directory = Path(path)
-    if not directory.is_dir():
+    if not os.path.isdir(directory):
         raise DatasetError(f"{directory} is not a directory: expected a dataset made by `python -m facility.prepare`")
     file = directory / NAME
     try:

@@ -59,7 +59,7 @@ def dataset(path: Path) -> dict[str, Any]:
     """What a prepared dataset says of itself; `error` when it is none."""
     from facility.dataset import open_dataset
 
-    if not path.is_dir():
+    if not os.path.isdir(path):
         return {"error": "missing"}
     try:
         prepared = open_dataset(path)

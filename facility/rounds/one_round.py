@@ -49,7 +49,7 @@ class OneRound:
 
     def __init__(self, job: Job) -> None:
         received = read_manifest(job.arguments.model)
-        if not job.dataset.is_dir():
+        if not os.path.isdir(job.dataset):
             raise InputError(
                 f"the dataset {job.dataset} is not a directory here; expected what `python -m facility.prepare` writes"
             )

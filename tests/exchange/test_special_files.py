@@ -15,11 +15,14 @@ from coordinator.aggregation.verify import check_files
 from coordinator.config.federation import read_federation
 from coordinator.config.locate import named_in_utf8
 from coordinator.plan import budget_of
+from facility import probe
+from facility import round as round_module
 from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import ConfigurationError, CrossFedError, UpdateRefused
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_values import read_values
 from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.gating.policy import read_policy
@@ -133,3 +136,19 @@ def test_more_bytes_than_are_expected_are_an_error_of_the_file(tmp_path: Path):
         read_bounded(tmp_path / "file", 99)
     with pytest.raises(ConfigurationError, match="larger than 99 bytes, expected at most"):
         read_values(tmp_path / "file", most_bytes=99)
+
+
+def test_a_dataset_whose_name_no_file_can_have_is_missing(tmp_path: Path):
+    name = tmp_path / ("x" * 300)
+    assert probe.dataset(name) == {"error": "missing"}
+    with pytest.raises(DatasetError, match="is not a directory"):
+        open_dataset(name)
+
+
+def test_a_reason_that_names_a_file_by_bytes_that_are_not_utf_8_is_written(tmp_path: Path):
+    """Else the job would leave nothing, and end with a code that the engine does not know."""
+    missing = tmp_path / os.fsdecode(b"\xff.json")
+    words = ["--model", "m", "--dataset", "d", "--settings", missing, "--round", "0", "--out", tmp_path / "out"]
+    assert round_module.main([str(word) for word in words]) == 7
+    failure = read_failure(tmp_path / "out")
+    assert failure is not None and "\\udcff.json: cannot be read: No such file" in failure.reason

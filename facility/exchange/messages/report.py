@@ -113,8 +113,14 @@ def text_of(error: BaseException) -> str:
 
 
 def write(directory: Path, message: Report | Failure) -> None:
-    """Write report.json or failure.json into `directory`, atomically."""
-    write_json(Path(directory) / (REPORT if isinstance(message, Report) else FAILURE), asdict(message))
+    """Write report.json or failure.json into `directory`, atomically.
+
+    A reason may name a file whose name is not UTF-8: its bytes are written as `\\udcXX`.
+    """
+    values = asdict(message)
+    if isinstance(message, Failure):
+        values |= {name: values[name].encode(errors="backslashreplace").decode() for name in ("reason", "log_tail")}
+    write_json(Path(directory) / (REPORT if isinstance(message, Report) else FAILURE), values)
 
 
 def read_report(directory: Path) -> Report:
