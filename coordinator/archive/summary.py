@@ -23,6 +23,7 @@ from coordinator.archive.task import task_of
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.perplexity import LARGEST_LOSS, perplexity
 from facility.exchange.task_words import TEXT, TaskWords, words_of
+from facility.exchange.text import number_of
 
 LONGEST_SHOWN = 2000
 """Characters."""
@@ -305,7 +306,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
     lines += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
     lines += _waited(data.get("waited_node_seconds", {}))
     if aside := data.get("set_aside_rounds"):
-        lines.append(f"set aside by crossfed rewind: {aside} rounds; node-hours, energy, bytes and waiting count them")
+        lines.append(f"set aside by crossfed rewind: {number_of(aside, 'round')}, which node-hours, energy, bytes and waiting count")
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"

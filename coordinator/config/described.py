@@ -96,4 +96,9 @@ def _flat(value: Any, above: str = "") -> Iterator[tuple[str, Any]]:
         for name, one in value.items():
             yield from _flat(one, f"{above}.{name}" if above else str(name))
     elif above:
-        yield above, json.loads(json.dumps(value, default=str))
+        yield above, json.loads(json.dumps(value, default=_in_a_list))
+
+
+def _in_a_list(value: Any) -> Any:
+    """What JSON has no word for, as a value of it: the keys of such as `creators`, else its text."""
+    return _plain(value) if dataclasses.is_dataclass(value) else str(value)

@@ -265,7 +265,7 @@ def test_the_report_counts_all_that_was_spent_and_says_so(timed: Timed):
     data = gather(timed.archive, federation="f", settings={})
     assert data["cost"]["total"]["node_hours"] == pytest.approx(4.0)
     assert data["traffic"]["a"]["from_bytes"] == 4 * 5
-    assert any("set aside by crossfed rewind: 2 rounds" in line for line in remarks(summary(timed.archive)))
+    assert any("set aside by crossfed rewind: 2 rounds, which" in line for line in remarks(summary(timed.archive)))
     lost = [one for one in segments(timed.journal.read(), {}) if one.kind == "lost"]
     assert sum(one.seconds for one in lost) == pytest.approx(2 * HOUR)
     assert {one.round for one in lost} == {1, 2}

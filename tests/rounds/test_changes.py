@@ -286,3 +286,13 @@ def test_what_was_late_when_rounds_began_to_wait_is_named_and_forgotten(
     start(archive, tmp_path / "model", waiting)
     assert remembered_job(workdir, "b") is None
     assert any("b's update of round 0 was late when" in one for one in caplog.messages)
+
+
+def test_a_change_of_people_is_told_in_the_keys_of_the_file(tmp_path: Path):
+    """It named a class of the program, and keys that nobody had given."""
+    path = write_federation(tmp_path, ["a", "b"])
+    before = described(read_federation(path))
+    path.write_text(path.read_text() + "\ncreators:\n  - {name: Josiah Carberry, affiliation: Brown}\n")
+    (change,) = changes_of(before, described(read_federation(path)), done=1)
+    assert "Creator" not in str(change) and "Josiah Carberry" in str(change) and not change.affects
+    assert described(read_federation(path))["federation"]["creators"][0]["affiliation"] == "Brown"
