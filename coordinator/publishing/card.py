@@ -35,10 +35,14 @@ NO_GUARANTEE = "no differential privacy was applied, so that a published model m
 
 
 def model_card(
-    federation: Federation, data: Mapping[str, Any], files: Mapping[str, str], unpublished: Mapping[str, str]
+    federation: Federation,
+    data: Mapping[str, Any],
+    files: Mapping[str, str],
+    unpublished: Mapping[str, str],
+    notes: Sequence[str] = (),
 ) -> ModelCard:
     """The published model's card; `data` is the report's, `files` has the SHA-256 of the files beside it,
-    `unpublished` of files of tensors that the federation's records count to the model."""
+    `unpublished` of files of tensors that the federation's records count to the model. `notes`: lines on its use."""
     names = public_names(federation, data["facilities"])
     title = federation.title or federation.name
     languages = sorted({language for one in federation.facilities for language in one.public.languages})
@@ -52,7 +56,7 @@ def model_card(
         tags=["federated-learning", "crossfed"],
         eval_results=evaluations(data, names) or None,
     )
-    digests = [*_digests(files), *_recorded(data, unpublished)]
+    digests = [*notes, *_digests(files), *_recorded(data, unpublished)]
     return ModelCard(f"---\n{card.to_yaml()}\n---\n\n{_text(federation, data, names, title, digests)}")
 
 

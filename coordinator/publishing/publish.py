@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,12 +22,16 @@ from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
 from coordinator.report.redaction import published
-from facility.exchange.checkpoints.adapters import CONFIG, class_in, loaded_as, read_adapter_config
+from facility.exchange.checkpoints.adapter_twins import twins_in
+from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, class_in, loaded_as, read_adapter_config
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
 from facility.exchange.messages.manifest import read_manifest, sha256_of, verify_manifest
+
+log = logging.getLogger("coordinator.publishing")
 
 CARD = "README.md"
 PRIVATE = ("versions", "devices", "reason", "note", "unasked")
@@ -79,7 +84,9 @@ def publish(file: Path, out: Path) -> Path:
     with new_directory(out) as folder:
         copy_tree(model, folder / "model", leave=(*OWN, *FOLDERS))
         changed = name_the_base(folder / "model", federation.base_model)
-        model_card(federation, data, digests(model) | changed, unpublished_tensors(model)).save(folder / "model" / CARD)
+        notes = loaded_otherwise(folder / "model")
+        files = digests(model) | changed
+        model_card(federation, data, files, unpublished_tensors(model), notes).save(folder / "model" / CARD)
         crate = folder / "crate"
         write_reproduction(crate, federation, names, shown | {"rounds": data["rounds"], "artefacts": data["artefacts"]})
         write_text(crate / "report.html", page(shown))
@@ -103,6 +110,20 @@ def name_the_base(model: Path, base: str) -> dict[str, str]:
         told |= loaded_as(class_in(model))
     write_json(file, told | {"base_model_name_or_path": base})
     return {CONFIG: sha256_of(file)}
+
+
+def loaded_otherwise(model: Path) -> list[str]:
+    """Lines of the card on weights that peft takes from the base, and with them another model than was trained."""
+    twins = twins_in(open_checkpoint(model), model) if (model / CONFIG).is_file() else {}
+    short = {other.removeprefix(PREFIX): held.removeprefix(PREFIX) for other, held in twins.items()}
+    lines = [
+        f"`{held}` was trained as one weight with `{other}`, which peft takes from the base: load what `python -m "
+        "coordinator.model --export-adapter` writes of these files, or use that weight for both"
+        for other, held in sorted(short.items())
+    ]
+    for line in lines:
+        log.warning("the published adapter: %s", line)
+    return [f"- {line}" for line in lines]
 
 
 def digests(model: Path) -> dict[str, str]:

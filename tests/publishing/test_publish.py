@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from huggingface_hub import ModelCard
+from safetensors.torch import save_file
 
 from coordinator.archive.rewind import AGAIN
 from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
@@ -25,8 +27,10 @@ from coordinator.config.federation import read_federation
 from coordinator.config.publishing import Creator
 from coordinator.publishing.card import license_of
 from coordinator.publishing.names import public_names, renamed
-from coordinator.publishing.publish import anonymous, publish
+from coordinator.publishing.publish import anonymous, loaded_otherwise, publish
 from coordinator.report.make import data_of
+from facility.exchange.checkpoints.adapters import PREFIX
+from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.storage import sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
@@ -469,3 +473,19 @@ def test_the_hub_takes_the_cards_licence(license: str, expected: dict[str, str])
     assert link == {"GPL-3.0-only": "https://spdx.org/licenses/GPL-3.0-only"}.get(
         license, "https://e.example/a%20b" if "://" in license else ""
     )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_that_peft_loads_with_the_bases_head_are_told(
+    tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """An embedding that is trained whole beside adapters is the head too, where the model ties them."""
+    model = save_pico(tmp_path / "model", tie_word_embeddings=tied)
+    for path in model.glob("*.safetensors*"):
+        path.unlink()
+    embedding = {f"{PREFIX}model.embed_tokens.weight": torch.zeros(128, 32)}
+    save_file(embedding, model / ADAPTER)
+    (model / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    (line,) = loaded_otherwise(model) or [""]
+    assert ("`model.embed_tokens.weight` was trained as one weight with `lm_head.weight`" in line) == tied, line
+    assert ("takes from the base" in caplog.text) == tied

@@ -82,13 +82,20 @@ def write_as_loaded(model: Path, base: Path, directory: Path) -> bool:
     False, and nothing is written, where they are that already in `model`.
     """
     checkpoint = open_checkpoint(model)
-    names = [name for name in checkpoint.tensors if is_adapter(name)]
-    twins = {} if all(map(is_added, names)) else twins_of(model_of(base), names)
+    twins = twins_in(checkpoint, base)
     if not twins:
         return False
+    names = [name for name in checkpoint.tensors if is_adapter(name)]
     configuration = with_modules({"modules_to_save": None} | read_adapter_config(model), twins)
     write_adapter(directory, checkpoint, {name: name for name in names} | twins, configuration)
     return True
+
+
+def twins_in(adapters: Checkpoint, described: Path) -> dict[str, str]:
+    """`twins_of` for the adapters of a round's model. `described`: a directory with the base's config.json; no weight
+    is read."""
+    names = [name for name in adapters.tensors if is_adapter(name)]
+    return {} if all(map(is_added, names)) else twins_of(model_of(described), names)
 
 
 def _ends(module: str, name: str) -> bool:
