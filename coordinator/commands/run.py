@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from coordinator.commands.app import RUN, FederationOption, app
-from coordinator.console import command_console
+from coordinator.console import command_console, told_meanwhile
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 
@@ -51,7 +51,9 @@ def run(
     if not despite_check:
         described = read_federation(federation)
         check_paths(described)
-        if failing := failing_here(described):
+        with told_meanwhile("the model and what the archive holds are being verified"):
+            failing = failing_here(described)
+        if failing:
             problems = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)
             raise InputError(f"{problems}. Correct this, or run with --despite-check")
         if problems := still_failing(described, federation):

@@ -1,13 +1,21 @@
-"""While facilities have not answered, `crossfed check` says who is missing."""
+"""A command that has nothing else to say for a while says what it waits for."""
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import typer
 
-from coordinator.preflight import check
+from coordinator import console
+from coordinator.commands.run import run
+from coordinator.engine import run as engine
+from coordinator.preflight import check, coordinator
+from tests.federations import write_federation
 
 
 def test_whoever_is_missing_is_told_until_all_have_answered(monkeypatch: pytest.MonkeyPatch):
@@ -35,3 +43,24 @@ def test_quick_answers_need_no_word():
     told: list[str] = []
     with ThreadPoolExecutor() as pool:
         assert check.answers({"leonardo": pool.submit(int, 3)}, told.append) == [3] and not told
+
+
+def test_a_run_says_that_it_verifies_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It reads model and archive whole: minutes without a word, where these are large."""
+    said = threading.Event()
+
+    class Heard(io.StringIO):
+        def write(self, text: str) -> int:
+            if "what the archive holds" in text:
+                said.set()
+            return super().write(text)
+
+    monkeypatch.setattr(console, "TOLD_SECONDS", 0.02)
+    monkeypatch.setattr(sys, "stderr", Heard())
+    monkeypatch.setattr(coordinator, "failing_here", lambda _: [] if said.wait(20) else ["nothing was said"])
+    monkeypatch.setattr(engine, "run_federation", lambda *_, **__: 0)
+    path = write_federation(tmp_path, ["a"])
+    (tmp_path / "model").mkdir(exist_ok=True)
+    with pytest.raises(typer.Exit) as ended:
+        run(path, quiet=True, log=None, despite_check=False, accept=False)
+    assert ended.value.exit_code == 0
