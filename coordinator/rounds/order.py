@@ -16,9 +16,6 @@ from facility.exchange.messages.order import sign_order
 
 log = logging.getLogger(__name__)
 
-OUTPUT = "model"
-"""Directory in which a step leaves the model for the engine (`coordinator.events.outputs`)."""
-
 
 def order(model: Path, settings: CoordinatorSettings) -> None:
     """Sign the model in `model`, if orders are signed. Raises `ConfigurationError` for a key that cannot sign."""

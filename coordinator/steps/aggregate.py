@@ -18,8 +18,7 @@ from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
-from coordinator.events.outputs import write_outputs
-from coordinator.rounds.order import OUTPUT, order_or_tell
+from coordinator.rounds.order import order_or_tell
 from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.blame import to_blame
 from coordinator.steps.commit import commit
@@ -99,8 +98,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> 
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
         log.error("round %d cannot be closed: %s", arguments.round, clean(reason))
         following = NextRound(arguments.model, arguments.round, proceed=False)
-    write_outputs(model=following.model, round=following.number, proceed=following.proceed)
-    order_or_tell(Path.cwd() / OUTPUT, settings)
+    order_or_tell(following.deliver(), settings)
     return 0
 
 

@@ -16,11 +16,10 @@ from coordinator.archive.sweep import sweep_round
 from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
-from coordinator.events.outputs import write_outputs
 from coordinator.masking.pending import forget_complete
 from coordinator.rounds.acceptance import take_over
 from coordinator.rounds.late import forget_all, forget_discounted, forget_jobs
-from coordinator.rounds.order import OUTPUT, order
+from coordinator.rounds.order import order
 from coordinator.steps.decide import decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import ends_anew
@@ -174,7 +173,8 @@ def main() -> int:
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)
         archive = Archive(resolve(arguments.archive))
-        model, number, proceed = start(archive, arguments.model.resolve(), settings)
+        following = start(archive, arguments.model.resolve(), settings)
+        model, number, proceed = following
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)
     if not proceed:
         log.info("nothing left to do: %d rounds are complete", len(archive.rounds()))
@@ -182,8 +182,7 @@ def main() -> int:
         log.info("round %d: starting from %s", number, model)
         emit("starting", round=number, model=str(model))
     with failures_of("start"):
-        write_outputs(model=model, round=number, proceed=proceed)
-        order(Path.cwd() / OUTPUT, settings)
+        order(following.deliver(), settings)
     return 0
 
 
