@@ -230,7 +230,7 @@ def read_agreement(directory: Path) -> Agreement:
     """Raises `ManifestError`."""
     path = directory / AGREEMENT
     found = read_message(path, Agreement, newest=FORMAT, most_bytes=MOST_BYTES)
-    clips = Fields(raw=found.mapping("clips", MOST_TENSORS), where=f"{path}: clips")
+    clips = found.inside("clips", MOST_TENSORS)
     agreement = Agreement(
         federation=found.text("federation"),
         run=found.text("run", ""),

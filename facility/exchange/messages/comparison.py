@@ -152,8 +152,7 @@ def expected_of(manifest: Manifest, facility: str) -> list[str]:
 
 def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
     """Why a facility has no figures of models. Raises `ManifestError`."""
-    found = Fields(raw=_told(manifest), where=KEY)
-    missing = Fields(raw=found.mapping("missing", len(expected)), where=f"{KEY}: missing")
+    missing = Fields(raw=_told(manifest), where=KEY).inside("missing", len(expected))
     missing.only(list(expected))
     return {name: missing.words(name, "", longest=500) for name in missing.raw}
 

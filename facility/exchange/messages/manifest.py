@@ -196,7 +196,7 @@ def read_manifest(directory: Path) -> Manifest:
     if type(raw.get("format")) is not int:
         raise ManifestError(f"{path} is not a manifest: expected an object with an integer `format`")
     found = Fields(raw=raw, where=str(path)).of_format(FORMAT).only_of(Manifest)
-    dtypes = Fields(raw=found.mapping("dtypes", 100), where=f"{path}: dtypes")
+    dtypes = found.inside("dtypes", 100)
     kind = found.text("kind")
     return Manifest(
         kind=kind,

@@ -128,7 +128,7 @@ def read_report(directory: Path) -> Report:
     path = Path(directory) / REPORT
     found = read_message(path, Report, newest=FORMAT, most_bytes=MOST_BYTES)
     seconds = found.inside("seconds").only_of(Seconds)
-    versions = Fields(raw=found.mapping("versions", 200), where=f"{path}: versions")
+    versions = found.inside("versions", 200)
     return Report(
         federation=found.text("federation"),
         facility=found.text("facility"),

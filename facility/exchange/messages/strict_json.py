@@ -195,9 +195,9 @@ class Fields:
         inside = Fields(raw={f"{name}[{number}]": item for number, item in enumerate(value)}, where=self.where)
         return [check(inside, key) for key in inside.raw]
 
-    def inside(self, name: str) -> Fields:
-        """The fields of the mapping under a key."""
-        return Fields(raw=self.mapping(name, 1000), where=f"{self.where}: {name}")
+    def inside(self, name: str, most: int = 1000) -> Fields:
+        """The fields of the mapping under a key, of at most `most` entries."""
+        return Fields(raw=self.mapping(name, most), where=f"{self.where}: {name}")
 
     def _take(self, name: str, default: Any) -> Any:
         if name in self.raw:
