@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -84,26 +85,9 @@ def material(folder: Path, ranks: int) -> None:
 
 def command(folder: Path) -> str:
     """The shell command of the job, as the workflow engine would write it."""
-    words = [
-        sys.executable,
-        "-m",
-        "facility.round",
-        "--model",
-        "../model",
-        "--dataset",
-        str(folder / "data"),
-        "--settings",
-        "../settings.json",
-        "--round",
-        "0",
-        "--out",
-        "update",
-        "--state",
-        str(folder / "state"),
-    ]
-    quoted = " ".join("'" + word.replace("'", "'\\''") + "'" for word in words)
-    job = str(folder / "job").replace("'", "'\\''")
-    return f"cd '{job}' && {quoted} 2>&1"
+    words = [sys.executable, "-m", "facility.round", "--model", "../model", "--dataset", str(folder / "data")]
+    words += ["--settings", "../settings.json", "--round", "0", "--out", "update", "--state", str(folder / "state")]
+    return f"cd {shlex.quote(str(folder / 'job'))} && {shlex.join(words)} 2>&1"
 
 
 def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, limit_seconds: float) -> None:
