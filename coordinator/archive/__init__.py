@@ -1,1 +1,1 @@
-"""What outlives a run: the archive of complete rounds, its summary and its HTML report."""
+"""What outlives a run: the archive of complete rounds, and what is read out of it: tables, totals, earlier states."""

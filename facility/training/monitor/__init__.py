@@ -1,1 +1,1 @@
-"""What a round reports of itself: time, memory, progress, traces, trackers."""
+"""What a rank reports while it trains: where a step's time goes, its log, a trace, trackers."""
