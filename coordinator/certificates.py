@@ -52,12 +52,12 @@ class Lifetime:
     fix: str = ""
 
 
-def lifetime(name: str, deployment: Deployment, hours: float = 0.0) -> Lifetime | None:
+def lifetime(name: str, deployment: Deployment, hours: float = 0.0, now: datetime | None = None) -> Lifetime | None:
     """None where no certificate has an end. `hours`: how long a job, and so a round, may take."""
     ends = certificate_ends(deployment) if deployment.host else []
     if not ends:
         return None
-    now, end = datetime.now(UTC), max(ends)
+    now, end = now or datetime.now(UTC), max(ends)
     shown = f"{end.astimezone():%Y-%m-%d %H:%M:%S %Z}"
     renew = f"crossfed login {name}" if deployment.renew else "renew it by the site's own command"
     if end <= now:
