@@ -306,7 +306,8 @@ def remarks(data: dict[str, Any]) -> list[str]:
     lines += _left_open([row["wait"] for row in data["rounds"] if row.get("wait")])
     lines += _waited(data.get("waited_node_seconds", {}))
     if aside := data.get("set_aside_rounds"):
-        lines.append(f"set aside by crossfed rewind: {number_of(aside, 'round')}, which node-hours, energy, bytes and waiting count")
+        counted = "which node-hours, energy, bytes and waiting count"
+        lines.append(f"set aside by crossfed rewind: {number_of(aside, 'round')}, {counted}")
     if data.get("limited"):
         best = data["best_round"]
         which = "the initial one" if best < 0 else f"that of round {best}"
