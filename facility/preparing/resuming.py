@@ -86,6 +86,7 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
     directory = out.with_name(f".{out.name}.part")
     words = json.dumps(wanted, sort_keys=True, default=vars)
     request = hashlib.sha256(words.encode()).hexdigest() if known else f"not known {time.time_ns()}"
+    made = [folder for folder in directory.parents if not folder.exists()]
     lock = _locked(directory)
     try:
         try:
@@ -94,6 +95,9 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
             raise  # the same command goes on from here
         except Exception:
             shutil.rmtree(directory, ignore_errors=True)
+            with suppress(OSError):  # another dataset is in one of them
+                for folder in made:
+                    folder.rmdir()
             raise
         shutil.rmtree(directory, ignore_errors=True)
     finally:

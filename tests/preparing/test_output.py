@@ -341,3 +341,13 @@ def test_a_template_without_the_token_that_begins_texts_is_told(request_: Reques
     caplog.clear()
     prepared = prepare(dataclasses.replace(again, template="{bos}{text}{eos}", out=tmp_path / "third")).dataset
     assert not caplog.text and number in prepared.split("train")
+
+
+def test_folders_above_a_dataset_that_cannot_be_made_are_not_left_behind(request_: Request, tmp_path: Path):
+    text = tmp_path / "odd.jsonl"
+    text.write_text('{"body": "no field of that name"}\n')
+    for above in (tmp_path / "new", tmp_path / "there" / "new"):
+        (tmp_path / "there").mkdir(exist_ok=True)
+        with pytest.raises(DatasetError, match="no field 'text'"):
+            prepare(dataclasses.replace(request_, inputs=[str(text)], out=above / "deep" / "out"))
+        assert not above.exists() and (tmp_path / "there").is_dir()
