@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.bundle import COMPLETE, bundle
+from coordinator.config.deployments import job_template
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.facility import probe
 from coordinator.quickstart.choice import largest_batch
@@ -17,12 +18,15 @@ from coordinator.quickstart.gated import blocks_behind
 from coordinator.quickstart.propose import install, python_version
 from coordinator.quickstart.survey import Survey
 from coordinator.remote_setup import set_up
+from coordinator.schedulers.directives import gpus_asked
 from coordinator.share import FOLDER
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
 
 log = logging.getLogger(__name__)
 
+KNOWN_DIRECTIVES = ("slurm", "pbs")
+"""Schedulers whose templates say whether they ask for GPUs in words that `gpus_asked` knows."""
 BATCH = re.compile(r"^  batch_sequences: (\d+).*$", re.MULTILINE)
 
 
@@ -56,8 +60,10 @@ def equip(
         if not method.arguments:
             raise InputError(f"{facility.name}: {method.why}")
         log.info("%s: setting up: %s", facility.name, method.why)
-        sent = _bundle(survey, folder) if method.bundle else None
-        arguments = [*method.arguments, *(["--", *words] if text else [])]
+        torch = torch_for(federation, facility, survey)
+        sent = _bundle(survey, folder, torch) if method.bundle else None
+        chosen = ["--torch", torch] if torch == "cpu" and not sent and "--as-is" not in method.arguments else []
+        arguments = [*method.arguments, *chosen, *(["--", *words] if text else [])]
         set_up(federation, facility.name, bundle=sent, arguments=arguments)
     answer, wrong = probe(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
     if answer is None or "blocks" not in answer["dataset"]:
@@ -79,11 +85,18 @@ def fit_batch(file: Path, blocks: Sequence[int], wanted: int) -> str | None:
     return f"batch_sequences: {batch}, since the smallest dataset has {min(blocks)} blocks to train on"
 
 
-def _bundle(survey: Survey, folder: Path) -> Path:
-    """A bundle for the site's Python, machine and GPUs; an earlier one is used again."""
+def torch_for(federation: Federation, facility: Facility, survey: Survey) -> str:
+    """`cpu` where the site has no GPUs, or the template that was made of the answers asks for none; else `cuda`."""
+    deployment = facility.deployment
+    if deployment.template == f"{facility.name}.sh" and deployment.type in KNOWN_DIRECTIVES:
+        template = job_template(deployment, federation.file.parent) or ""
+        return "cuda" if gpus_asked(deployment.options, template) else "cpu"
+    return "cuda" if survey.gpus or any(one.gpus for one in survey.partitions) else "cpu"
+
+
+def _bundle(survey: Survey, folder: Path, torch: str) -> Path:
+    """A bundle for the site's Python and machine with this torch; an earlier one is used again."""
     python = python_version(survey)
-    gpus = survey.gpus or any(one.gpus for one in survey.partitions)
-    torch = "cuda" if gpus else "cpu"
     out = folder / f"bundle-{python}-{survey.machine}-{torch}"
     if not (out / COMPLETE).is_file():
         log.info("%s: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)", out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -16,6 +17,7 @@ from coordinator.quickstart.choice import choose, template_for
 from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import Round, federation_text, scalar
 from coordinator.quickstart.dialog import Dialog
+from coordinator.quickstart.equip import torch_for
 from coordinator.quickstart.propose import account, install, partition, site_template, workdir
 from coordinator.quickstart.survey import ANSWERED, SECTION, Python, Survey, read_survey, script
 from coordinator.schedulers.partition import WORD, Partition, Wish
@@ -262,3 +264,18 @@ def test_packages_that_jobs_do_not_see_are_not_counted(tmp_path: Path, monkeypat
 def test_what_a_site_has_is_counted_in_words_that_agree(count: int, said: str):
     survey = Survey(partitions=tuple(Partition(name=f"p{n}") for n in range(count)), accounts=("chem",))
     assert said in _told(survey) and "1 account," in _told(survey)
+
+
+@pytest.mark.parametrize("name", ["slurm", "pbs", "flux"])
+@pytest.mark.parametrize("gpus", [0, 2])
+@pytest.mark.parametrize("own", [True, False])
+def test_torch_is_that_of_the_job_that_was_answered_for(name: str, gpus: int, own: bool, tmp_path: Path):
+    """Gigabytes for CUDA were sent to a site with GPUs whose jobs ask for none."""
+    wish = Wish(partition="p", account="a", cores=1, gpus=gpus, hours=1, environment="")
+    template = "a.sh" if own else "site.sh"
+    (tmp_path / template).write_text(template_for(scheduler(name), "a", wish))
+    login = Deployment(type=name, host="a.example.org", workdir="/w", template=template)
+    facility = SimpleNamespace(name="a", deployment=login)
+    survey = Survey(partitions=(Partition(name="p", gpus=4),))
+    found = torch_for(SimpleNamespace(file=tmp_path / "federation.yml"), facility, survey)  # type: ignore[arg-type]
+    assert found == ("cpu" if own and gpus == 0 and name != "flux" else "cuda")
