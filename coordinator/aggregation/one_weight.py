@@ -8,11 +8,10 @@ alike, loads another model than was trained.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 
 from coordinator.aggregation.matching import content_digest
-from facility.exchange.checkpoints.checkpoint import TensorEntry, read_exactly
+from facility.exchange.checkpoints.checkpoint import TensorEntry, read_tensor
 from facility.exchange.checkpoints.encoded import stored_of
 
 FIRST_BYTES = 4096
@@ -47,9 +46,5 @@ def _parted(names: Sequence[str], source: Mapping[str, TensorEntry], read: Alike
 
 def _first_bytes(entry: TensorEntry) -> bytes:
     buffer = bytearray(min(FIRST_BYTES, entry.size))
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
-        read_exactly(descriptor, memoryview(buffer), entry.start, entry.file)
-    finally:
-        os.close(descriptor)
+    read_tensor(entry, memoryview(buffer))
     return bytes(buffer)
