@@ -16,7 +16,6 @@ from coordinator.config.federation import read_federation
 from coordinator.config.locate import named_in_utf8
 from coordinator.plan import budget_of
 from facility import probe
-from facility import round as round_module
 from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import ConfigurationError, CrossFedError, UpdateRefused
 from facility.exchange.files.bounded import read_bounded
@@ -149,6 +148,7 @@ def test_a_reason_that_names_a_file_by_bytes_that_are_not_utf_8_is_written(tmp_p
     """Else the job would leave nothing, and end with a code that the engine does not know."""
     missing = tmp_path / os.fsdecode(b"\xff.json")
     words = ["--model", "m", "--dataset", "d", "--settings", missing, "--round", "0", "--out", tmp_path / "out"]
-    assert round_module.main([str(word) for word in words]) == 7
+    done = subprocess.run([sys.executable, "-m", "facility.round", *words], cwd=tmp_path, capture_output=True)
+    assert done.returncode == 7, done.stderr
     failure = read_failure(tmp_path / "out")
     assert failure is not None and "\\udcff.json: cannot be read: No such file" in failure.reason
