@@ -1,12 +1,13 @@
-"""Files and folders import each other in one direction only."""
+"""Files and folders import each other in one direction only, and tests import only names that are there."""
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
 
-from tests.house.imports import all_circles, together
+from tests.house.imports import ROOT, all_circles, modules, parsed, together
 
 pytestmark = together
 
@@ -36,3 +37,44 @@ def test_circles_are_found_wherever_an_import_stands(tmp_path: Path, files: dict
         (tmp_path / "box" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "box" / name).write_text(text)
     assert all_circles(tmp_path, ("box",)) == expected
+
+
+def missing_names(root: Path, folders: tuple[str, ...], packages: tuple[str, ...]) -> list[str]:
+    """What files of `folders` import from modules of `packages` and is not there, as `file: module.name`."""
+    known = modules(root, packages)
+    found = []
+    for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
+        for node in ast.walk(parsed(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in packages:
+                names = names_in(known[node.module]) if node.module in known else set()
+                asked = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known} - {"*"}
+                found += [f"{file.relative_to(root)}: {node.module}.{name}" for name in sorted(asked - names)]
+    return found
+
+
+def names_in(path: Path) -> set[str]:
+    """Names that a file defines, assigns or imports, at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(parsed(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found.update(alias.asname or alias.name for alias in node.names)
+    return found
+
+
+def test_names_that_tests_and_benches_import_of_the_product_are_there() -> None:
+    """Imports within functions of a bench are seen by no checker until somebody measures with it again."""
+    assert missing_names(ROOT, ("tests", "docs", "examples"), ("coordinator", "facility")) == []
+
+
+def test_a_name_that_has_gone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "box").mkdir()
+    (tmp_path / "box" / "__init__.py").write_text("")
+    (tmp_path / "box" / "a.py").write_text("import os\nB = 1\ndef c(): ...\n")
+    (tmp_path / "bench").mkdir()
+    text = "def f():\n    from box.a import B, c, gone, os\n    from box import a, b\n"
+    (tmp_path / "bench" / "x.py").write_text(text)
+    assert missing_names(tmp_path, ("bench",), ("box",)) == ["bench/x.py: box.a.gone", "bench/x.py: box.b"]
