@@ -56,8 +56,8 @@ def test_a_cancelled_job_and_one_out_of_time_cost_their_facility_the_round_and_n
     subprocess.run(namespaces.enter(b, "scontrol", "update", f"JobId={job}", "TimeLimit=00:01:00"), check=True)
     thread.join(400)
     assert run.result is not None and run.result[0] == 0, run.text()
-    assert "CANCELLED" in run.wait_for("did not end well", count=1)
-    assert "TIMEOUT" in run.wait_for("did not end well", count=2)
+    assert "CANCELLED" in run.wait_for("of facility-site-a did not end well")
+    assert "TIMEOUT" in run.wait_for("of facility-site-b did not end well")
     without = [re.search(r"round (\d) goes on without (\S+):", line) for line in run.log]
     assert [(m[1], m[2]) for m in without if m] == [("0", "site-a"), ("1", "site-b")]
     assert len(run.archive.rounds()) == 3
