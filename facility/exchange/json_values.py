@@ -16,9 +16,9 @@ MOST_BYTES = 256 << 20
 """Of a file, unless its reader expects less."""
 
 
-def values_in(path: Path) -> Any:
+def values_in(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     """The value in a file of our own. Raises `OSError` where it cannot be read, `ValueError` where it is not JSON."""
-    return parse_values(read_bounded(path, MOST_BYTES).decode())
+    return parse_values(read_bounded(path, most_bytes).decode())
 
 
 def note_in(path: Path) -> Any:
@@ -32,7 +32,7 @@ def note_in(path: Path) -> Any:
 def read_values(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     """The value in the file. Raises `ConfigurationError`, which quotes nothing of a file that is not JSON."""
     try:
-        return parse_values(read_bounded(path, most_bytes).decode())
+        return values_in(path, most_bytes=most_bytes)
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
     except UnicodeDecodeError:
