@@ -14,10 +14,10 @@ from typing import Any
 
 from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, A, B, is_adapter, saves, targeted
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
-from facility.exchange.checkpoints.families import most_positions, text_part
+from facility.exchange.checkpoints.families import checked_text_part, most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in, other_problem
-from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
+from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
 from facility.exchange.checkpoints.patterns import Patterns, matches
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
@@ -212,7 +212,8 @@ def is_matrix_of_a_block(name: str, shape: Sequence[int]) -> bool:
 def model_figures(directory: Path) -> ModelFigures:
     """Raises `InputError` for damaged weights, config.json, tokenizer.json or preprocessor_config.json."""
     checkpoint = open_checkpoint(directory)
-    whole, config = _configuration(directory)
+    whole = read_model_file(directory)
+    config = checked_text_part(whole, directory)
 
     def first(*names: str) -> int:
         return next((_largest(config[name], name) for name in names if config.get(name)), 0)
@@ -234,15 +235,6 @@ def model_figures(directory: Path) -> ModelFigures:
         labels=labels_in(whole),
         problem=other_problem(whole),
     )
-
-
-def _configuration(directory: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What config.json says of the model, and of its part that reads text. Raises `CheckpointError`."""
-    whole = read_model_file(directory)
-    config = text_part(whole)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{directory / CONFIG}: its text_config is a {type(config).__name__}, expected an object")
-    return whole, config
 
 
 def _largest(value: Any, name: str) -> int:

@@ -9,10 +9,9 @@ from typing import Any
 
 from facility.dataset import DatasetError
 from facility.exchange.checkpoints.companions import copy_named_templates
-from facility.exchange.checkpoints.families import most_positions, text_part
-from facility.exchange.checkpoints.model_files import read_model_file
+from facility.exchange.checkpoints.families import checked_text_part, most_positions
+from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
-from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.manifest import sha256_of
 
 FILES = (
@@ -115,22 +114,22 @@ def length_limit(tokenizer: Any, *directories: Path) -> tuple[int, str] | None:
     if 0 < tokenizer.model_max_length < UNLIMITED:
         limits.append((int(tokenizer.model_max_length), "the tokenizer's model_max_length"))
     for directory in directories:
-        if value := most_positions(_configuration(directory)):
+        if value := most_positions(_text_part(directory)):
             limits.append((value, f"the positions that {directory / 'config.json'} has"))
     return min(limits) if limits else None
 
 
 def vocabulary_size(model: Path) -> int | None:
     """Rows of a model's embedding; None where its `config.json` does not say."""
-    value = _configuration(model).get("vocab_size")
+    value = _text_part(model).get("vocab_size")
     return value if isinstance(value, int) else None
 
 
 def _configuration(directory: Path) -> dict[str, Any]:
-    """What a model's `config.json` says of its part that reads text; {} without the file. Raises `CheckpointError`."""
-    part = text_part(read_model_file(directory)) if (directory / "config.json").is_file() else {}
-    if not isinstance(part, dict):
-        raise CheckpointError(
-            f"{directory / 'config.json'}: its text_config is a {type(part).__name__}, expected an object"
-        )
-    return part
+    """A model's `config.json`; {} without the file. Raises `CheckpointError`."""
+    return read_model_file(directory) if (directory / CONFIG).is_file() else {}
+
+
+def _text_part(directory: Path) -> dict[str, Any]:
+    """What it says of the part that reads text. Raises `CheckpointError`."""
+    return checked_text_part(_configuration(directory), directory)

@@ -23,7 +23,7 @@ from facility.preparing import output, resuming, writing
 from facility.preparing.build import Request, prepare
 from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import Fields
-from facility.preparing.tokenizer import load_tokenizer
+from facility.preparing.tokenizer import copy_tokenizer, load_tokenizer
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
 from tests.preparing.test_prepare import tree
 
@@ -70,6 +70,15 @@ def test_the_copy_of_a_tokenizer_is_of_its_class(request_: Request, tmp_path: Pa
     first, second = (load_tokenizer(one) for one in (bert, dataset.tokenizer_directory))
     assert type(first) is type(second) and first.mask_token_id == second.mask_token_id == 4
     assert json.loads((dataset.tokenizer_directory / "config.json").read_text()) == {"model_type": "bert"}
+
+
+def test_of_a_model_of_several_parts_the_whole_chooses_the_class_of_the_tokenizer(tmp_path: Path, tokenizer: Path):
+    """transformers looks at the model_type of the model, never at that of the part that reads text."""
+    source = shutil.copytree(tokenizer, tmp_path / "model")
+    parts = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "vocab_size": 512}}
+    (source / "config.json").write_text(json.dumps(parts))
+    copy_tokenizer(source, tmp_path / "copy")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text()) == {"model_type": "gemma3"}
 
 
 def test_ids_of_a_vocabulary_with_holes_are_below_its_size(request_: Request, tmp_path: Path):

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.model_files import CONFIG
 from facility.exchange.checkpoints.task_class import CAUSAL, FACTORIES, config_in
+from facility.exchange.errors import CheckpointError
 from facility.exchange.task_words import Task
 
 RUNNING_RANGES = ("ibert",)
@@ -35,6 +37,14 @@ FROM_PADDING = (
 def text_part(config: Mapping[str, Any]) -> Any:
     """What a `config.json` says of the part that reads text: a model of several parts states it in `text_config`."""
     return config.get("text_config") or config
+
+
+def checked_text_part(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """The same of the `config.json` of `directory`. Raises `CheckpointError` where it is no object."""
+    part = text_part(config)
+    if not isinstance(part, dict):
+        raise CheckpointError(f"{directory / CONFIG}: its text_config is a {type(part).__name__}, expected an object")
+    return part
 
 
 def most_positions(config: Mapping[str, Any]) -> int:
