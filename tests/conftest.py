@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import hashlib
 import logging
@@ -108,6 +109,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):
         pytest.skip("not begun: the time of this run was over (CROSSFED_BEGIN_BY)")
+
+
+@pytest.fixture
+def no_hard_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file system of this process is as one that has no hard links: AFS or BeeGFS across directories, SMB."""
+
+    def refused(source: object, target: str, **_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), os.fspath(target))
+
+    monkeypatch.setattr(os, "link", refused)
 
 
 @pytest.fixture

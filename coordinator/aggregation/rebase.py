@@ -24,7 +24,7 @@ from facility.exchange.checkpoints.running_statistics import is_running_statisti
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link_tree
+from facility.exchange.files.links import link
 from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
 
 INDEX = "model.safetensors.index.json"
@@ -77,12 +77,8 @@ def _link_others(update: Path, directory: Path, trained: Checkpoint) -> None:
     """Link what an update holds beside its tensors and its manifest."""
     weights = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX}
     for path in sorted(update.iterdir()):
-        if path.name in weights:
-            continue
-        if path.is_dir():
-            link_tree(path, directory / path.name)
-        else:
-            (directory / path.name).hardlink_to(path)
+        if path.name not in weights:
+            link(path, directory / path.name)
 
 
 def _moved_dtype(entry: TensorEntry, *models: Checkpoint) -> str:

@@ -16,6 +16,7 @@ from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.pieces import Entry
 from coordinator.streamflow_plugin.targets import check_new
 from coordinator.streamflow_plugin.tree import NEW_FILE, local_entries, read_listing, room
+from facility.exchange.files.links import link_file
 
 TRANSFER_SECONDS = 24 * 3600.0
 """What a job of FirecREST that moves one file may take, its wait in the queue included."""
@@ -108,7 +109,7 @@ def _receive(api: Api, call: Call, source: str, path: Path, entry: Entry) -> Non
         if (size := partial.stat().st_size) != entry.size:
             raise TransferFailed(f"{entry.path or path.name} has {size} bytes, the facility listed {entry.size}")
         os.chmod(partial, 0o600)
-        os.link(partial, path)
+        link_file(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

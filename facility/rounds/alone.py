@@ -15,7 +15,7 @@ from typing import Any
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, open_checkpoint
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.links import link_tree
+from facility.exchange.files.links import link_file, link_tree
 from facility.exchange.json_values import values_in
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.comparison import Alone, rounds_alone, with_alone
@@ -187,7 +187,7 @@ def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
         if leaves:
             for path in sorted(model.iterdir()):
                 if path.is_file() and path.name not in (NAME, reports.REPORT):
-                    (temporary / path.name).hardlink_to(path)
+                    link_file(path, temporary / path.name)
         reports.write(temporary, dataclasses.replace(reports.read_report(model), round=number))
         write_manifest(
             temporary,
@@ -215,7 +215,7 @@ def add_adapters(model: Path, adapters: Path, out: Path) -> None:
     link_tree(model, out)
     (out / NAME).unlink()
     (out / ADAPTER).unlink(missing_ok=True)
-    (out / ADAPTER).hardlink_to(adapters / ADAPTER)
+    link_file(adapters / ADAPTER, out / ADAPTER)
     names = {name: entry.file.name for name, entry in open_checkpoint(model).tensors.items()}
     names |= dict.fromkeys(open_checkpoint(adapters).tensors, ADAPTER)
     (out / INDEX).unlink(missing_ok=True)

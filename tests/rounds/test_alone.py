@@ -41,7 +41,9 @@ def job(place: Path, sent: Path, dataset: Path, settings: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}], ids=["whole", "adapters"])
-def test_rounds_alone_are_one_long_round(lora: dict[str, object], tmp_path: Path, pico_llama: Path, monkeypatch):
+def test_rounds_alone_are_one_long_round(lora: dict, tmp_path: Path, pico_llama: Path, monkeypatch, request):
+    if lora:
+        request.getfixturevalue("no_hard_links")
     monkeypatch.chdir(tmp_path)
     dataset = write_dataset(tmp_path / "data")
     federated = {"optimizer_state": "shared", "proximal": 0.5} if not lora else {"proximal": 0.5}

@@ -110,19 +110,21 @@ def decay(number: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("upwards", "downwards", "dtype"),
+    ("upwards", "downwards", "dtype", "links"),
     [
-        ("full", "delta-int4", torch.float16),
-        ("delta-int8", "sparse", torch.bfloat16),
-        ("delta-int4", "changed", torch.bfloat16),
-        ("sparse", "full", torch.float32),
-        ("sparseloco", "delta-int8", torch.bfloat16),
+        ("full", "delta-int4", torch.float16, True),
+        ("delta-int8", "sparse", torch.bfloat16, False),
+        ("delta-int4", "changed", torch.bfloat16, True),
+        ("sparse", "full", torch.float32, True),
+        ("sparseloco", "delta-int8", torch.bfloat16, True),
     ],
 )
 def test_the_master_is_that_of_the_plain_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upwards: str, downwards: str, dtype: torch.dtype
+    tmp_path: Path, monkeypatch, request, upwards: str, downwards: str, dtype: torch.dtype, links: bool
 ):
-    """Facilities are absent, the loss rises once, and the rate falls at the end."""
+    """Facilities are absent, the loss rises once, and the rate falls at the end; with and without hard links."""
+    if not links:
+        request.getfixturevalue("no_hard_links")
     (tmp_path / "step").mkdir()
     monkeypatch.chdir(tmp_path / "step")
     federation, draw = Encoded(tmp_path, upwards, downwards, dtype), random.Random(upwards + downwards)

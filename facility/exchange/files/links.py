@@ -21,17 +21,14 @@ def can_link(folder: Path) -> bool:
 
 
 def link_tree(source: Path, target: Path) -> None:
-    """Make `target` hold the same regular files as `source` by hard links, or by copies across file systems.
+    """Make `target` hold the same regular files as `source` by hard links, or by copies, as `link_file` does.
 
     Symbolic links in `source` are followed (engines stage inputs by them). `target` must not exist.
     """
     source, target = Path(source), Path(target)
     target.mkdir()
     for entry in sorted(os.scandir(source), key=lambda e: e.name):
-        if entry.is_dir():
-            link_tree(Path(entry.path), target / entry.name)
-            continue
-        link_file(Path(entry.path), target / entry.name)
+        link(Path(entry.path), target / entry.name)
 
 
 def copy_tree(source: Path, target: Path, *, leave: Collection[str] = (), symlinks: bool = False) -> None:
@@ -52,10 +49,21 @@ def copy_tree(source: Path, target: Path, *, leave: Collection[str] = (), symlin
     shutil.copystat(source, target)
 
 
+def link(source: Path, target: Path) -> None:
+    """`link_tree` of a directory, `link_file` of a file."""
+    link_tree(source, target) if source.is_dir() else link_file(source, target)
+
+
 def link_file(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it across file systems. `target` must not exist."""
+    """Give a file a second name, or copy it: across file systems, and where one has no hard links (BeeGFS across
+    directories, AFS, SMB). A copy is synced, as what it is of has been. Raises `FileExistsError` where `target` exists.
+    """
     real = os.path.realpath(source)
     try:
         os.link(real, target)
+    except FileExistsError:
+        raise
     except OSError:
-        shutil.copyfile(real, target)
+        shutil.copy(real, target)
+        with open(target, "rb") as file:
+            os.fsync(file.fileno())
