@@ -12,7 +12,7 @@ export PATH := $(BIN):$(PATH)
 # Byte code and the compiled kernel are kept, whatever the shell says: a start of Python costs a second less.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help env demo test readme wheel test-all testbed docs slow nightly coverage lint format render clean
+.PHONY: help env demo test readme wheel test-all testbed docs slow nightly lowest coverage lint format render clean
 help: ## List the targets.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/' | expand -t 12
 
@@ -47,6 +47,14 @@ slow: env ## The long laws: layouts, policies, faults, simulator beside reality.
 nightly: env ## The longest: every family, every cause of a fault, further federations. NIGHTLY="FILE ...": these alone.
 	CROSSFED_FAMILIES=$(abspath build/families-nightly.jsonl) \
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 $(NIGHTLY) -m 'nightly and not testbed and not readme'
+
+# uv finds the oldest versions; it knows no pip.conf and takes CUDA's torch (3 GB). WORKERS and PYTEST_ADDOPTS as for test.
+lowest: ## The default suite with the oldest packages that pyproject.toml admits, in build/lowest.
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/uv/bin/uv venv --quiet --seed --python $(PYTHON) --clear build/lowest
+	VIRTUAL_ENV=build/lowest build/uv/bin/uv pip install --quiet --resolution lowest-direct -e '.[test]'
+	build/lowest/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).
 	python -m pytest -m 'testbed and not slow'

@@ -26,6 +26,7 @@ from facility.exchange.errors import CrossFedError
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
+from facility.installed import problems
 from facility.quota import quotas
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def main() -> int:
         "python": platform.python_version(),
         "packages": packages(),
         "optional": packages(OPTIONAL),
+        "unmet": problems(),
         "formats": formats(),
         "dataset": dataset(resolve(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),

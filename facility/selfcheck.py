@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -27,6 +28,9 @@ from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import plain, read_template
+from facility.installed import problems
+
+log = logging.getLogger("facility.selfcheck")
 
 SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
@@ -177,6 +181,8 @@ def main() -> int:
     folder = arguments.home.resolve() / f"selfcheck-{uuid.uuid4().hex[:8]}"
     (folder / "job").mkdir(parents=True)
     began = time.monotonic()
+    for problem in problems():
+        log.warning("%s: a job that needs it may fail", problem)
     try:
         material(folder, arguments.ranks)
         run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)

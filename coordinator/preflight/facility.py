@@ -175,31 +175,33 @@ def _versions(name: str, answer: dict[str, Any]) -> list[Row]:
         )
     else:
         rows.append(ok(name, "message format", f"CrossFed {answer['crossfed']} on both sides"))
-    if missing := sorted(package for package, version in answer["packages"].items() if version is None):
-        rows.append(
-            fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
+    return [*rows, _packages(name, answer)]
+
+
+def _packages(name: str, answer: dict[str, Any]) -> Row:
+    """Whether the facility's environment has what CrossFed asks for, in the versions that it was tested with."""
+    has = answer["packages"]
+    if missing := sorted(package for package, version in has.items() if version is None):
+        return fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
+    if unmet := answer.get("unmet"):
+        return warning(
+            name,
+            "packages",
+            f"Python {answer['python']}; other packages than CrossFed asks for: {'; '.join(unmet)}",
+            "run facility/setup.sh there again, without --as-is; what a job does not need may stay as it is",
         )
-    else:
-        versions = ", ".join(f"{package} {answer['packages'][package]}" for package in ("torch", "transformers"))
-        pinned = _pinned()
-        untested = [
-            p
-            for p in ("torch", "transformers")
-            if answer["packages"][p].split("+")[0] != pinned.get(p, answer["packages"][p].split("+")[0])
-        ]
-        if untested:
-            wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
-            rows.append(
-                warning(
-                    name,
-                    "packages",
-                    f"Python {answer['python']}, {versions}; tested is {wanted}",
-                    "run facility/setup.sh there again, unless the site provides its own torch",
-                )
-            )
-        else:
-            rows.append(ok(name, "packages", f"Python {answer['python']}, {versions}"))
-    return rows
+    versions = ", ".join(f"{package} {has[package]}" for package in ("torch", "transformers"))
+    pinned = _pinned()
+    untested = [p for p in ("torch", "transformers") if pinned.get(p, has[p].split("+")[0]) != has[p].split("+")[0]]
+    if untested:
+        wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
+        return warning(
+            name,
+            "packages",
+            f"Python {answer['python']}, {versions}; tested is {wanted}",
+            "run facility/setup.sh there again, unless the site provides its own torch",
+        )
+    return ok(name, "packages", f"Python {answer['python']}, {versions}")
 
 
 def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:

@@ -46,6 +46,8 @@ def read_probe_answer(text: str) -> dict[str, Any]:
         raise ManifestError(f"{WHERE} lacks {', '.join(missing)} in packages")
     if "optional" in fields.raw:
         answer["optional"] = _versions(fields, "optional")
+    if "unmet" in fields.raw:
+        answer["unmet"] = fields.items("unmet", 50, lambda inside, place: inside.words(place, longest=LONGEST))
     if "base_model" in fields.raw:
         answer["base_model"] = _base_model(fields.inside("base_model"))
     if "trainer" in fields.raw:

@@ -300,14 +300,14 @@ def no_crossfed(site: Site) -> None:
     site.env(f"export PYTHONPATH={nothing}; cd /")
 
 
-def missing_package(site: Site, package: str = "transformers") -> None:
-    """A package without its metadata is not installed."""
+def missing_package(site: Site, package: str = "transformers", version: str = "") -> None:
+    """A package without its metadata is not installed. `version`: it is, in this one."""
     trick = site.root / "site" / "trick"
     trick.mkdir()
     (trick / "sitecustomize.py").write_text(
         "import importlib.metadata as m\nold = m.version\n"
-        f"def version(name):\n    if name == '{package}':\n        raise m.PackageNotFoundError(name)\n"
-        "    return old(name)\nm.version = version\n"
+        f"def version(name):\n    if name == '{package}':\n        if '{version}': return '{version}'\n"
+        "        raise m.PackageNotFoundError(name)\n    return old(name)\nm.version = version\n"
     )
     site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
 
@@ -473,6 +473,17 @@ def test_a_mistake_is_told(site: Site, seed: Callable[[Site], object], where: st
     assert len(told) == 1, rows
     assert told[0].fix and len(rows) == 1, rows
     assert not (site.root / "site" / "submitted").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "told"),
+    [("peft", "0.18.1", r"peft 0\.18\.1, expected >="), ("pillow", "", "pillow is not installed")],
+)
+def test_packages_of_a_site_that_are_not_as_asked_for_are_told(site: Site, package: str, version: str, told: str):
+    """Of an environment that the site provides; what a job does not need may be so."""
+    missing_package(site, package, version)
+    (row,) = [row for row in check(site.file, link=False) if row.check == "packages"]
+    assert row.verdict == "warning" and re.search(told, row.found) and row.found.count("expected") <= 1, row
 
 
 def test_each_mistake_has_its_own_sentence():

@@ -1,0 +1,80 @@
+"""What the product imports is a dependency of its own, in pyproject.toml, and not there by another package's leave."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from importlib.metadata import packages_distributions, requires
+
+import pytest
+
+from tests.house.imports import PACKAGES, ROOT, parsed, together
+
+pytestmark = together
+
+COMES_WITH = {
+    "annotated-types": "pydantic",
+    "pydantic-core": "pydantic",
+    "markupsafe": "jinja2",
+    "aiosqlite": "streamflow",
+    "asyncssh": "streamflow",
+    "cwl-utils": "streamflow",
+    "httpcore": "httpx",
+    "httpx": "pyfirecrest",
+}
+"""Imported packages whose version another dependency settles, by that dependency: both work on the same objects."""
+
+OF_THE_USER = {"mlflow", "wandb"}
+"""Imported where a federation names them (`report.trackers`), and installed by who does."""
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(listed: list[str]) -> set[str]:
+    """The distributions that requirements name."""
+    return {normal(re.match(r"[A-Za-z0-9_.-]+", one)[0]) for one in listed}  # type: ignore[index]
+
+
+def imported(package: str) -> set[str]:
+    """Distributions, by the names that pip knows, from which any file of a package imports anything anywhere."""
+    modules: set[str] = set()
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(parsed(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules.add((node.module or "").partition(".")[0])
+    known = packages_distributions()
+    return {
+        # A name that several distributions share (ruamel, typer) is the one that is asked for.
+        min(map(normal, known.get(module, [module])), key=lambda name: (name not in declared("coordinator"), name))
+        for module in modules - sys.stdlib_module_names - set(PACKAGES)
+    }
+
+
+def declared(package: str) -> set[str]:
+    """What is installed with the package: a facility's has no extra but that of quantized models."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = ["quantized"] if package == "facility" else ["coordinator", "firecrest", "publish", "eval"]
+    return names(project["dependencies"]) | {
+        one for extra in extras for one in names(project["optional-dependencies"][extra])
+    }
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_is_imported_is_declared(package: str) -> None:
+    found = imported(package)
+    assert {"torch", "numpy"} <= found
+    assert found - declared(package) - set(COMES_WITH) - OF_THE_USER == set()
+
+
+def test_what_comes_with_another_does_so() -> None:
+    assert set(COMES_WITH) <= imported("facility") | imported("coordinator")
+    for name, brings in COMES_WITH.items():
+        always = [one for one in requires(brings) or [] if "extra ==" not in one]
+        assert name in names(always), (name, brings)
+        assert brings in declared("coordinator") | set(COMES_WITH)
