@@ -24,6 +24,8 @@ class Arrived:
     failures: dict[str, Failure]
     scores: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the coordinator itself found of the received model on tasks."""
+    dropped: dict[str, Report] = dataclasses.field(default_factory=dict)
+    """Reports of updates that came and were left out since: what they say was spent is spent."""
 
 
 def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
@@ -66,4 +68,5 @@ def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
         updates={other: path for other, path in arrived.updates.items() if other != name},
         reports={other: report for other, report in arrived.reports.items() if other != name},
         failures=arrived.failures | {name: failure},
+        dropped=arrived.dropped | {other: report for other, report in arrived.reports.items() if other == name},
     )

@@ -189,6 +189,7 @@ def survivors_of(pending: Pending, asked: UnmaskRequest, arrived: Arrived) -> Ar
         updates=updates,
         reports={name: read_report(path) for name, path in updates.items()},
         failures=late.failures,
+        dropped=late.dropped,
     )
 
 

@@ -78,7 +78,8 @@ def _row(
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=left_out[name], kind="refused"
         )
-        spent = told_privacy(arrived.reports[name]) if name in arrived.reports else {}  # whatever became of the update
+        told = arrived.reports.get(name) or arrived.dropped.get(name)
+        spent = told_privacy(told) if told is not None else {}  # whatever became of the update
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason, privacy=spent)
     report = arrived.reports[name]
     late = number - report.round

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from coordinator.aggregation.settings import AggregationSettings
+from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, summary
@@ -19,6 +21,7 @@ from coordinator.rounds.verification import averaged_as_encoded
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
 from coordinator.steps.expectation import Expected
+from coordinator.steps.masked_round import survivors_of
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
@@ -323,6 +326,31 @@ def test_what_an_outlier_has_spent_of_its_budget_is_told_too(begun: tuple[Archiv
     row = archive.read_round(0).facilities[3]
     assert (row.facility, row.status, row.privacy["steps"]) == ("d", "refused", 4)
     assert read_manifest(archive.model_for(1)).extra[RELEASED] == dict.fromkeys("abcd", 4)
+
+
+def test_what_was_spent_on_a_damaged_update_is_told_too(begun: tuple[Archive, Path], tmp_path: Path):
+    archive, model = begun
+    updates = [noised(tmp_path / name, model, name, 4) for name in ("a", "b")]
+    with open(updates[1] / "model.safetensors", "r+b") as file:
+        file.seek(-64, 2)
+        file.write(b"\x01" * 64)
+    close(archive, model, updates, dataclasses.replace(SETTINGS, retries=0))
+    row = archive.read_round(0).facilities[1]
+    assert (row.facility, row.status, row.weight) == ("b", "refused", 0.0)
+    assert row.privacy["steps"] == 4
+    assert read_manifest(archive.model_for(1)).extra[RELEASED] == {"a": 4, "b": 4}
+
+
+def test_what_was_spent_on_an_update_that_came_after_the_sum_of_its_round_is_told_too(
+    begun: tuple[Archive, Path], tmp_path: Path
+):
+    _, model = begun
+    updates = [noised(tmp_path / name, model, name, 4) for name in ("a", "b")]
+    pending: Any = SimpleNamespace(update=lambda name: tmp_path / name)
+    asked: Any = SimpleNamespace(survivors=["a"], round=0)
+    found = survivors_of(pending, asked, sort_out(updates))
+    assert (set(found.reports), set(found.failures)) == ({"a"}, {"b"})
+    assert told_privacy(found.dropped["b"])["steps"] == 4
 
 
 def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0, move: float = 0.01) -> Path:
