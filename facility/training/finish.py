@@ -136,9 +136,9 @@ class StepsTaken:
     good: int
     """Steps whose loss and gradients were finite."""
     loss: float
-    """Mean training loss of these, nats per prediction; 0 without any."""
+    """Mean training loss of those of them that had something to predict, nats per prediction; 0 without any."""
     skipped: int
-    """The others, on average over the replicas, rounded up."""
+    """Those that were not good, on average over the replicas, rounded up."""
     scale: LossScale
     """The smallest of the replicas', from which the next round goes on."""
 
@@ -146,17 +146,22 @@ class StepsTaken:
 def steps_taken(round: Round) -> StepsTaken:
     """Count the steps of each replica: one that skipped all of its own ends the round as the others do. Called on all
     ranks, which gather."""
-    scale, good = round.engine.scale, [loss for loss in round.progress.losses if loss >= 0]
-    mine = [len(good), math.fsum(good), round.engine.skipped, scale.value, scale.steady]
+    scale, losses = round.engine.scale, [loss for loss in round.progress.losses if loss >= 0]
+    mine = [moved(round), len(losses), math.fsum(losses), round.engine.skipped, scale.value, scale.steady]
     found = [one for one in gather(round.ranks, mine if round.counts else None) if one is not None]
-    counts, losses, skipped, values, steady = zip(*found, strict=True)
+    good, counts, sums, skipped, values, steady = zip(*found, strict=True)
     value, steps = min(zip(values, steady, strict=True))
     return StepsTaken(
-        good=sum(counts),
-        loss=math.fsum(losses) / max(1, sum(counts)),
+        good=sum(good),
+        loss=math.fsum(sums) / max(1, sum(counts)),
         skipped=math.ceil(sum(skipped) / len(found)),
         scale=LossScale(adapts=scale.adapts, value=value, steady=steps),
     )
+
+
+def moved(round: Round) -> int:
+    """Steps of this round that this rank's replica has taken and not skipped, those before an interruption included."""
+    return round.progress.done - round.engine.skipped
 
 
 def every_step_skipped(scale: LossScale, steps: int) -> str:
@@ -181,7 +186,7 @@ def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict
     reports.write(directory, report_of(round, figures))
     request, training = round.request, round.request.training
     steps = round.progress.optimizer_steps
-    before, kept = max(0, steps - training.steps), request.state / f"round-{request.round}"
+    before, kept = max(0, steps - moved(round)), request.state / f"round-{request.round}"
     federated = request.federated
     if not training.sends_moments(request.round):
         return

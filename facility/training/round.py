@@ -204,7 +204,7 @@ class Round:
         while sync.wants_more() and not self._pausing(stop):
             overall = self.overall_step
             result = self._step()
-            loss = WITHHELD if self.private else result.loss
+            loss = WITHHELD if self.private or not result.predictions else result.loss
             progress.step(loss, skipped=result.skipped, batch=batch, share=self.share)
             if self._speaks():
                 shown.step(progress.done, result)

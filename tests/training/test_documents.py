@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, PreparedDataset
+from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.report import read_report
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields
@@ -18,7 +21,7 @@ from tests.pico import save_pico
 from tests.preparing.chats import chats, save_chat_tokenizer
 from tests.preparing.corpora import sentences, write_json_lines
 from tests.training.families import save_tiny
-from tests.training.federation import largest_difference, weights
+from tests.training.federation import largest_difference, weights, write_dataset
 from tests.training.layouts import FOUR, TWO, arguments, rounds_in
 
 VOCABULARY = 336
@@ -156,3 +159,22 @@ def test_a_family_that_reads_a_block_as_one_text_is_refused(tmp_path: Path):
         assert "--documents padded" in said[name][0] and "Traceback" not in said[name][0], said[name][0]
     rounds_in([(f"{n}-alone", arguments(tmp_path / n / "alone", m, alone.directory)) for n, m in models.items()])
     assert weights(tmp_path / "mamba/alone/out").keys() == weights(models["mamba"]).keys()
+
+
+def test_a_step_without_anything_to_predict_has_no_part_in_the_training_loss(tmp_path: Path):
+    """It counted as a loss of 0: of a batch of one block that bears no loss, the mean of the round was too low."""
+    dataset = write_dataset(tmp_path / "data")
+    raw = json.loads((dataset / "dataset.json").read_text())
+    for split in raw["splits"]:
+        marks = np.full(np.load(dataset / f"{split}.npy").shape, LOSS, np.uint8)
+        marks[:, 0] |= START
+        marks[1::2] &= START
+        np.save(dataset / f"{split}.marks.npy", marks)
+    (dataset / "dataset.json").write_text(json.dumps(raw | {"task": "chat", "documents": "padded"}))
+    model, chosen = save_pico(tmp_path / "model"), {"steps": 8, "batch_sequences": 1}
+    rounds_in([("one", arguments(tmp_path, model, dataset, **chosen))])
+    report = read_report(tmp_path / "out")
+    curve = loss_curve_of(report)
+    assert report.steps == 8 and 0 < len(curve) < 8
+    assert all(4 < loss < 6 for _, loss in curve), "of 128 tokens that nobody has learned: log(128) = 4.85"
+    assert report.training_loss == pytest.approx(sum(loss for _, loss in curve) / len(curve), abs=1e-5)

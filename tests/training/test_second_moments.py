@@ -9,8 +9,18 @@ import numpy as np
 import pytest
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.second_moments import Factors, factors_of, has_factors, read_factors, write_factors
+from facility.exchange.checkpoints.second_moments import (
+    Factors,
+    factors_of,
+    has_factors,
+    kept_of,
+    kept_share,
+    read_factors,
+    steps_of,
+    write_factors,
+)
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.report import read_report, skipped_of
 from facility.exchange.messages.settings import TrainingSettings
 from tests.pico import save_pico
 from tests.training.federation import largest_difference, write_dataset
@@ -91,3 +101,16 @@ def test_adapters_share_their_second_moments_as_whole_models_do(tmp_path: Path):
         cases.append((name, second))
     rounds_in(cases)
     assert largest_difference(tmp_path / "own" / "out", tmp_path / "shared" / "out") > 1e-4
+
+
+def test_skipped_steps_are_none_after_which_received_moments_are_forgotten(tmp_path: Path):
+    """The first steps in float16 overflow: what is left of the received moments is more by each of them."""
+    from tests.training.test_loss_scale import steep_model
+
+    model = with_factors_of_another(steep_model(tmp_path / "steep"), tmp_path / "model")
+    chosen = {"steps": 12, "compute_dtype": "float16", "learning_rate": 1e-5, **SHARED}
+    rounds_in([("one", arguments(tmp_path, model, write_dataset(tmp_path / "data"), **chosen))])
+    skipped = skipped_of(read_report(tmp_path / "out"))
+    assert 0 < skipped < 12
+    assert steps_of(tmp_path / "out") == 9 + 12 - skipped
+    assert kept_of(tmp_path / "out") == kept_share(BETA2, before=9, steps=9 + 12 - skipped)

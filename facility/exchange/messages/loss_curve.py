@@ -17,7 +17,8 @@ Curve = list[tuple[int, float]]
 
 
 def loss_curve(losses: Sequence[float]) -> Curve:
-    """Means over spans of equal length, at most `MOST_POINTS`; skipped steps, whose loss is negative, do not count."""
+    """Means over spans of equal length, at most `MOST_POINTS`; a step with a negative loss, which had none, does not
+    count."""
     count = min(MOST_POINTS, len(losses))
     ends = [round(len(losses) * number / count) for number in range(1, count + 1)]
     spans = [(end, losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]

@@ -32,7 +32,7 @@ class RoundProgress:
     optimizer_steps: int = 0
     """Steps that the optimizer's moments have seen."""
     losses: list[float] = field(default_factory=list)
-    """Loss of each step; -1 for a skipped one."""
+    """Loss of each step; -1 for one that was skipped, or had nothing to predict."""
     samples: float = 0.0
     """What the policy between replicas counted before an interruption."""
     rates: float = 0.0

@@ -73,7 +73,7 @@ class ReplicaProgress:
     position: int
     optimizer_steps: int
     losses: list[float]
-    """Loss of every step so far; -1 for a skipped one."""
+    """Loss of every step so far; -1 for one that was skipped, or had nothing to predict."""
     scale: float
     """fp16 loss scale."""
     skipped: int
