@@ -42,6 +42,7 @@ from facility.training.quantized_base import (
     quantized_shards,
 )
 from facility.training.shards import LocalShard, initialise_parameters, shard_of
+from facility.training.weight_operations import weight_operations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class Assembly:
     structure: ModelStructure | None
     parameters: int
     trained: int
+    weight_operations: float
+    """Of the whole model on one token (`facility.training.weight_operations`)."""
 
 
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
@@ -103,7 +106,7 @@ def assemble(
     found = names_of(skeleton, checkpoint)
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
-    parameters = sum(p.numel() for p in skeleton.parameters())
+    parameters, operations = sum(p.numel() for p in skeleton.parameters()), weight_operations(skeleton)
     stall = settings.stall_seconds
     running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
     quantize_layers(skeleton, settings)
@@ -141,6 +144,7 @@ def assemble(
         structure=structure,
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
+        weight_operations=operations,
     )
 
 
