@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from coordinator.aggregation.matching import content_digest
 from facility.exchange.checkpoints.checkpoint import TensorEntry, read_tensor
 from facility.exchange.checkpoints.encoded import stored_of
+from facility.exchange.checkpoints.twins import content_digest
 
 FIRST_BYTES = 4096
 """Of a tensor, which nearly always tell others from it."""

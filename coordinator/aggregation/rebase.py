@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from coordinator.aggregation.matching import Twins
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
+from facility.exchange.checkpoints.twins import Twins
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.files.durable import new_directory

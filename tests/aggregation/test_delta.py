@@ -12,6 +12,7 @@ import torch
 from facility.exchange.checkpoints import delta
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
 from facility.exchange.checkpoints.codecs import int4, int8, sparse
+from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.manifest import read_manifest, write_manifest
@@ -213,3 +214,39 @@ def test_a_malformed_message_is_refused(pair, tmp_path: Path, change, words: str
     with pytest.raises(CheckpointError, match=words):
         delta.decode(bad, reference=base, out=tmp_path / "decoded")
     assert not (tmp_path / "decoded").exists() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("encoding", ["delta-int8", "sparse"])
+@pytest.mark.parametrize("twice", ["model", "update"])
+def test_a_tied_weight_that_one_side_alone_stores_twice_is_encoded_as_where_both_do(
+    tmp_path: Path, encoding: str, twice: str
+):
+    """Such an update could not be encoded at all; another that lacks a weight, or has one too many, still cannot."""
+    start = make.random_tensors(0, {"embed": (40, 30), "w": (50,)}, torch.bfloat16)
+    moved = make.moved({name: t.float() for name, t in start.items()}, 1, 1e-3)
+    once, both = (one | {"lm_head": one["embed"].clone()} if many else one for one, many in ((moved, 0), (moved, 1)))
+    base = make.model(tmp_path / "base", start | ({"lm_head": start["embed"].clone()} if twice == "model" else {}))
+    update = make.update(tmp_path / "odd", once if twice == "model" else both, base=base, facility="alpha")
+    plain = make.update(tmp_path / "even", both if twice == "model" else once, base=base, facility="alpha")
+    found = []
+    for one in (update, plain):
+        message, out = tmp_path / f"{one.name}-message", tmp_path / f"{one.name}-decoded"
+        delta.encode(full=one, reference=base, out=message, encoding=encoding)
+        delta.decode(message, reference=base, out=out)
+        found.append(make.read_all(out))
+    assert found[0].keys() == found[1].keys() == open_checkpoint(base).tensors.keys()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert not torch.equal(found[0]["embed"], start["embed"].float())
+    other = {"w": moved["w"]} if twice == "model" else both | {"lm_head": both["embed"] + 1}
+    untied = make.update(tmp_path / "untied", other, base=base, facility="alpha")
+    with pytest.raises(CheckpointError, match="send it in full"):
+        delta.encode(full=untied, reference=base, out=tmp_path / "none", encoding=encoding)
+
+
+def test_what_stays_at_the_facility_is_no_tied_weight_of_what_leaves(tmp_path: Path):
+    """In a new model both may hold the same bytes."""
+    base = make.model(tmp_path / "base", {"a": torch.ones(9), "b": torch.ones(9)})
+    update = make.update(tmp_path / "update", {"a": torch.full((9,), 2.0)}, base=base, facility="alpha")
+    message, personal = tmp_path / "message", Patterns(exclude=("b",))
+    delta.encode(full=update, reference=base, out=message, encoding="delta-int8", patterns=personal)
+    assert {name.partition("::")[0] for name in read_header(message / delta.FILE)[0]} == {"a"}

@@ -42,6 +42,7 @@ from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.checkpoints.step_norms import StepNorms
+from facility.exchange.checkpoints.twins import Twins, surplus_of
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_like
 from facility.exchange.delta_codecs import Codec, declared_codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
@@ -270,19 +271,23 @@ class _scratch:
 def _same_names(
     values: Checkpoint, full: Checkpoint, reference: Checkpoint, patterns: Patterns
 ) -> dict[str, TensorEntry]:
-    """The tensors to encode by the reference's names; those that `values` lacks come from `full`."""
+    """The tensors to encode by the reference's names; those that `values` lacks come from `full`.
+
+    A tied weight that one of them alone stores twice is one weight under both names, as where updates are averaged.
+    """
     found: dict[str, TensorEntry] = {}
+    twins = Twins(reference)
     for name, entry in reference.tensors.items():
         candidate = values.tensors.get(name) or full.tensors.get(name)
-        if candidate is None and not patterns.federated(name):
-            candidate = entry
+        if candidate is None:
+            candidate = twins.stored_in(full, name) if patterns.federated(name) else entry
         if candidate is None or candidate.shape != entry.shape:
             shape = "absent" if candidate is None else list(candidate.shape)
             raise CheckpointError(
                 f"{full.directory}: tensor {name!r} is {shape}, the reference has {list(entry.shape)}: send it in full"
             )
         found[name] = candidate
-    if surplus := sorted(set(full.tensors) - set(reference.tensors)):
+    if surplus := sorted(surplus_of(full, reference)):
         raise CheckpointError(f"{full.directory}: tensors {surplus[:3]} are not in the reference: send it in full")
     return found
 
