@@ -5,6 +5,8 @@ since. What counts is its own step, its weights minus those that it started from
 2106.06581, algorithm 1, lines 7 to 9): that step is added to the present model, in float32, or
 in float64 where one of the three holds it.
 
+Second moments that it brings begin with the present ones as well (`coordinator.aggregation.rebase_moments`).
+
 Running statistics of batch normalisation are no steps: a facility's stay what it saw, as they are averaged, since a
 variance moved by how much another one fell may be below zero.
 """
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
+from coordinator.aggregation.rebase_moments import rebase_moments
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.twins import Twins
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
-from facility.exchange.errors import UpdateRefused
+from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link
 from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
@@ -46,7 +49,7 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
         elif entry.dtype not in FLOATS or is_running_statistic(name):
             dtypes[name] = entry.dtype
     with new_directory(out) as temporary:
-        _link_others(update, temporary, trained)
+        _link_others(update, temporary, trained, _moments(trained, started, present, temporary, facility))
         with TensorWriter(temporary, layout_like(trained, dtypes), trained.metadata) as writer:
             for name in dtypes:
                 entry = trained.tensors[name]
@@ -73,11 +76,19 @@ def _steps(trained: Checkpoint, started: Checkpoint, present: Checkpoint, facili
     return found
 
 
-def _link_others(update: Path, directory: Path, trained: Checkpoint) -> None:
-    """Link what an update holds beside its tensors and its manifest."""
-    weights = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX}
+def _moments(trained: Checkpoint, started: Checkpoint, present: Checkpoint, directory: Path, facility: str) -> set[str]:
+    """The folders of moments that were written to `directory`. Raises `UpdateRefused` for what no moments are."""
+    try:
+        return rebase_moments(trained, started, present, directory)
+    except CheckpointError as error:
+        raise UpdateRefused(facility, f"its moments cannot be used: {error}") from None
+
+
+def _link_others(update: Path, directory: Path, trained: Checkpoint, moved: set[str]) -> None:
+    """Link what an update holds beside its tensors, its manifest and what was `moved`."""
+    written = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX} | moved
     for path in sorted(update.iterdir()):
-        if path.name not in weights:
+        if path.name not in written:
             link(path, directory / path.name)
 
 

@@ -21,7 +21,7 @@ from tests.aggregation.test_fisher import ALL, by_hand, with_factors
 from tests.aggregation.test_many_rounds import capped
 
 SHAPES = {"embed": (30, 40), "norm": (50,), "cube": (4, 3, 5)}
-ROUNDS, RATE, MOMENTUM, KEPT = 9, 0.3, 0.7, 0.6
+ROUNDS, RATE, MOMENTUM, KEPT, FALL = 9, 0.3, 0.7, 0.6, 0.4
 Moments = dict[str, list[np.ndarray]]
 """Row and column means by tensor."""
 
@@ -43,9 +43,10 @@ class Rounds:
             n: (t.double() + torch.from_numpy(self.noise.normal(0, 0.01, t.shape))).bfloat16()
             for n, t in before.items()
         }
-        own = {n: self.noise.lognormal(sigma=0.3, size=(s[0], math.prod(s[1:]))) for n, s in SHAPES.items()}
+        fallen = FALL ** (number - late)  # as gradients do at first
+        own = {n: fallen * self.noise.lognormal(sigma=0.3, size=(s[0], math.prod(s[1:]))) for n, s in SHAPES.items()}
         means = {n: [g.mean(1), g.mean(0)] for n, g in own.items()}
-        kept = KEPT if received is not None else 0.0
+        kept, present = KEPT if received is not None else 0.0, self.shared[number]
         sent = {
             n: [(1 - kept) * m + (kept * received[n][i] if received else 0.0) for i, m in enumerate(pair)]
             for n, pair in means.items()
@@ -53,6 +54,8 @@ class Rounds:
         path = make.update(self.root / f"{name}{number}", after, base=began, facility=name, tokens=tokens)
         stored = {n: [one.astype("f4") for one in pair[: len(SHAPES[n][:2])]] for n, pair in sent.items()}
         with_factors(path, {n: Factors(*pair) for n, pair in stored.items()}, kept)
+        if received is not None and present is not None:
+            sent = {n: [one + kept * (present[n][i] - received[n][i]) for i, one in enumerate(sent[n])] for n in sent}
         if late:
             now = path.with_name(f"{path.name}-now")
             rebase(path, then=began, now=self.models[-1], out=now, facility=name)
@@ -78,7 +81,7 @@ def combined(told: list[dict[str, Any]], weights: np.ndarray) -> dict[str, np.nd
     return found
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_the_master_and_the_shared_moments_are_those_of_the_plain_loop(tmp_path: Path, seed: int):
     rounds, state = Rounds(tmp_path, seed), None
     master = {name: one.double().numpy() for name, one in make.read_all(rounds.models[0]).items()}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,6 +14,8 @@ from coordinator.aggregation.matching import match_tensors
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.verify import check_variances
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.moments import BLOCKS, FIRST, FULL, INT8, Moment, Rows, StoredMoments, write_moments
+from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 
@@ -110,5 +113,46 @@ def test_another_shape_is_refused_by_name(tmp_path: Path):
     update = save(tmp_path / "update", 2, shape=(5, 8))
     write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3))
     with pytest.raises(UpdateRefused, match=r"'a.weight' of its late update is not in"):
+        rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    assert not (tmp_path / "moved").exists()
+
+
+@pytest.mark.parametrize("form", [FULL, BLOCKS, INT8])
+def test_second_moments_begin_with_the_present_ones_too(tmp_path: Path, form: str):
+    """kept * then + (1 - kept) * g becomes kept * now + (1 - kept) * g; first moments are the facility's own."""
+    then, now, update = (save(tmp_path / name, seed, shape=(5, 70)) for seed, name in enumerate(("then", "now", "x")))
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3))
+    draw, kept = np.random.default_rng(0), 0.6
+    moment, first = (Moment(name="a.weight", form=one, shape=(5, 70)) for one in (form, FIRST))
+    old, new, own = (level * draw.lognormal(size=(5, moment.width)).astype("f4") for level in (100.0, 1.0, 0.1))
+    direction = draw.normal(size=(5, 70)).astype("f4")
+    for where, values in ((then, old), (now, new), (update, kept * old + (1 - kept) * own)):
+        moments = {moment: rows_of(values)} | ({first: rows_of(direction)} if where == update else {})
+        write_moments(where, moments, steps=7, kept=kept if where == update else 0.0)
+    rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
+    found, sent = (StoredMoments(one, {"a.weight": (5, 70)}) for one in (tmp_path / "moved", update))
+    wanted = kept * new + (1 - kept) * own
+    if form == INT8:  # each within 4.5 %, those of then are 100 times as large
+        assert (found.read(moment, 0, 5) <= 1.05 * wanted + 0.05 * kept * 2 * old).all()
+        assert (found.read(moment, 0, 5) >= 0.9 * kept * new).all()
+    else:
+        assert (np.abs(found.read(moment, 0, 5) - wanted) < 2e-7 * old).all(), (
+            "float32's rounding of what was taken off"
+        )
+    assert np.array_equal(found.read(first, 0, 5), sent.read(first, 0, 5))
+    assert (found.steps, found.kept) == (7, kept)
+    assert verify_manifest(tmp_path / "moved").files.keys() >= {"moments/model.safetensors"}
+
+
+def rows_of(values: np.ndarray) -> Rows:
+    return lambda first, count: values[first : first + count]
+
+
+def test_moments_that_cannot_be_are_their_facilitys_fault(tmp_path: Path):
+    then, now, update = (save(tmp_path / name, seed) for seed, name in enumerate(("then", "now", "x")))
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=3))
+    for where, value in ((then, 1.0), (now, 1.0), (update, -1.0)):
+        write_factors(where, {"b": Factors(np.full(3, value, np.float32))}, steps=7, kept=0.5)
+    with pytest.raises(UpdateRefused, match="'a'.*its moments cannot be used.*no second moment has"):
         rebase(update, then=then, now=now, out=tmp_path / "moved", facility="a")
     assert not (tmp_path / "moved").exists()
