@@ -24,8 +24,10 @@ class Arrived:
     failures: dict[str, Failure]
     scores: dict[str, Any] = dataclasses.field(default_factory=dict)
     """What the coordinator itself found of the received model on tasks."""
-    dropped: dict[str, Report] = dataclasses.field(default_factory=dict)
-    """Reports of updates that came and were left out since: what they say was spent is spent."""
+    dropped_updates: dict[str, Path] = dataclasses.field(default_factory=dict)
+    """Updates that came and were left out since: what they cost was spent, and what came was sent."""
+    dropped_reports: dict[str, Report] = dataclasses.field(default_factory=dict)
+    """Theirs."""
 
 
 def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:
@@ -63,10 +65,13 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
 def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
     """What arrived without the update of one facility, which counts as failed with this reason."""
     failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
+    updates, reports = dict(arrived.updates), dict(arrived.reports)
+    update, report = updates.pop(name, None), reports.pop(name, None)
     return dataclasses.replace(
         arrived,
-        updates={other: path for other, path in arrived.updates.items() if other != name},
-        reports={other: report for other, report in arrived.reports.items() if other != name},
+        updates=updates,
+        reports=reports,
         failures=arrived.failures | {name: failure},
-        dropped=arrived.dropped | {other: report for other, report in arrived.reports.items() if other == name},
+        dropped_updates=arrived.dropped_updates | ({} if update is None else {name: update}),
+        dropped_reports=arrived.dropped_reports | ({} if report is None else {name: report}),
     )

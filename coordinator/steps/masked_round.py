@@ -189,7 +189,8 @@ def survivors_of(pending: Pending, asked: UnmaskRequest, arrived: Arrived) -> Ar
         updates=updates,
         reports={name: read_report(path) for name, path in updates.items()},
         failures=late.failures,
-        dropped=late.dropped,
+        dropped_updates=late.dropped_updates,
+        dropped_reports=late.dropped_reports,
     )
 
 

@@ -16,7 +16,7 @@ from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
-from facility.exchange.messages.manifest import KEEPS, Manifest, read_manifest
+from facility.exchange.messages.manifest import KEEPS, Manifest, manifest_if_any, read_manifest
 from facility.exchange.messages.report import (
     MOST_COUNT,
     Failure,
@@ -74,11 +74,13 @@ def _row(
     )
     if (update := arrived.updates.get(name)) is not None:
         row = _with_manifest(row, read_manifest(update))
+    elif (dropped := arrived.dropped_updates.get(name)) and (manifest := manifest_if_any(dropped)) is not None:
+        row = _with_manifest(row, manifest)  # what is wrong with it may be its manifest
     if name in arrived.failures or name in left_out:
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=left_out[name], kind="refused"
         )
-        told = arrived.reports.get(name) or arrived.dropped.get(name)
+        told = arrived.reports.get(name) or arrived.dropped_reports.get(name)
         spent = told_privacy(told) if told is not None else {}  # whatever became of the update
         return dataclasses.replace(row, status=failure.kind, reason=failure.reason, privacy=spent)
     report = arrived.reports[name]

@@ -32,6 +32,7 @@ from facility.exchange.messages.drift import DriftReport
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.privacy import DETAILS, RELEASED
 from facility.exchange.messages.report import Failure, read_report
+from facility.exchange.messages.usage import Usage, with_usage
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 
@@ -328,9 +329,10 @@ def test_what_an_outlier_has_spent_of_its_budget_is_told_too(begun: tuple[Archiv
     assert read_manifest(archive.model_for(1)).extra[RELEASED] == dict.fromkeys("abcd", 4)
 
 
-def test_what_was_spent_on_a_damaged_update_is_told_too(begun: tuple[Archive, Path], tmp_path: Path):
+def test_what_a_damaged_update_has_cost_is_told_too(begun: tuple[Archive, Path], tmp_path: Path):
     archive, model = begun
     updates = [noised(tmp_path / name, model, name, 4) for name in ("a", "b")]
+    with_usage(updates[1], Usage(node_seconds=90.0))
     with open(updates[1] / "model.safetensors", "r+b") as file:
         file.seek(-64, 2)
         file.write(b"\x01" * 64)
@@ -338,6 +340,7 @@ def test_what_was_spent_on_a_damaged_update_is_told_too(begun: tuple[Archive, Pa
     row = archive.read_round(0).facilities[1]
     assert (row.facility, row.status, row.weight) == ("b", "refused", 0.0)
     assert row.privacy["steps"] == 4
+    assert row.usage["node_seconds"] == 90.0 and row.received_bytes > 0 and row.update_sha256
     assert read_manifest(archive.model_for(1)).extra[RELEASED] == {"a": 4, "b": 4}
 
 
@@ -350,7 +353,7 @@ def test_what_was_spent_on_an_update_that_came_after_the_sum_of_its_round_is_tol
     asked: Any = SimpleNamespace(survivors=["a"], round=0)
     found = survivors_of(pending, asked, sort_out(updates))
     assert (set(found.reports), set(found.failures)) == ({"a"}, {"b"})
-    assert told_privacy(found.dropped["b"])["steps"] == 4
+    assert told_privacy(found.dropped_reports["b"])["steps"] == 4
 
 
 def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0, move: float = 0.01) -> Path:
