@@ -102,6 +102,7 @@ def write_products(
     weights: Sequence[float],
     clipping: Sequence[float],
     base: Mapping[str, TensorEntry],
+    kept: Mapping[str, TensorEntry],
     model: TensorWriter,
     master: TensorWriter | None,
     errors: FactorErrors,
@@ -111,36 +112,40 @@ def write_products(
     """Write the refactorised mean of the products to the model, and in float32 to the master; returns the squared norm
     of the change of all that is written.
 
-    `clipping`: what the step of each update from the adapters `base` is multiplied by; `rate`: what the step of their
-    mean is, which is a weighted mean of that and `base`.
+    `kept`: the master that `base` was rounded from; tensors absent there start from `base`. Every update counts as its
+    step from `base` and the master together, so that what half precision cannot hold is not lost. `clipping`: what each
+    step is multiplied by; `rate`: what the step of their mean is, which is a weighted mean of that and the master.
     """
     changed = 0.0
     shares = list(weights) if rate == 1 else [*(weight * rate for weight in weights), 1 - rate]
 
     def values_of(name: str) -> list[Array]:
         found = [value_of(update.entries[name]) for update in opened]
-        if all(factor == 1 for factor in clipping):
+        if name not in kept and all(factor == 1 for factor in clipping):
             return found
-        before = value_of(base[name])
-        return [before + factor * (one - before) for one, factor in zip(found, clipping, strict=True)]
+        before, start = value_of(base[name]), start_of(name)
+        return [start + factor * (one - before) for one, factor in zip(found, clipping, strict=True)]
 
-    def with_base(name: str, found: list[Array]) -> list[Array]:
-        return found if rate == 1 else [*found, value_of(base[name])]
+    def start_of(name: str) -> Array:
+        return value_of(kept.get(name, base[name]))
+
+    def with_start(name: str, found: list[Array]) -> list[Array]:
+        return found if rate == 1 else [*found, start_of(name)]
 
     for a, b in lora.pairs(opened[0].entries):
         first, second = values_of(a), values_of(b)
         rank = first[0].shape[0]
         result = best = lora.mean_of_products(first, second, weights, rank)
         if rate != 1:
-            result = lora.mean_of_products(with_base(a, first), with_base(b, second), shares, rank)
+            result = lora.mean_of_products(with_start(a, first), with_start(b, second), shares, rank)
         errors.add(a, b, first, second, best)
         for name, values in zip((a, b), result, strict=True):
-            changed += float(np.square(values - value_of(base[name])).sum())
+            changed += float(np.square(values - start_of(name)).sum())
             _write_both(name, values, model, master)
     for name in opened[0].entries:
         if not is_factor(name):  # a module that is saved whole
-            values = np.tensordot(np.asarray(shares), np.stack(with_base(name, values_of(name))), 1)
-            changed += float(np.square(values - value_of(base[name])).sum())
+            values = np.tensordot(np.asarray(shares), np.stack(with_start(name, values_of(name))), 1)
+            changed += float(np.square(values - start_of(name)).sum())
             _write_both(name, values, model, master)
     return changed
 

@@ -78,7 +78,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
         work = dataclasses.replace(work, walk=walk, values=errors)
         if aggregation.with_adapters and settings.lora == "product":
             assert aggregation.measured is not None and errors is not None
-            changed = _write_products(aggregation, model, work.new_master, errors)
+            changed = _write_products(aggregation, model, work, errors)
             aggregation.passed = dataclasses.replace(aggregation.measured, step_squared=changed)
         else:
             aggregation.passed = run_pass(aggregation, work)
@@ -184,16 +184,16 @@ def _work(aggregation: Aggregation, outputs: Outputs, stack: ExitStack, model: T
     )
 
 
-def _write_products(
-    aggregation: Aggregation, model: TensorWriter, master: TensorWriter | None, errors: FactorErrors
-) -> float:
+def _write_products(aggregation: Aggregation, model: TensorWriter, work: Work, errors: FactorErrors) -> float:
     """The mean of the products, of updates that are clipped as the plan says, times the server learning rate; returns
     the squared norm of the change."""
     coefficients, weights = aggregation.plan.coefficients, aggregation.weights
     assert coefficients is not None
     clipping = [one / weight for one, weight in zip(coefficients, weights, strict=True)]
     rate = float(aggregation.settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"])
-    return write_products(aggregation.opened, weights, clipping, aggregation.floats, model, master, errors, rate=rate)
+    return write_products(
+        aggregation.opened, weights, clipping, work.base, work.master, model, work.new_master, errors, rate=rate
+    )
 
 
 def _factor_errors(aggregation: Aggregation) -> FactorErrors | None:

@@ -110,6 +110,37 @@ def test_the_server_learning_rate_multiplies_the_step_of_the_mean_of_products(tm
         before, base = (products[2], heads[2]), out
 
 
+@pytest.mark.parametrize("rate", [1.0, 0.5])
+def test_what_half_precision_cannot_hold_of_factors_is_kept_for_later_rounds(tmp_path: Path, rate: float):
+    """Of three facilities one moves each value by one unit in its last place: rounded to the nearest, a third of that
+    was lost in every round, and no number of rounds moved the model. Against a plain loop in float64."""
+    shapes = {NAME.format("lora_A"): (RANK, LAYER[1]), NAME.format("lora_B"): (LAYER[0], RANK)}
+    base = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)})
+    settings = AggregationSettings(
+        rule="mean", lora="product", weights="equal", server_learning_rate=rate, **make.UNBOUNDED
+    )
+    state, master = None, None
+    a, b = shapes
+    for number in range(12):
+        out, after = tmp_path / f"m{number + 1}", tmp_path / f"s{number + 1}"
+        sent = make.read_all(base) if number else make.random_tensors(1, shapes, torch.bfloat16, 1.0)
+        ulps = {name: torch.exp2(torch.floor(torch.log2(sent[name].float().abs())) - 7) for name in shapes}
+        moved = [{n: (sent[n].float() + (i == 0) * ulps[n]).bfloat16() for n in shapes} for i in range(3)]
+        updates = [adapter_update(tmp_path / f"u{number}-{i}", t, base, f"f{i}") for i, t in enumerate(moved)]
+        aggregate(base=base, updates=updates, out=out, settings=settings, state_in=state, state_out=after)
+        if master is not None:
+            ends = [{n: master[n] + one[n].double() - sent[n].double() for n in shapes} for one in moved]
+            mean = sum(one[b] @ one[a] for one in ends) / 3
+            u, s, v = torch.linalg.svd(rate * mean + (1 - rate) * master[b] @ master[a])
+            exact = u[:, :RANK] @ torch.diag(s[:RANK]) @ v[:RANK]
+            found = make.read_all(after / "master")
+            torch.testing.assert_close(found[b].double() @ found[a].double(), exact, rtol=1e-5, atol=1e-6)
+        master = {name: value.double() for name, value in make.read_all(after / "master").items()}
+        held = make.read_all(out)
+        assert all(torch.equal(held[name], master[name].bfloat16()) for name in shapes)
+        base, state = out, after
+
+
 def _product(tensors: make.Tensors) -> torch.Tensor:
     return tensors[NAME.format("lora_B")] @ tensors[NAME.format("lora_A")]
 
