@@ -66,7 +66,12 @@ def _rows(moment: Moment, sent: StoredMoments, then: StoredMoments, now: StoredM
     """What reads the rows of a moved moment; a first one is its facility's own, and stays."""
     if moment.form == FIRST or not (then.has(moment) and now.has(moment)):
         return lambda first, count: sent.read(moment, first, count)
-    return lambda first, count: _shifted(*(one.read(moment, first, count) for one in (sent, then, now)), sent.kept)
+
+    def moved(first: int, count: int) -> Array:
+        found, before, present = (one.read(moment, first, count) for one in (sent, then, now))
+        return _shifted(found, before, present, sent.kept)
+
+    return moved
 
 
 def _shifted(sent: Array, then: Array, now: Array, kept: float) -> Array:

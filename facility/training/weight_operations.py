@@ -46,4 +46,4 @@ def _looked_up(model: nn.Module) -> nn.Parameter | None:
         return None
     if not isinstance(embedding, nn.Embedding) or embedding.weight is getattr(head, "weight", None):
         return None
-    return embedding.weight
+    return embedding.weight if isinstance(embedding.weight, nn.Parameter) else None
