@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorE
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
-from facility.exchange.checkpoints.writer import Planned, TensorWriter
+from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import read_manifest, write_manifest
@@ -40,9 +40,7 @@ def average(models: Sequence[Path], out: Path, rounds: Sequence[int]) -> None:
             raise InputError(f"{one.directory} and {last.directory} differ in tensors, so they have no mean")
     with new_directory(out) as temporary:
         copy_companions(last.directory, temporary)
-        layout: dict[str, list[Planned]] = {}
-        for name, entry in last.tensors.items():
-            layout.setdefault(entry.file.name, []).append(Planned(name=name, dtype=entry.dtype, shape=entry.shape))
+        layout = layout_like(last, {name: entry.dtype for name, entry in last.tensors.items()})
         with TensorWriter(temporary, layout, last.metadata) as writer:
             for name, entry in last.tensors.items():
                 _write_mean(writer, name, [one.tensors[name] for one in every], entry)

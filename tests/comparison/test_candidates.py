@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from coordinator.comparison.matrix import matrix
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
 from coordinator.steps.start import start
-from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.checkpoints.checkpoint import INDEX, SINGLE, open_checkpoint, save_tensors
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.comparison.test_phases import NAMES, SETTINGS, World
@@ -61,6 +62,17 @@ def test_the_mean_is_that_of_float32_rounded_once_and_the_rest_is_the_last_model
     assert found.read("count").tolist() == [2]
     assert (tmp_path / "mean" / "config.json").exists()
     assert verify_manifest(tmp_path / "mean").extra[MEAN_OF] == [7, 8, 9]
+
+
+def test_the_mean_of_models_whose_index_names_a_single_shard_is_a_checkpoint(tmp_path: Path):
+    models = [saved(tmp_path / str(number), {"x": torch.full((3,), float(number))}) for number in range(2)]
+    for model in models:
+        shard = "model-00001-of-00001.safetensors"
+        (model / SINGLE).rename(model / shard)
+        (model / INDEX).write_text(json.dumps({"weight_map": {"x": shard}}))
+        write_manifest(model, Manifest(kind="model", federation="f", round=3))
+    average(models, tmp_path / "mean", [0, 1])
+    assert open_checkpoint(tmp_path / "mean").read("x").tolist() == [0.5] * 3
 
 
 def test_models_that_hold_other_tensors_have_no_mean(tmp_path: Path):
