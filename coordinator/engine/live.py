@@ -17,6 +17,7 @@ from rich.table import Table
 from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.summary import shown
 from coordinator.engine.run_process import lives
+from coordinator.spans_and_sizes import span
 from facility.exchange.files.durable import write_text
 from facility.exchange.json_values import values_in
 
@@ -169,8 +170,8 @@ def _end(snapshot: Snapshot, now: float) -> str:
 
 def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
     """One facility in a line of text."""
-    state, span, step, loss, speed, left, heard = _cells(one, now)
-    since = f"{state}{',' if ', ' in state else ''} for {span}"
+    state, lasted, step, loss, speed, left, heard = _cells(one, now)
+    since = f"{state}{',' if ', ' in state else ''} for {lasted}"
     parts = [since, f"step {step}" if step else "", f"loss {loss}" if loss else ""]
     parts += [
         f"{speed} {unit}/s" if speed else "",
@@ -216,15 +217,4 @@ def _clock(seconds: float) -> str:
 
 def _minutes(seconds: float) -> str:
     """As `span`, without the seconds of minutes: `3 min`."""
-    text = span(seconds)
-    return f"{text.partition(':')[0]} min" if text.endswith("min") else text
-
-
-def span(seconds: float) -> str:
-    """`42 s`, `3:07 min`, `2:30 h`."""
-    whole = max(0, round(seconds))
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 6000:
-        return f"{whole // 60}:{whole % 60:02d} min"
-    return f"{whole // 3600}:{whole // 60 % 60:02d} h"
+    return re.sub(r":\d\d min", " min", span(seconds))

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.archive.rounds import DISCARDED
-from coordinator.engine.live import FacilityState, sentence, span
+from coordinator.engine.live import FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
+from coordinator.spans_and_sizes import span
 
 LATE = "late"
 """State of a facility whose round has closed while its job goes on."""

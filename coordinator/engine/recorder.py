@@ -10,12 +10,13 @@ from pathlib import Path
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.engine.expected_end import LATEST, expected_end
-from coordinator.engine.live import FacilityState, Snapshot, span, write_snapshot
+from coordinator.engine.live import FacilityState, Snapshot, write_snapshot
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import facility_of
 from coordinator.engine.run_process import this_process
 from coordinator.events.event import Event
+from coordinator.spans_and_sizes import span
 from facility.exchange.errors import CrossFedError
 
 SILENT_SECONDS = 1800.0

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from coordinator.archive.many import grouped, kind_of, names_of
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
+from coordinator.spans_and_sizes import span
 
 log = logging.getLogger("coordinator.engine")
 
@@ -118,7 +119,7 @@ class Watch:
             limit = queue.patience_seconds
             if (*key, job.reason) not in self._told:
                 self._told.add((*key, job.reason))
-                end = f"; without that its round is given up {_span(limit)} after this" if limit else ""
+                end = f"; without that its round is given up {span(limit)} after this" if limit else ""
                 self.stuck(queue.facility, job.id, job.reason, advice)
                 log.warning(
                     "%s: job %s will not begin by itself (%s): %s%s", queue.facility, job.id, job.reason, advice, end
@@ -130,11 +131,7 @@ class Watch:
                     "%s: job %s waited %s with %s: cancelled, the round goes on without it",
                     queue.facility,
                     job.id,
-                    _span(limit),
+                    span(limit),
                     job.reason,
                 )
         return jobs
-
-
-def _span(seconds: float) -> str:
-    return f"{seconds / 60:g} min" if seconds >= 60 else f"{seconds:g} s"

@@ -7,7 +7,8 @@ from typing import Any
 
 from coordinator.config.federation import Facility
 from coordinator.preflight.alike import others_than_most
-from coordinator.preflight.row import Row, fail, ok, size, warning
+from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.spans_and_sizes import size
 
 CHECK = "base model"
 

@@ -6,8 +6,9 @@ from coordinator.comparison.models import batches
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.memory.figures import ModelFigures
-from coordinator.preflight.row import Row, ok, size
+from coordinator.preflight.row import Row, ok
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from coordinator.spans_and_sizes import size
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF
 
 

@@ -15,8 +15,9 @@ from coordinator.memory.figures import EVERYTHING, ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
 from coordinator.preflight.disk import MASKED_VALUES
 from coordinator.preflight.remote import Answer, run
-from coordinator.preflight.row import Row, fail, ok, size, skipped, warning
+from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
+from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan

@@ -14,7 +14,7 @@ from coordinator.aggregation.settings import split_rule
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import EVERYTHING, WALK_BYTES, ModelFigures, moments_bytes
-from coordinator.preflight.row import size
+from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
 

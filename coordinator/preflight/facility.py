@@ -16,7 +16,8 @@ from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run
-from coordinator.preflight.row import Row, fail, ok, size, warning
+from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.spans_and_sizes import size
 from facility import __version__
 from facility.exchange.checkpoints.labels import classes_digest, unnamed
 from facility.exchange.checkpoints.tokenizer import differ

@@ -39,12 +39,3 @@ def warning(subject: str, check: str, found: str, fix: str) -> Row:
 def skipped(subject: str, check: str, why: str) -> Row:
     """A row for what could not be checked, and why."""
     return Row(subject=subject, check=check, verdict="skipped", found=why)
-
-
-def size(count: float) -> str:
-    """Bytes for a reader."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(count) < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

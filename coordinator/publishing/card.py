@@ -13,7 +13,8 @@ from coordinator.comparison.matrix import title_of_mean
 from coordinator.config.federation import Federation
 from coordinator.publishing.names import address, public_names
 from coordinator.report.markdown import table
-from coordinator.report.page import cell, number, size, span
+from coordinator.report.page import cell, number
+from coordinator.spans_and_sizes import size, span
 from facility.exchange.messages.evaluation import VALIDATION
 from facility.exchange.task_words import words_of
 

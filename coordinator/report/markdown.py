@@ -20,10 +20,9 @@ from coordinator.report.page import (
     normal_interval,
     number,
     outliers,
-    size,
-    span,
     used_kinds,
 )
+from coordinator.spans_and_sizes import size, span
 from facility.exchange.task_words import words_of
 
 EMPHASIS = re.compile(r"~|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")

@@ -17,6 +17,7 @@ from coordinator.archive.summary import number as plain_number
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
+from coordinator.spans_and_sizes import size, span
 from facility.exchange.task_words import TaskWords, capital, words_of
 
 FEW = 8
@@ -345,17 +346,3 @@ def speed(words: TaskWords, row: Mapping[str, Any]) -> str:
     """Per second, in three digits or more; '' where it is not known."""
     value = words.speed(row)
     return (f"{value:.3g}" if value < 100 else f"{value:,.0f}") if value else ""
-
-
-def span(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.2f} h"
-
-
-def size(count: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    return f"{count:.2f} TB"

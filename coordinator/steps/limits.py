@@ -17,6 +17,7 @@ from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.spans_and_sizes import span
 
 Jobs = Mapping[tuple[int, str], float]
 """Seconds that jobs ran, by round and facility."""
@@ -77,7 +78,7 @@ def exceeded(
         if expected > left:
             return Exceeded(
                 limit="deadline",
-                reason=f"the next round is expected to take {_span(expected)}, and {_span(left)} are left until the "
+                reason=f"the next round is expected to take {span(expected)}, and {span(left)} are left until the "
                 f"deadline {limits.deadline}",
             )
     if limits.node_hours:
@@ -203,8 +204,3 @@ def seconds_of(note: dict[str, Any], number: int, now: float) -> float:
 
 def _median(values: Sequence[float]) -> float:
     return statistics.median(values[-WINDOW:]) if values else 0.0
-
-
-def _span(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{seconds / 3600:.1f} h"

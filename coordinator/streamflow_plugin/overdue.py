@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import NoReturn, Protocol
 
 from streamflow.core.deployment import ExecutionLocation
@@ -22,6 +21,7 @@ from coordinator.config.closing import LONGEST_QUEUE_HOURS
 from coordinator.events.event import emit, quoted
 from coordinator.rounds.lost import drop_lost, write_lost
 from coordinator.schedulers.scheduler import FORGOTTEN, OVERDUE, BatchScheduler, Ending, Job
+from coordinator.spans_and_sizes import span
 from coordinator.streamflow_plugin.this_run import settings_of_run, this_round
 
 TIMES, GRACE_SECONDS = 2, 1800.0
@@ -145,14 +145,12 @@ class Overdue:
             if not self.longest_wait or times.waited <= self.longest_wait:
                 return ""
             hours = self.longest_wait / 3600
-            return (
-                f"still waits {_clock(times.waited)} after it was first seen; rounds.longest_queue_hours is {hours:g}"
-            )
+            return f"still waits {span(times.waited)} after it was first seen; rounds.longest_queue_hours is {hours:g}"
         if times.ran <= GRACE_SECONDS or not (limit := await self.queue.limit_of(location)):
             return ""
         if times.ran <= TIMES * limit + GRACE_SECONDS:
             return ""
-        return f"still runs {_clock(times.ran)} after it was seen to begin, though it asked for {_clock(limit)}"
+        return f"still runs {span(times.ran)} after it was seen to begin, though it asked for {span(limit)}"
 
     async def cancel(self, job: str, location: ExecutionLocation) -> None:
         """A facility that does not answer holds nobody up; the command itself is not cut off."""
@@ -192,7 +190,3 @@ def forget_lost() -> None:
     """The round has a new job at this facility."""
     if (round := this_round.get()) is not None:
         drop_lost(round.workdir, round.number, round.facility)
-
-
-def _clock(seconds: float) -> str:
-    return str(timedelta(seconds=round(seconds)))

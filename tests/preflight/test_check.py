@@ -494,7 +494,7 @@ def test_each_mistake_has_its_own_sentence():
 def test_too_little_room(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("coordinator.preflight.disk.MASTER_BYTES", 10**15)
     rows = {row.subject: row for row in failing(check(site.file, link=False))}
-    assert re.search(r"are free at .*, the rounds need [0-9.e+]+ TB \(models", rows["far"].found)
+    assert re.search(r"are free at .*, the rounds need [0-9.]+ [TPE]B \(models", rows["far"].found)
     assert "the run needs up to" in rows["coordinator"].found
 
 

@@ -1,0 +1,29 @@
+"""Durations and sizes in the words of tables, reports and messages."""
+
+from __future__ import annotations
+
+
+def span(seconds: float) -> str:
+    """`0.4 s`, `42 s`, `3:07 min`, `2:30 h`; a whole number of minutes or hours stands alone: `10 min`, `2 h`.
+
+    A negative time, as of two clocks that differ, is none.
+    """
+    seconds = max(0.0, seconds)
+    if seconds < 1:
+        return f"{round(seconds, 1):g} s"
+    whole = round(seconds)
+    if whole < 100:
+        return f"{whole} s"
+    unit, large, rest = ("min", *divmod(whole, 60)) if whole < 6000 else ("h", *divmod(whole, 3600))
+    if not rest:
+        return f"{large:,} {unit}"
+    return f"{large}:{rest:02d} min" if unit == "min" else f"{large:,}:{rest // 60:02d} h"
+
+
+def size(count: float) -> str:
+    """Bytes in three digits: `560 B`, `2.05 kB`, `1 GB`."""
+    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
+        if abs(count) < 999.5:  # rounds to at most 999
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} EB"
