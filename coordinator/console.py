@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
@@ -22,16 +22,23 @@ def command_console(width: int, stream: TextIO | None = None) -> Console:
     return Console(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
 
 
+def on_stderr(text: str) -> None:
+    """Print a line on standard error at once."""
+    print(text, file=sys.stderr, flush=True)
+
+
 @contextmanager
-def told_meanwhile(sentence: str) -> Iterator[None]:
-    """Print the sentence on stderr every `TOLD_SECONDS` until the block ends, which an interrupt ends at once."""
+def told_meanwhile(sentence: Callable[[], str], tell: Callable[[str], None] = on_stderr) -> Iterator[None]:
+    """Give `tell` the sentence of that moment every `TOLD_SECONDS`, unless it is empty, until the block ends, which an
+    interrupt ends at once. Both are called in a thread of their own."""
     end = threading.Event()
 
-    def tell() -> None:
+    def tell_now_and_then() -> None:
         while not end.wait(TOLD_SECONDS):
-            print(sentence, file=sys.stderr, flush=True)
+            if text := sentence():
+                tell(text)
 
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=tell_now_and_then, daemon=True).start()
     try:
         yield
     finally:

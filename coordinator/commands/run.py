@@ -51,7 +51,7 @@ def run(
     if not despite_check:
         described = read_federation(federation)
         check_paths(described)
-        with told_meanwhile("the model and what the archive holds are being verified"):
+        with told_meanwhile(lambda: "StreamFlow, the model, disks and rendered files are being checked"):
             failing = failing_here(described)
         if failing:
             problems = "; ".join(f"{row.check}: {row.found} ({row.fix})" for row in failing)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
+from coordinator.console import on_stderr, told_meanwhile
 from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.ahead import check_ahead
@@ -51,8 +51,6 @@ from facility.exchange.messages.strict_json import clean
 from facility.exchange.text import number_of
 
 Answer = TypeVar("Answer")
-TOLD_SECONDS = 10.0
-"""Between two words on whose answers are missing."""
 
 
 def check(
@@ -92,30 +90,34 @@ def check(
             },
             progress,
         )
-        while not wait([archive], timeout=TOLD_SECONDS).done:
-            progress("the facilities have answered; what the archive holds is being verified")
+        with told_meanwhile(lambda: "the facilities have answered; what the archive holds is being verified", progress):
+            archived = archive.result()
     answered = {one.name: answer or {} for one, (_, answer) in zip(federation.facilities, found, strict=True)}
     datasets = {name: answer.get("dataset", {}) for name, answer in answered.items()}
     unstated = [one.name for one in federation.facilities if not one.training.lora.base_sha256]
     same = check_same_base({name: answered[name].get("base_model", {}) for name in unstated})
     if model is not None:
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
-    here += archive.result()
+    here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
     return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
 
 
 def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]) -> list[Answer]:
     """What was asked of each facility, once all have answered."""
-    while missing := wait(asked.values(), timeout=TOLD_SECONDS).not_done:
-        names = [name for name, one in asked.items() if one in missing]
-        progress(f"{len(asked) - len(names)} of {len(asked)} facilities have answered, waiting for {names_of(names)}")
-    return [one.result() for one in asked.values()]
+
+    def missing() -> str:
+        names = [name for name, one in asked.items() if not one.done()]
+        answered = f"{len(asked) - len(names)} of {len(asked)} facilities have answered"
+        return f"{answered}, waiting for {names_of(names)}" if names else ""
+
+    with told_meanwhile(missing, progress):
+        return [one.result() for one in asked.values()]
 
 
 def check_for_run(file: Path, *, link: bool, submit: bool = False) -> list[Row]:
     """All rows, as a command finds them: progress goes to stderr, and what fails is kept for `crossfed run`."""
-    rows = check(file, link=link, submit=submit, progress=lambda text: print(text, file=sys.stderr, flush=True))
+    rows = check(file, link=link, submit=submit, progress=on_stderr)
     with suppress(ConfigurationError):  # then the row on federation.yml fails
         remember(read_federation(file), file, rows)
     return rows

@@ -19,7 +19,7 @@ from tests.federations import write_federation
 
 
 def test_whoever_is_missing_is_told_until_all_have_answered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(check, "TOLD_SECONDS", 0.02)
+    monkeypatch.setattr(console, "TOLD_SECONDS", 0.02)
     gates = {name: threading.Event() for name in ("leonardo", "lumi", "vega")}
     gates["leonardo"].set()
     told: list[str] = []
@@ -45,13 +45,13 @@ def test_quick_answers_need_no_word():
         assert check.answers({"leonardo": pool.submit(int, 3)}, told.append) == [3] and not told
 
 
-def test_a_run_says_that_it_verifies_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """It reads model and archive whole: minutes without a word, where these are large."""
+def test_a_run_says_that_it_checks_what_it_needs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Models of many parameters are built without values to compare names, and archives may lie on slow disks."""
     said = threading.Event()
 
     class Heard(io.StringIO):
         def write(self, text: str) -> int:
-            if "what the archive holds" in text:
+            if "are being checked" in text:
                 said.set()
             return super().write(text)
 
