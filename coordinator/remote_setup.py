@@ -23,14 +23,12 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import check_connection, refused, ssh_command
 from facility.exchange.errors import InputError, TransientError
-from facility.exchange.exit_codes import ExitCode
+from facility.exchange.exit_codes import BROKE, ExitCode
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
-SSH_FAILED = 255
-"""Exit code of ssh itself; others are those of the command there."""
 LOCKED, GONE = int(ExitCode.TRANSIENT), 76
 """Exit codes of our commands there: another set-up is at work, or began to send its code after we had."""
 ALONE = f"exec 9>>.setup.lock && {{ flock -n 9 2>/dev/null || [ $? != 1 ] || exit {LOCKED}; }}"  # else: no locks there
@@ -113,7 +111,7 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
 def _unsent(deployment: Deployment, code: int) -> str:
     """Why the code did not get there, by the exit code of a command that was to keep it."""
     place = f"{deployment.environment.home}/code"
-    if code == SSH_FAILED:
+    if code == BROKE:
         return f"the connection to {deployment.host} broke while the code was sent; ssh says above why"
     if code == LOCKED:
         return f"another set-up works in {deployment.environment.home} at {deployment.host}; wait for it"

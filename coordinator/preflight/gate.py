@@ -14,6 +14,7 @@ from coordinator.preflight.remote import Answer, answer_of, ssh_command
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
+from facility.exchange.exit_codes import BROKE
 from facility.exchange.messages.strict_json import clean
 
 PROGRAM = "crossfed-gate"
@@ -31,7 +32,7 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
     answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)
     summary = told_of(answer)
     if summary is None:
-        if answer.code == 255:
+        if answer.code == BROKE:
             line = ssh_command(deployment)
             return [explain(name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error)]
         said = clean(answer.error or answer.out, 300)

@@ -15,10 +15,11 @@ from coordinator.config.deployments import Connection, Deployment
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run_bounded
 from coordinator.preflight.row import Row, fail, ok
-from coordinator.preflight.ssh_errors import BROKE, explain
+from coordinator.preflight.ssh_errors import explain
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.key_file import read_key_file
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
+from facility.exchange.exit_codes import BROKE
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""

@@ -101,8 +101,6 @@ COMPLAINTS = (
 )
 
 
-BROKE = 255
-"""Exit code of ssh itself; any other below `OURS` is that of the shell at the other side."""
 OURS = 124
 """The first of the exit codes for what was not ssh's, nor the other side's, to say (`remote.answer_of`)."""
 QUIET = (

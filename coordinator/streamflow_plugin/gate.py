@@ -19,6 +19,7 @@ from coordinator.streamflow_plugin.dialect import GATE, GateDialect
 from coordinator.streamflow_plugin.patient import ConnectionBroke
 from coordinator.streamflow_plugin.ssh import ATTEMPTS, COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
 from facility.exchange.errors import ManifestError
+from facility.exchange.exit_codes import ended_by_signal
 from facility.exchange.messages.strict_json import Fields, parse_json
 
 REFUSED = 77
@@ -29,8 +30,6 @@ LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
 MOST_HOURS = 168.0
 """What a site's policy counts for at most as the time limit of its jobs, and what stands for it where none is told."""
 HELLO_SECONDS = 60
-SIGNALLED = 128
-"""A shell's exit code for a program that a signal ended is above this."""
 STORAGE = re.compile(r"^find -L .* -exec ls -ln ")
 EXPORT = re.compile(r'export (HOME|TMPDIR)="([^"]+)"')
 
@@ -128,7 +127,7 @@ class GatedSSHConnector(ParallelSSHConnector):
             said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
             if code == REFUSED:
                 raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
-            if code is not None and 0 <= code <= SIGNALLED:
+            if code is not None and not ended_by_signal(code):
                 return said, code
         where, during = self.deployment_name, f"during `{request:.100}`"
         if code is None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
-import signal
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, BEGINS
 from coordinator.streamflow_plugin.within import within
+from facility.exchange.exit_codes import ended_by_signal
 
 BLOCK_BYTES = 1 << 18
 """Bytes read or written at once."""
@@ -177,8 +177,6 @@ def check_pace(count: int, seconds: float, command: str) -> None:
 
 KEPT_BYTES = 1 << 16
 """Of what a command of the system's ssh writes beside its answer."""
-KILLED = (128 + signal.SIGKILL, 128 + signal.SIGTERM)
-"""Exit codes of a shell whose command was killed, as where a login node has no memory left."""
 MOST_BESIDE = 1 << 20
 """Bytes that a remote command may write to its standard error, or to an output that is no answer."""
 MOST_OUTPUT = 64 << 20
@@ -233,7 +231,7 @@ async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
             reader.cancel()
     result = await process.wait()
     status = result.exit_status
-    if status is not None and (status < 0 or status in KILLED):
+    if status is not None and ended_by_signal(status):
         status = None
     return status, result.stderr or (rest[-1] if process.stderr is not None else b"")
 

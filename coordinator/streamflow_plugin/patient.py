@@ -33,13 +33,12 @@ from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interva
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
 from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_failed, note_lost
+from facility.exchange.exit_codes import BROKE
 
 PATIENCE_SECONDS = 3600.0
 """How long a scheduler may be silent."""
 HELD_UP_SECONDS = 60.0
 """A question that took longer waited for the connection or the login."""
-BROKE = 255
-"""Exit code of a line whose answer was lost, as ssh gives it; no scheduler answers so."""
 REFUSED = "refused-"
 """Begins the id of a job that the scheduler, or the facility's gate, did not take."""
 
@@ -90,8 +89,8 @@ class PatientQueue(QueueManagerConnector):
         return self.behind if self._gate is None else cast(BatchScheduler, Gated(self.behind))
 
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
-        """Run a shell line at the login node; returns all that it printed, and its code: `BROKE` for a lost answer, or
-        one that is too long to be a scheduler's."""
+        """Run a shell line at the login node; returns all that it printed, and its code: `BROKE`, which no scheduler
+        gives, for an answer that was lost, or is too long to be a scheduler's."""
         start = asyncio.get_running_loop().time()
         try:
             answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)

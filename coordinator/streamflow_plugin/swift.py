@@ -37,6 +37,7 @@ from coordinator.streamflow_plugin.lanes import (
     words,
 )
 from coordinator.streamflow_plugin.within import within
+from facility.exchange.exit_codes import BROKE
 
 OPTIONS = (
     "-a",
@@ -59,8 +60,6 @@ OPTIONS = (
     "-o",
     "ServerAliveCountMax=4",
 )
-BROKE = 255
-"""ssh's own exit code: the connection, not the command."""
 PIPE_BYTES = 1 << 20
 """Asked for each pipe; a system may give less."""
 LONGEST_FOLDER = 107 - 17 - len("/999")

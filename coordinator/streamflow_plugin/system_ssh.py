@@ -27,9 +27,10 @@ from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.lanes import end_kept
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
-from coordinator.streamflow_plugin.swift import BROKE, SwiftLane, login_of, swift_lanes
+from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
 from coordinator.streamflow_plugin.waiting import Waiting
 from coordinator.streamflow_plugin.within import within
+from facility.exchange.exit_codes import BROKE
 
 OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
 """A shared connection is used where there is one, and never opened: it would outlive its command here."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+BROKE = 255
+"""Of ssh itself: the login or the connection failed, or ssh does not know how the command ended."""
+
 
 class ExitCode(IntEnum):
     """What a command's exit code means."""
@@ -20,3 +23,8 @@ class ExitCode(IntEnum):
     """Stopped by SIGINT."""
     UNREAD = 141
     """Who read the command's output is gone (`| head -1`): what the shell says of a program that SIGPIPE ended."""
+
+
+def ended_by_signal(code: int) -> bool:
+    """Whether a program with this exit code was ended by a signal: below 0 as Python says so, above 128 as a shell."""
+    return code < 0 or code > 128

@@ -9,7 +9,7 @@ from typing import Any
 from coordinator.schedulers.gated import Gated
 from coordinator.streamflow_plugin.gate import REFUSED, GateRefused, job_of
 from coordinator.streamflow_plugin.handing_over import ByGate, Submission
-from coordinator.streamflow_plugin.patient import BROKE
+from facility.exchange.exit_codes import BROKE
 from facility.gating import queue
 from tests.security.test_gate import Gate
 

@@ -24,10 +24,10 @@ from coordinator.events.event import VARIABLE
 from coordinator.rounds.ahead import remembered_placeholder
 from coordinator.schedulers.scheduler import Job
 from coordinator.streamflow_plugin.handing_over import Submission
-from coordinator.streamflow_plugin.patient import BROKE
 from coordinator.streamflow_plugin.placeholder import Ahead
 from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.ahead import give_up
+from facility.exchange.exit_codes import BROKE
 from facility.exchange.messages.ahead import COMMAND, GIVEN_UP, WAITED, Waited
 from tests.schedulers.wording import ENDED as OVER
 from tests.schedulers.wording import WORDINGS, Wording

@@ -17,10 +17,11 @@ from coordinator.schedulers.scheduler import ANSWER_BYTES
 from coordinator.streamflow_plugin import bounded_reader
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
-from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
+from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from facility.exchange.errors import TransientError
+from facility.exchange.exit_codes import BROKE
 from tests.streamflow_plugin.test_lost_answers import HERE, Slurm
 
 

@@ -22,10 +22,11 @@ from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
 from coordinator.streamflow_plugin.lanes import TransferFailed, _ended
-from coordinator.streamflow_plugin.patient import BROKE, ConnectionBroke, may_be_repeated
+from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated
 from coordinator.streamflow_plugin.patient_login import PatientLogin
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
+from facility.exchange.exit_codes import BROKE
 
 HERE = SimpleNamespace(name="login", deployment="facility_a", service=None)
 
@@ -147,7 +148,7 @@ def test_a_session_that_is_lost_has_no_code():
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(-1, ConnectionResetError), (137, ConnectionResetError), (None, ConnectionResetError), (1, TransferFailed)],
+    [*((code, ConnectionResetError) for code in (-1, 129, 137, 143, None)), (1, TransferFailed), (127, TransferFailed)],
 )
 def test_a_transfer_whose_command_a_signal_ended_is_one_whose_connection_broke(
     status: int | None, error: type[Exception]
