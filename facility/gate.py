@@ -20,10 +20,11 @@ import sys
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, CrossFedError
+from facility.exchange.exit_codes import ExitCode
 from facility.gating import grammar
 from facility.gating.grammar import Request
 from facility.gating.policy import STATE, Policy, read_policy
-from facility.gating.refusal import CODE, Refused
+from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.several import check_others
 
@@ -140,7 +141,7 @@ def serve(session: Session, command: str | None) -> int:
     except Refused as error:
         session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
-        return CODE
+        return ExitCode.REFUSED
     except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
         session.write("broken off", request=asked)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end

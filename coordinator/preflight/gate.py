@@ -15,14 +15,13 @@ from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
 from facility.exchange.exit_codes import BROKE
+from facility.exchange.gate_requests import GATE
 from facility.exchange.messages.strict_json import clean
-
-PROGRAM = "crossfed-gate"
 
 
 def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
     """Send one request to the gate."""
-    line = [*ssh_command(deployment), shlex.join([PROGRAM, *words])]
+    line = [*ssh_command(deployment), shlex.join([GATE, *words])]
     return answer_of(line, data=data, seconds=seconds)
 
 

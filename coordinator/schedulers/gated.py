@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-PROGRAM = "crossfed-gate"
+from facility.exchange.gate_requests import GATE
 
 
 class Requests:
@@ -17,22 +17,22 @@ class Requests:
         return command
 
     def listing(self, name: str) -> str:
-        return f"{PROGRAM} jobs {name}"
+        return f"{GATE} jobs {name}"
 
     def cancel(self, name: str) -> str:
-        return f"{PROGRAM} cancel {name}"
+        return f"{GATE} cancel {name}"
 
     def cancel_waiting(self, name: str) -> str:
-        return f"{PROGRAM} cancel-waiting {name}"
+        return f"{GATE} cancel-waiting {name}"
 
     def cancel_ids(self, ids: Sequence[str]) -> str:
-        return f"{PROGRAM} cancel-ids {shlex.join(ids)}"
+        return f"{GATE} cancel-ids {shlex.join(ids)}"
 
     def query(self, ids: Sequence[str]) -> str:
-        return f"{PROGRAM} states {shlex.join(ids)}"
+        return f"{GATE} states {shlex.join(ids)}"
 
     def query_ending(self, id: str) -> str:
-        return f"{PROGRAM} ending {shlex.quote(id)}"
+        return f"{GATE} ending {shlex.quote(id)}"
 
 
 class Gated(Requests):
@@ -45,7 +45,7 @@ class Gated(Requests):
         return getattr(self._behind, name)
 
     def query_begin(self, id: str) -> str:
-        return f"{PROGRAM} begins {shlex.quote(id)}" if self._behind.query_begin(id) else ""
+        return f"{GATE} begins {shlex.quote(id)}" if self._behind.query_begin(id) else ""
 
     def end_of_output(self, id: str, path: str) -> str:
-        return f"{PROGRAM} output {shlex.quote(id)}"
+        return f"{GATE} output {shlex.quote(id)}"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import posixpath
 import shlex
 
-ARRIVED = "crossfed-arrived"
-"""Printed once a piece has been written."""
-GATE = "crossfed-gate"
+from facility.exchange.gate_requests import ARRIVED, GATE
+
 ANNOUNCE, BEGINS = "echo crossfed-begins; ", b"crossfed-begins\n"
 """Begins a command whose output counts, and that output: what the account's start-up files print comes before it."""
 

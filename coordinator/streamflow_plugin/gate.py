@@ -15,15 +15,14 @@ from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 from streamflow.log_handler import logger
 
-from coordinator.streamflow_plugin.dialect import GATE, GateDialect
+from coordinator.streamflow_plugin.dialect import GateDialect
 from coordinator.streamflow_plugin.patient import ConnectionBroke
 from coordinator.streamflow_plugin.ssh import ATTEMPTS, COMMAND_BYTES, COMMAND_SECONDS, ParallelSSHConnector
 from facility.exchange.errors import ManifestError
-from facility.exchange.exit_codes import ended_by_signal
+from facility.exchange.exit_codes import ExitCode, ended_by_signal
+from facility.exchange.gate_requests import GATE
 from facility.exchange.messages.strict_json import Fields, parse_json
 
-REFUSED = 77
-"""Exit code by which a gate says no (`facility.gating.refusal`)."""
 PYTHON, OUT = ["python3", "-m"], ["--out", "update"]
 LOGIN = {"facility.keys": "keys", "facility.unmask": "unmask"}
 """Verb of each command that needs no queue."""
@@ -125,7 +124,7 @@ class GatedSSHConnector(ParallelSSHConnector):
         """
         for _ in range(attempts):
             said, code = await self.end_of(location, request, COMMAND_BYTES, timeout or COMMAND_SECONDS)
-            if code == REFUSED:
+            if code == ExitCode.REFUSED:
                 raise GateRefused(f"{self.deployment_name}: {said[-500:]}")
             if code is not None and not ended_by_signal(code):
                 return said, code

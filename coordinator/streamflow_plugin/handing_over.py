@@ -14,9 +14,9 @@ from typing import Any, Protocol
 from streamflow.core.deployment import ExecutionLocation
 
 from coordinator.rounds.ahead import Placeholder
-from coordinator.streamflow_plugin.dialect import GATE
 from coordinator.streamflow_plugin.gate import GateRefused, job_of, options_of
 from facility.exchange.exit_codes import BROKE
+from facility.exchange.gate_requests import GATE
 from facility.exchange.messages.ahead import BEGAN, COMMAND, MOST_BYTES, WAITED
 
 BEHIND_GATE = "the gate's own directory"

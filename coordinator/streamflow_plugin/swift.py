@@ -26,7 +26,7 @@ from streamflow.deployment.connector.ssh import SSHConfig
 from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin import openssh
-from coordinator.streamflow_plugin.dialect import ARRIVED, SHELL, ShellDialect
+from coordinator.streamflow_plugin.dialect import SHELL, ShellDialect
 from coordinator.streamflow_plugin.lanes import (
     BLOCK_BYTES,
     STALL_SECONDS,
@@ -38,6 +38,7 @@ from coordinator.streamflow_plugin.lanes import (
 )
 from coordinator.streamflow_plugin.within import within
 from facility.exchange.exit_codes import BROKE
+from facility.exchange.gate_requests import ARRIVED
 
 OPTIONS = (
     "-a",

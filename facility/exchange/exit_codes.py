@@ -19,6 +19,8 @@ class ExitCode(IntEnum):
     """Fix the input; trying again will not help. The reason is one line on stderr."""
     TRANSIENT = 75
     """A transient error (EX_TEMPFAIL of sysexits.h): the same command may succeed later."""
+    REFUSED = 77
+    """The gate of a facility refuses the request (EX_NOPERM of sysexits.h)."""
     INTERRUPTED = 130
     """Stopped by SIGINT."""
     UNREAD = 141

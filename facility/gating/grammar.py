@@ -14,9 +14,9 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from facility.exchange.gate_requests import GATE
 from facility.gating.refusal import Refused
 
-PROGRAM = "crossfed-gate"
 LONGEST = 8192
 PATH = re.compile(r"/[A-Za-z0-9_./@%+=:,-]{0,4000}")
 WHOLE = re.compile(r"\d{1,15}")
@@ -122,9 +122,9 @@ def parse(command: str | None) -> Request:
         words = shlex.split(command)
     except ValueError as error:
         raise Refused(f"the command cannot be split into words: {error}") from None
-    if len(words) < 2 or words[0] != PROGRAM or words[1] not in FORMS:
+    if len(words) < 2 or words[0] != GATE or words[1] not in FORMS:
         known = ", ".join(FORMS)
-        raise Refused(f"{' '.join(words[:2])!r:.80} is no request, expected {PROGRAM} and one of {known}")
+        raise Refused(f"{' '.join(words[:2])!r:.80} is no request, expected {GATE} and one of {known}")
     verb, form, rest = words[1], FORMS[words[1]], words[2:]
     if form.options:
         return Request(verb=verb, given=_options(verb, form, rest))

@@ -1,11 +1,8 @@
-"""The error and the exit code of a request that the gate refuses."""
+"""The error of a request that the gate refuses, which ends with `ExitCode.REFUSED`."""
 
 from __future__ import annotations
 
 from facility.exchange.errors import InputError
-
-CODE = 77
-"""Exit code of a refused request (EX_NOPERM of sysexits.h)."""
 
 
 class Refused(InputError):

@@ -18,6 +18,7 @@ from typing import IO
 
 from facility.exchange.files.durable import write_all
 from facility.exchange.files.plain_tar import PlainHeader
+from facility.exchange.gate_requests import ARRIVED
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
@@ -33,8 +34,6 @@ MOST_FILES = 20_000
 MOST_NAMES = 16 << 20
 MOST_HEADERS = 4 << 20
 """Bytes of a tar stream before its next file is known: a header with a long name states its length itself."""
-ARRIVED = "crossfed-arrived"
-"""Printed after a piece, to distinguish a connection that delivered from one that broke."""
 NOT_YET = 1
 """Exit code of a request for the progress of a job that has reported none so far: nothing failed."""
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC

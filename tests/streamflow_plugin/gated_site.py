@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.schedulers.gated import Gated
-from coordinator.streamflow_plugin.gate import REFUSED, GateRefused, job_of
+from coordinator.streamflow_plugin.gate import GateRefused, job_of
 from coordinator.streamflow_plugin.handing_over import ByGate, Submission
-from facility.exchange.exit_codes import BROKE
+from facility.exchange.exit_codes import BROKE, ExitCode
 from facility.gating import queue
 from tests.security.test_gate import Gate
 
@@ -46,7 +46,7 @@ def gated(site: Any, gate: Gate) -> Any:
             if how == "before":
                 return "", BROKE
             code, out, error = gate.ask(line)
-            if code == REFUSED:
+            if code == ExitCode.REFUSED:
                 raise GateRefused(error)
             return ("", BROKE) if how == "after" else (out.decode() + error, code)
 
