@@ -24,6 +24,7 @@ import numpy
 
 from facility.exchange.errors import ConfigurationError, InputError, NewerFormat
 from facility.exchange.json_values import values_in
+from facility.exchange.messages.dataset_card import SPLITS
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
 from facility.exchange.validation import parse, validated
@@ -34,7 +35,6 @@ NAME = "dataset.json"
 TOKENIZER = "tokenizer"
 IMAGE_PROCESSOR = "image_processor"
 IMAGES: Literal["image-classification"] = "image-classification"
-SPLITS = ("train", "validation")
 Documents = Literal["joined", "separate", "padded"]
 LOSS, START, REST = 1, 2, 4
 """Marks of a token: it is to be predicted; a document (or the filling of a block) begins here; what begins here, with a

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from coordinator.aggregation.rebase_moments import rebase_moments
-from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, INDEX, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
@@ -29,8 +29,6 @@ from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link
 from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
-
-INDEX = "model.safetensors.index.json"
 
 
 def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> None:

@@ -31,7 +31,7 @@ from coordinator.aggregation.state import MASTER, fitting, kept_by, open_state, 
 from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
 from coordinator.aggregation.work import Work
 from facility.exchange.checkpoints.adapters import CONFIG, class_in, write_adapter_config
-from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, expect, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, STORED_AS, TensorEntry, expect, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.files.checksum import Checksum
@@ -39,7 +39,6 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.manifest import Manifest, tensor_files, write_manifest
 
-OUTPUT = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 COPY_BYTES = 8 << 20
 
 
@@ -64,7 +63,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     """Write every tensor of the model and the state, and the files beside them."""
     settings, whole = aggregation.settings, aggregation.whole
     aggregation.dtypes = {
-        name: OUTPUT.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
+        name: STORED_AS.get(settings.output_dtype, entry.dtype) if entry.dtype in FLOATS else entry.dtype
         for name, entry in aggregation.source.tensors.items()
     }
     with ExitStack() as stack:
@@ -96,7 +95,7 @@ def write_tensors(aggregation: Aggregation, outputs: Outputs) -> None:
     aggregation.clock("hash")
     screen_afterwards(aggregation)
     copy_companions(whole.directory, outputs.model)
-    if settings.output_dtype in OUTPUT and not aggregation.with_adapters:
+    if settings.output_dtype in STORED_AS and not aggregation.with_adapters:
         state_dtype(outputs.model, settings.output_dtype)
     if (unmasking := aggregation.request.unmasking) is not None:
         write_unmasked_moments(aggregation, outputs.model, unmasking)

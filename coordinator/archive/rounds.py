@@ -44,14 +44,13 @@ from facility.exchange.files.durable import new_directory, write_json, write_tex
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
+from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.strict_json import parse_json
 from facility.exchange.validation import check_format, parse, validated
 
 FORMAT = 1
 CLIPS = "clips.json"
 """In a round of masked updates: the clips of the next one, by tensor."""
-MOST_NODES = 1_000_000
-"""Of one job, whatever its facility reports."""
 ROUND = re.compile(r"round-(\d{4,})")
 COMPARED = "comparison"
 """Folder of models that are compared after the last round."""

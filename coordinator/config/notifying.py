@@ -6,12 +6,12 @@ from dataclasses import field
 from typing import Literal
 from urllib.parse import urlsplit
 
+from facility.exchange.addresses import LOOPBACK
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.text import Line
 from facility.exchange.validation import validated
 
 Occasion = Literal["done", "stopped", "stuck", "login", "lost"]
-THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 OCCASIONS: tuple[Occasion, ...] = ("done", "stopped", "stuck", "login", "lost")
 
 
@@ -20,7 +20,7 @@ def is_private_address(address: str) -> bool:
     try:
         parts = urlsplit(address)
         return bool(parts.hostname) and (
-            parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in THIS_MACHINE)
+            parts.scheme == "https" or (parts.scheme == "http" and parts.hostname in LOOPBACK)
         )
     except ValueError:
         return False

@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
+from facility.exchange.checkpoints.tokenizer import VOCABULARIES
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.messages.strict_json import Fields
@@ -26,8 +27,6 @@ MERGED = "merged"
 MOST_TARGETS = 100_000
 TOKENIZER = ("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "tekken", "chat_template")
 """Beginnings of the names of a tokenizer's files."""
-MODELS = (".model", ".spm", ".tiktoken")
-"""Ends of the names of a tokenizer's vocabularies, whatever they begin with (`spiece.model`)."""
 
 
 def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) -> str:
@@ -123,7 +122,7 @@ def write_merged(directory: Path, adapted: Any, base: Path) -> None:
     processor."""
     adapted.merge_and_unload().save_pretrained(directory)
     for path in base.iterdir():
-        of_inputs = path.name.startswith(TOKENIZER) or path.suffix in MODELS or path.name == PROCESSOR
+        of_inputs = path.name.startswith(TOKENIZER) or path.suffix in VOCABULARIES or path.name == PROCESSOR
         if path.is_file() and not (directory / path.name).exists() and of_inputs:
             shutil.copyfile(path, directory / path.name)
     for path in directory.iterdir():

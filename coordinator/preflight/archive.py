@@ -5,8 +5,7 @@ from __future__ import annotations
 from coordinator.archive.rewind import MOVING
 from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.config.federation import Federation
-from coordinator.preflight.fitting import ME
-from coordinator.preflight.row import Row, fail, ok
+from coordinator.preflight.row import ME, Row, fail, ok
 from coordinator.steps.start import way_back
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.messages.manifest import verify_manifest

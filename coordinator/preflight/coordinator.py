@@ -20,8 +20,8 @@ from coordinator.config.federation import Federation
 from coordinator.engine.render import render, replaced, stale
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
-from coordinator.preflight.fitting import ME, check_fitting
-from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.preflight.fitting import check_fitting
+from coordinator.preflight.row import ME, Row, fail, ok, warning
 from coordinator.rounds.verification import averages_encoded
 from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError

@@ -6,10 +6,9 @@ import importlib.util
 from typing import Any
 
 from coordinator.config.federation import Federation
-from coordinator.preflight.row import Row, ok, warning
+from coordinator.preflight.row import ME, Row, ok, warning
 from facility.exchange.messages.strict_json import clean
 
-ME = "coordinator"
 TASKS, TRACKERS = "tasks", "trackers"
 EVALUATOR = "lm_eval"
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.patterns import check_patterns
-from coordinator.preflight.row import Row, fail, ok, skipped, warning
+from coordinator.preflight.row import ME, Row, fail, ok, skipped, warning
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
 from facility.exchange.checkpoints.conversion import check_names
@@ -21,8 +21,6 @@ from facility.exchange.json_values import values_in
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task
-
-ME = "coordinator"
 
 
 def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = None) -> list[Row]:

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from coordinator.config.federation import Federation
-from coordinator.preflight.coordinator import ME
-from coordinator.preflight.row import Row
+from coordinator.preflight.row import ME, Row
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.storage import private
 from facility.exchange.json_values import values_in

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from coordinator.config.federation import Federation
 from coordinator.memory.figures import ModelFigures, in_update, model_figures
-from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.preflight.row import ME, Row, fail, ok, warning
 from facility.exchange.checkpoints.checkpoint import FLOATS
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import InputError
 
-ME = "coordinator"
 CHECK = "patterns"
 
 

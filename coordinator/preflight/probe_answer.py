@@ -10,6 +10,7 @@ from typing import Any
 
 from coordinator.preflight.row import Row, fail
 from facility.exchange.errors import ManifestError
+from facility.exchange.messages.dataset_card import SPLITS
 from facility.exchange.messages.strict_json import LARGEST_WHOLE, Fields, parse_json
 
 PROBE_SECONDS = 180.0
@@ -17,7 +18,6 @@ PROBE_SECONDS = 180.0
 MOST_BYTES = 1 << 20
 LONGEST = 300
 """Characters of a text for a person."""
-SPLITS = ("train", "validation")
 WHERE = "the probe's answer"
 
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Verdict = Literal["ok", "warning", "fail", "skipped"]
+ME = "coordinator"
+"""Subject of rows on the coordinator's own machine and model."""
 
 
 @dataclass(frozen=True, kw_only=True)

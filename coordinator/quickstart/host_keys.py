@@ -11,9 +11,9 @@ from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import append_lines
+from facility.exchange.messages.signatures import FINGERPRINT
 
 SECONDS = 20
-FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
 def trust(dialog: Dialog, name: str, login: Deployment) -> bool:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from coordinator.schedulers.scheduler import Scheduler
-
-MARK = "CROSSFED_JOB"
-"""Environment variable that names our processes where there is no queue."""
+from facility.exchange.job_names import MARK
 
 
 class NoScheduler(Scheduler):

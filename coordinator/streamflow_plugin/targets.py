@@ -8,11 +8,10 @@ import unicodedata
 from pathlib import Path
 
 from coordinator.streamflow_plugin.lanes import TransferFailed
+from facility.exchange.messages.strict_json import UNPRINTABLE
 
 LONGEST_NAME = 255
 """Bytes of one file name (NAME_MAX)."""
-HIDDEN = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-"""Unicode categories that a name may not hold: controls, marks without a shape, lone surrogates, line separators."""
 
 
 def check_name(path: str) -> str:
@@ -26,7 +25,7 @@ def check_name(path: str) -> str:
         raise TransferFailed(f"the facility names {shown(path)}, which lies outside the directory asked for")
     for part in parts:
         if (
-            any(unicodedata.category(letter) in HIDDEN for letter in part)
+            any(unicodedata.category(letter) in UNPRINTABLE for letter in part)
             or "\\" in part
             or unicodedata.normalize("NFC", part) != part
             or len(os.fsencode(part)) > LONGEST_NAME

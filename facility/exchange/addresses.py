@@ -1,4 +1,4 @@
-"""Addresses of servers that a person names, in which a name and a password may stand."""
+"""Addresses of servers: names of this machine, and what a person names, in which a name and a password may stand."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 LOGIN = re.compile(r"(?<=//)[^/?#\s]*@")
 """What may come before the host of an address: a user, a token, a user and a password."""
 HIDDEN = "***@"
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+"""Names of this machine for itself."""
 
 
 def without_login(address: str) -> str:

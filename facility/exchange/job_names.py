@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from facility.exchange.messages.ahead import SUFFIX
 
+MARK = "CROSSFED_JOB"
+"""Environment variable that names our processes on a host without a queue."""
+
 
 def job_name(federation: str, facility: str) -> str:
     """Name of the job of a round: `crossfed-FEDERATION-FACILITY`, with every hyphen of the federation's name doubled.

@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from facility.exchange.files.audit_log import AUDIT
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
@@ -35,8 +36,6 @@ SCRATCH = "scratch"
 """Below the gate's own directory: HOME and TMPDIR of its jobs."""
 SPARE_SECONDS = 86400.0
 """How long a job's scratch stays beyond its time limit."""
-AUDIT = "CROSSFED_AUDIT"
-"""`facility.round`'s: the gate's log, whose head goes into the update's manifest."""
 
 
 def submit(session: Session, request: Request) -> int:

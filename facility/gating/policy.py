@@ -21,13 +21,13 @@ import yaml
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.bounded import read_bounded, real
 from facility.exchange.files.paths import resolve
+from facility.exchange.messages.signatures import FINGERPRINT
+from facility.exchange.messages.strict_json import HEX
 
 STATE = "gate"
 """Directory beside the policy that holds the gate's log, its ledger and what its jobs need."""
 SCHEDULERS = ("slurm", "pbs", "flux", "ssh")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
-DIGEST = re.compile(r"[0-9a-f]{64}")
 PLACE = re.compile(r"/[A-Za-z0-9_./@%+=:,-]+")
 MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 DECIMAL = re.compile(r"[-+]?(0|[1-9]\d{0,17})(\.\d*)?([eE][-+]?\d{1,3})?")
@@ -331,7 +331,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "node_hours_per_day": _above_zero,
     "ahead_seconds": _above_zero,
     "bytes_out_per_day": _whole(0),
-    "models": _texts(DIGEST, "sha256 digests"),
+    "models": _texts(HEX, "sha256 digests"),
     "modules": _texts(MODULE, "modules' names"),
     "encodings": _texts(NAME, "codecs' names"),
     "adapters_only": _flag,

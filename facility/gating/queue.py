@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from facility.exchange.job_names import MARK
 from facility.gating.grammar import Request
 from facility.gating.ledger import changed, read_ledger
 from facility.gating.policy import Policy
@@ -21,8 +22,6 @@ from facility.gating.session import Session
 
 OUTPUT_BYTES = 1 << 16
 SECONDS = 120
-MARK = "CROSSFED_JOB"
-"""Environment variable that names our processes on a host without a queue."""
 OUTPUT = "crossfed-job.log"
 
 

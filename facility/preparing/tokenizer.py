@@ -11,7 +11,7 @@ from facility.dataset import DatasetError
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.families import checked_text_part, most_positions
 from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
-from facility.exchange.checkpoints.tokenizer import tokenizer_digest
+from facility.exchange.checkpoints.tokenizer import VOCABULARIES, tokenizer_digest
 from facility.exchange.messages.manifest import sha256_of
 
 FILES = (
@@ -28,7 +28,6 @@ FILES = (
 )
 CHOSEN_BY = ("model_type", "tokenizer_class", "transformers_version")
 """Keys of `config.json` that transformers looks at where `tokenizer_config.json` names no class, as BERT's."""
-MODELS = (".model", ".spm", ".tiktoken")
 UNLIMITED = 10**15
 """transformers writes 1e30 where a tokenizer knows no limit."""
 
@@ -37,9 +36,10 @@ def tokenizer_files(directory: Path) -> list[Path]:
     """The tokenizer's own files in a directory that may also hold a model."""
     if not directory.is_dir():
         raise DatasetError(f"{directory} is not a directory: expected a tokenizer saved by save_pretrained")
-    files = sorted(p for p in directory.iterdir() if p.is_file() and (p.name in FILES or p.suffix in MODELS))
+    files = sorted(p for p in directory.iterdir() if p.is_file() and (p.name in FILES or p.suffix in VOCABULARIES))
     if not any(
-        p.name in ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json") or p.suffix in MODELS for p in files
+        p.name in ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json") or p.suffix in VOCABULARIES
+        for p in files
     ):
         if (directory / "tokenizer_config.json").is_file():
             raise DatasetError(

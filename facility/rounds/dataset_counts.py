@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from facility.exchange.json_values import values_in
-from facility.exchange.messages.dataset_card import DatasetCounts, SplitCounts
-
-SPLITS = ("train", "validation")
+from facility.exchange.messages.dataset_card import SPLITS, DatasetCounts, SplitCounts
 
 
 def counts_of(dataset: Path) -> DatasetCounts:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.messages.ahead import BEGAN
+from facility.exchange.messages.plausible import MOST_JOULES
 from facility.exchange.messages.usage import SOURCES, Usage
 from facility.launching.devices import listed_devices
 from facility.launching.notes import Notes
@@ -23,8 +24,6 @@ from facility.launching.place import Tasks
 
 PM_COUNTER = Path("/sys/cray/pm_counters/energy")
 RAPL = Path("/sys/class/powercap")
-MOST_JOULES = 1e15
-"""Slurm writes 2^64 - 2 for what it does not know."""
 MOST_WATTS = 600.0
 """Of one processor package: RAPL's counter may wrap more than once in a job that is long enough."""
 OTHERS_SECONDS = 15.0

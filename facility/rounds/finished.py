@@ -24,9 +24,8 @@ from facility.exchange.hints import field_default
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
 from facility.exchange.messages.settings import read_facility_settings
-from facility.rounds.kept import by_round
+from facility.rounds.kept import UPDATE, by_round
 
-PREFIX = "update-"
 KEY = "key.json"
 
 
@@ -38,7 +37,7 @@ class Finished:
 
     def find(self, key: str, round: int) -> Path | None:
         """A whole update made for `key`, or None; one that is damaged is removed."""
-        place = self.directory / f"{PREFIX}{round}"
+        place = self.directory / f"{UPDATE}{round}"
         try:
             if values_in(place / KEY)["key"] != key:
                 return None
@@ -50,7 +49,7 @@ class Finished:
 
     def keep(self, key: str, round: int, update: Path) -> None:
         """Keep `update` and remove those of earlier rounds."""
-        place = self.directory / f"{PREFIX}{round}"
+        place = self.directory / f"{UPDATE}{round}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         link_tree(update, self.place(round))
@@ -59,13 +58,13 @@ class Finished:
 
     def drop_before(self, round: int) -> None:
         """Remove the updates of earlier rounds."""
-        for number, other in by_round(self.directory, PREFIX).items():
+        for number, other in by_round(self.directory, UPDATE).items():
             if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)
 
     def place(self, round: int) -> Path:
         """Path of a round's finished update."""
-        return self.directory / f"{PREFIX}{round}" / "update"
+        return self.directory / f"{UPDATE}{round}" / "update"
 
     @contextmanager
     def alone(self, round: int) -> Iterator[bool]:

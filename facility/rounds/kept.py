@@ -9,6 +9,8 @@ from facility.exchange.messages.settings import FacilitySettings
 
 OWN_MODELS = "own_models"
 """In the state: models that stay at this facility (`facility.rounds.own_models`)."""
+UPDATE = "update-"
+"""Begins the name under which the update of a round is kept."""
 
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:

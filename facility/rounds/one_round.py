@@ -9,6 +9,7 @@ from pathlib import Path
 
 from facility.dataset import NAME as DATASET
 from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.files.audit_log import AUDIT
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, with_missing
@@ -39,9 +40,6 @@ from facility.rounds.steps import decide_steps, remember_beside
 from facility.rounds.sweep import forget_earlier, note_job, sweep, sweep_jobs
 
 log = logging.getLogger(__name__)
-
-AUDIT = "CROSSFED_AUDIT"
-"""Environment variable: this facility's audit log, whose head an update's manifest carries."""
 
 
 class OneRound:

@@ -14,21 +14,19 @@ from facility.exchange.files.links import link_tree
 from facility.exchange.messages.comparison import UPDATE_OF, own_models_of
 from facility.exchange.messages.manifest import Manifest, verify_manifest
 from facility.rounds.alone import OwnModel
-from facility.rounds.kept import OWN_MODELS, by_round, compared_place
-
-PREFIX = "update-"
+from facility.rounds.kept import OWN_MODELS, UPDATE, by_round, compared_place
 
 
 def keep_own_update(state: Path, update: Path, round: int) -> None:
     """Keep the finished `update` of a round in place of the one before; their files are shared, not copied."""
-    target = state / OWN_MODELS / f"{PREFIX}{round}"
+    target = state / OWN_MODELS / f"{UPDATE}{round}"
     target.parent.mkdir(parents=True, exist_ok=True)
     fresh = target.with_name(f".{target.name}.new")
     for path in (fresh, target):
         shutil.rmtree(path, ignore_errors=True)
     link_tree(update, fresh)
     fresh.rename(target)
-    for number, path in by_round(target.parent, PREFIX).items():
+    for number, path in by_round(target.parent, UPDATE).items():
         if number != round:
             shutil.rmtree(path)
 
@@ -57,7 +55,7 @@ def gather_own_models(state: Path, received: Manifest, facility: str) -> dict[st
 
 def own_update(state: Path, round: int) -> tuple[Path, str]:
     """The update of a round, and why it cannot be evaluated, or ''."""
-    kept = by_round(state / OWN_MODELS, PREFIX)
+    kept = by_round(state / OWN_MODELS, UPDATE)
     if round not in kept:
         others = f"that of round {max(kept)} is" if kept else "none is"
         return state, f"the update of round {round}, the last that counted, is not kept here; {others}"

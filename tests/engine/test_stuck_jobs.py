@@ -12,13 +12,13 @@ import pytest
 
 from coordinator.engine.queues import Queue
 from coordinator.engine.stuck_jobs import Watch, present
-from coordinator.schedulers.none import MARK
 from coordinator.schedulers.none import SCHEDULER as NONE
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import Job, step_code
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin.ssh import tethered
 from facility.exchange.errors import TransientError
+from facility.exchange.job_names import MARK
 from tests.engine.messages import engine_messages
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry
-from coordinator.archive.rounds import MOST_NODES, Archive, FacilityRow, RoundFile
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import remarks, summary
 from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
@@ -24,6 +24,7 @@ from coordinator.spans_and_sizes import span
 from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.usage import Usage, with_usage
 from tests.aggregation.updates import write_update
 from tests.federations import write_federation

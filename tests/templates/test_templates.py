@@ -16,8 +16,8 @@ from coordinator.config.deployments import Connection, Deployment, job_template
 from coordinator.config.federation import read_federation
 from coordinator.config.firecrest import FirecrestAccess
 from coordinator.engine.render import render
-from coordinator.schedulers.none import MARK
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.job_names import MARK
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import find_template, read_template, unfilled
 

@@ -11,12 +11,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
+from coordinator.problem.runtime import Transport
 from coordinator.simulation.pipelines.orders import order
 from facility.exchange.schedules.ops import Kind, Op
-
-Transport = Literal["streaming", "blocking"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from coordinator.simulation.pipelines import collectives, steady
-from coordinator.simulation.pipelines.assembly import assemble
+from coordinator.simulation.pipelines.assembly import LETTERS, assemble
 from coordinator.simulation.pipelines.events import run
 from coordinator.simulation.pipelines.graph import Compute, Message, Template, template
-from coordinator.simulation.pipelines.layout import Layout
+from coordinator.simulation.pipelines.layout import Array, Layout
 from coordinator.simulation.pipelines.longest import Costs, times
 from coordinator.simulation.pipelines.orders import order
 from coordinator.simulation.pipelines.result import SimulationResult, Span
@@ -21,11 +20,8 @@ from coordinator.simulation.pipelines.steady import Lengths
 from facility.exchange.schedules.ops import Kind, peak
 from facility.exchange.scheduling.policies import POLICIES
 
-Array = NDArray[np.float64]
 Stall = Callable[[int, int, int], float]
 """(replica, stage, number of the forward or backward) -> seconds lost before it."""
-
-LETTERS = {Kind.FORWARD: "F", Kind.BACKWARD: "B", Kind.INPUT: "I", Kind.WEIGHT: "W"}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+from coordinator.simulation.pipelines.layout import Array
 
 
 def level(caps: Array, capacity: float) -> float:

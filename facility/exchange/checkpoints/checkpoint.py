@@ -53,6 +53,8 @@ ITEM_BYTES = {
     "F8_E5M2": 1,
 }
 FLOATS = ("F64", "F32", "F16", "BF16")
+STORED_AS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+"""safetensors name by the dtype of a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)

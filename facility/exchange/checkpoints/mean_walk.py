@@ -21,6 +21,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import CheckpointError
 from facility.exchange.json_text import parse_values
+from facility.exchange.messages.plausible import MOST_ROUNDS
 
 FOLDER = "mean_walk"
 DTYPE = "F8_E4M3"
@@ -29,7 +30,6 @@ LARGEST = 448.0
 """Of E4M3, which has no infinity; its bytes 0x7F and 0xFF are NaN."""
 ROUNDS = "rounds"
 MOST_FACILITIES = 10_000
-MOST_ROUNDS = 10**9
 
 
 @functools.cache

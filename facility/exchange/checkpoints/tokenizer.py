@@ -19,6 +19,8 @@ from facility.exchange.messages.manifest import sha256_of
 WHOLE = "tokenizer.json"
 OLDER = (("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.json",), ("vocab.txt",))
 """Files that define a tokenizer without a tokenizer.json: the first complete set; else `*.model`, `*.tiktoken`."""
+VOCABULARIES = (".model", ".spm", ".tiktoken")
+"""Ends of the names of a tokenizer's vocabularies, whatever they begin with (`spiece.model`)."""
 
 
 def tokenizer_digest(directory: Path) -> str | None:
@@ -28,7 +30,7 @@ def tokenizer_digest(directory: Path) -> str | None:
     """
     if (directory / WHOLE).is_file():
         return f"{WHOLE}:{hashlib.sha256(_meaning(directory / WHOLE)).hexdigest()}"
-    single = sorted(p.name for p in directory.glob("*") if p.suffix in (".model", ".spm", ".tiktoken"))
+    single = sorted(p.name for p in directory.glob("*") if p.suffix in VOCABULARIES)
     for names in (*OLDER, tuple(single)):
         if names and all((directory / name).is_file() for name in names):
             lines = "".join(f"{sha256_of(directory / name)}  {name}\n" for name in names)

@@ -25,6 +25,8 @@ from facility.exchange.json_text import object_in
 
 HEAD = "audit"
 """In a manifest's `extra`: head of its maker's log when it was made."""
+AUDIT = "CROSSFED_AUDIT"
+"""Environment variable: the log of a gate, for the round that it starts, whose update carries the head."""
 FIRST = "0" * 64
 """`previous` of the first line."""
 TORN = "torn"

@@ -26,6 +26,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.masking.weights import scaled
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, verify_manifest, write_manifest
 from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.plausible import MOST_ROUNDS
 from facility.exchange.messages.signatures import sign, verify
 from facility.exchange.messages.strict_json import HEX, Fields, read_json, read_message
 
@@ -40,7 +41,6 @@ TOLD = "told"
 MOST_BYTES = 8 << 20
 MOST_TENSORS = 40_000
 MOST_CLAIM = 10**15
-MOST_ROUNDS = 10**9
 
 
 @dataclass(frozen=True, kw_only=True)

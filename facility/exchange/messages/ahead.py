@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.strict_json import Fields, parse_json
 
 SUFFIX = "-ahead"
@@ -21,7 +22,6 @@ BEGAN = "CROSSFED_JOB_BEGAN"
 """Environment variable of the round's command: when its job began, in seconds since 1970."""
 MOST_BYTES = 4096
 MOST_SECONDS = 1e7
-MOST_NODES = 1_000_000
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import Any
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.evaluation import MOST_SCORES, SCORE, score_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
-from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS, MOST_ROUNDS
 from facility.exchange.messages.strict_json import Fields
 
 MODELS, ALONE = "models", "alone"
@@ -140,8 +140,8 @@ def own_models_of(manifest: Manifest, facility: str) -> OwnModels | None:
     if facility not in listed.raw:
         return OwnModels()
     found = listed.inside(facility).only(["update", "alone"])
-    update = None if found.raw.get("update") is None else found.whole("update", most=10**9)
-    return OwnModels(update=update, alone=found.whole("alone", 0, most=10**9))
+    update = None if found.raw.get("update") is None else found.whole("update", most=MOST_ROUNDS)
+    return OwnModels(update=update, alone=found.whole("alone", 0, most=MOST_ROUNDS))
 
 
 def expected_of(manifest: Manifest, facility: str) -> list[str]:
@@ -159,7 +159,7 @@ def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
 
 def rounds_alone(manifest: Manifest, facility: str) -> int:
     """Rounds that `facility` is to train alone in all. Raises `ManifestError`."""
-    return Fields(raw=manifest.extra.get(ROUNDS) or {}, where=ROUNDS).whole(facility, 0, most=10**9)
+    return Fields(raw=manifest.extra.get(ROUNDS) or {}, where=ROUNDS).whole(facility, 0, most=MOST_ROUNDS)
 
 
 def figures_of(manifest: Manifest, expected: Collection[str]) -> list[Figure]:
@@ -208,8 +208,8 @@ def alone_of(manifest: Manifest) -> Alone:
     """How far a facility says that it is. Raises `ManifestError`."""
     found = Fields(raw=_told(manifest), where=KEY).only(["alone"]).inside("alone").only_of(Alone)
     alone = Alone(
-        rounds=found.whole("rounds", most=10**9),
-        of=found.whole("of", most=10**9),
+        rounds=found.whole("rounds", most=MOST_ROUNDS),
+        of=found.whole("of", most=MOST_ROUNDS),
         tokens=found.whole("tokens", most=MOST_COUNT),
     )
     if alone.rounds > alone.of:

@@ -10,12 +10,14 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import Manifest, with_extra
+from facility.exchange.messages.plausible import MOST_COUNT
 from facility.exchange.messages.strict_json import Fields
 from facility.exchange.task_words import KNOWN
 
 DATASET = "dataset"
 """Key in a manifest's `extra`."""
-MOST_COUNT = 10**15
+SPLITS = ("train", "validation")
+"""Of every dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def dataset_of(manifest: Manifest) -> dict[str, Any]:
         found = Fields(raw=raw, where=DATASET).only(["task", "block_tokens", "splits"])
         splits = {}
         for name, one in found.mapping("splits", 2).items():
-            if name not in ("train", "validation") or not isinstance(one, dict):
+            if name not in SPLITS or not isinstance(one, dict):
                 return {}
             fields = Fields(raw=one, where=f"{DATASET}: {name}")
             counts = {key: fields.whole(key, most=MOST_COUNT) for key in ("blocks", "documents", "tokens")}

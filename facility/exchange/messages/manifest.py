@@ -21,6 +21,7 @@ from facility.exchange.files.bounded import real
 from facility.exchange.files.checksum import Checksum, Digest, is_checksum
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
+from facility.exchange.messages.plausible import MOST_ROUNDS
 from facility.exchange.messages.strict_json import Fields, read_json
 
 FORMAT = 1
@@ -32,7 +33,6 @@ MOST_BYTES = 8 << 20
 """Of manifest.json: some 40,000 files."""
 MOST_FILES = 40_000
 MOST_EXTRA = 100
-MOST_ROUNDS = 10**9
 
 KEEPS = "keeps_sha256"
 """In an update's `extra`: digest of the model that the facility keeps; the next may be sent as a difference to it."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.exchange.files.durable import write_json
-from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS
+from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS, MOST_ROUNDS
 from facility.exchange.messages.strict_json import Fields, read_message
 from facility.exchange.perplexity import LARGEST_LOSS
 from facility.exchange.task_words import KNOWN
@@ -20,7 +20,6 @@ REPORT = "report.json"
 FAILURE = "failure.json"
 MOST_BYTES = 1 << 20
 """Of report.json and of failure.json."""
-MOST_ROUNDS = 10**9
 MOST_PERPLEXITY = math.exp(LARGEST_LOSS)
 """What `perplexity` gives at most: a page of larger numbers has no axis."""
 PREDICTED_MEMORY = "predicted_memory_bytes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from facility.exchange.messages.manifest import MOST_ROUNDS, Manifest, read_manifest, with_extra
+from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
+from facility.exchange.messages.plausible import MOST_ROUNDS
 
 KEY = "set_aside"
 """In a manifest's `extra`: by the name of a rewind, the first round that it set aside. Absent: there was none."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import Manifest, with_extra
+from facility.exchange.messages.plausible import MOST_JOULES
 from facility.exchange.messages.strict_json import Fields
 
 USAGE = "usage"
@@ -16,7 +17,6 @@ USAGE = "usage"
 SOURCES = ("sacct", "pm_counters", "nvml", "rapl")
 """Energy counters in the order of preference: the whole job, whole nodes, GPUs, processors."""
 MOST_SECONDS = 1e12
-MOST_JOULES = 1e15
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from facility.exchange.addresses import LOOPBACK
 from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TransientError, exit_on_error
 from facility.training.processes.exchange import all_gather_json, broadcast_json
-
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, kw_only=True)

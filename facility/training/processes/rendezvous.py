@@ -30,11 +30,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from facility.exchange.addresses import LOOPBACK
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.devices import check_own_gpus, gpu_of
 from facility.training.processes.exchange import all_gather_json, broadcast_json
-from facility.training.processes.ranks import LOOPBACK, Ranks
+from facility.training.processes.ranks import Ranks
 from facility.training.processes.torchrun import (
     agents_directory,
     announce,

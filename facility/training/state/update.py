@@ -12,7 +12,15 @@ from pathlib import Path
 import torch
 
 from facility.exchange.checkpoints.adapters import write_adapter_config
-from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import (
+    ADAPTER,
+    FLOATS,
+    SINGLE,
+    STORED_AS,
+    Checkpoint,
+    TensorEntry,
+    open_checkpoint,
+)
 from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.checkpoints.delta import as_message
@@ -28,8 +36,6 @@ from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard, shard_of
 from facility.training.state.message import held_for_masks, held_tensors, write_message
 from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
-
-DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
 @torch.no_grad()
@@ -221,7 +227,7 @@ def outgoing_tensors(
     """
 
     def exported(name: str) -> str:
-        return DTYPES[export_dtype] if federated.federated(name) else "F32"
+        return STORED_AS[export_dtype] if federated.federated(name) else "F32"
 
     if adapters:
         return [(name, exported(name), shape) for name, shape in sorted(trained.items())]
