@@ -15,12 +15,7 @@ from facility.preparing.build import Prepared, Request, prepare
 from facility.preparing.mixing import chosen, shares
 from facility.preparing.near_duplicates import NUMBERS, NearDuplicates, bands_of, shingles, signature
 from facility.preparing.writing import quantiles
-from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
+from tests.preparing.corpora import sentences, write_json_lines
 
 
 def article(seed: int, words: int = 200) -> str:

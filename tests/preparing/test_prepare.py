@@ -27,11 +27,6 @@ TEMPLATE = "Scrivi un documento: {text}{eos}"
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
-
-
-@pytest.fixture(scope="module")
 def loaded(tokenizer: Path):
     from transformers import AutoTokenizer
 

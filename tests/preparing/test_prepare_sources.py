@@ -21,14 +21,9 @@ from facility.dataset import DatasetError, open_dataset
 from facility.preparing.build import Request, prepare
 from facility.preparing.images.sources import find_images
 from facility.preparing.sources import Fields, find_sources
-from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer, sentences, write_json_lines
+from tests.preparing.corpora import save_bert_tokenizer, sentences, write_json_lines
 
 TEXTS = sentences(60)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
 
 
 @pytest.fixture

@@ -14,13 +14,8 @@ from facility.preparing import reading, resuming, writing
 from facility.preparing.build import Request, prepare
 from facility.preparing.overlap import ContentDigests
 from facility.preparing.sources import Document, Fields
-from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
+from tests.preparing.corpora import sentences, write_json_lines
 from tests.preparing.test_prepare import tree
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
 
 
 def chat(text: str) -> dict[str, Any]:

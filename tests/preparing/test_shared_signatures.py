@@ -14,13 +14,8 @@ from facility.prepare import main
 from facility.preparing import reading, shared_signatures
 from facility.preparing.near_duplicates import NearDuplicates, signature
 from facility.preparing.shared_signatures import read_salt, read_signatures, write_signatures
-from tests.preparing.corpora import save_tokenizer, write_json_lines
+from tests.preparing.corpora import write_json_lines
 from tests.preparing.test_data_care import article, edited, made
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer") / "bpe")
 
 
 @pytest.fixture
