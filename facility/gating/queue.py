@@ -50,6 +50,8 @@ class Commands:
     id: str = r"\d[\w.\[\]@-]*"
 
 
+FLUX_ENDING = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
+
 TABLE = {
     "slurm": Commands(
         submit=("sbatch", "--parsable", "--chdir=DIRECTORY", "--job-name=NAME", "--nodes=NODES", "--time=LIMIT"),
@@ -94,24 +96,8 @@ TABLE = {
         active=("flux", "jobs", "-n", "-f", "pending,running", "--name=NAME", "-o", "{id}"),
         waiting=("flux", "jobs", "-n", "-f", "pending", "--name=NAME", "-o", "{id}"),
         cancel=("flux", "cancel", "IDS"),
-        states=(
-            "flux",
-            "jobs",
-            "-n",
-            "-o",
-            "{id} {returncode} {status} {result} {exception.type} {exception.note}",
-            "IDS",
-        ),
-        ending=(
-            (
-                "flux",
-                "jobs",
-                "-n",
-                "-o",
-                "{id} {returncode} {status} {result} {exception.type} {exception.note}",
-                "ID",
-            ),
-        ),
+        states=("flux", "jobs", "-n", "-o", FLUX_ENDING, "IDS"),
+        ending=(("flux", "jobs", "-n", "-o", FLUX_ENDING, "ID"),),
         id=r"[fƒ]\w+",
     ),
 }

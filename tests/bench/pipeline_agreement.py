@@ -2,7 +2,7 @@
 
     python -m tests.bench.pipeline_agreement [--ranks 4] [--iterations 2]
 
-Each rank runs the schedule classes that the trainer uses (`facility.training.parallel.compute.SCHEDULES`) over stages
+Each rank runs the schedule classes that the trainer uses (`facility.exchange.schedules.registry`) over stages
 whose forward and backward sleep, so that two cores can play any number of devices. Cases: equal stages, unequal
 stages, random stalls (the seeded ones, so that the simulator meets the same). A busy machine wakes sleepers late and
 lets a pass wait for a core, so the simulator is told three things: `error`: what every single pass took longer than it

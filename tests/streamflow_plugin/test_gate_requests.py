@@ -127,3 +127,6 @@ def test_the_gate_runs_what_the_coordinator_would_have_sent(name: str):
     theirs = ["ID" if word in ("LIST", "IDS") else word for word in table.states]
     assert theirs == ours
     assert [shlex.split(part) for part in scheduler.query_ending("ID").split(" || ")] == [list(f) for f in table.ending]
+    listing = scheduler.listing("NAME").replace('"$(id -un)"', "USER").replace("$ids", "IDS")
+    for words in (table.found, *table.listing):
+        assert shlex.join(words) in listing, words
