@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from facility.exchange.errors import InputError, TransientError, exit_on_error, first_line
+from facility.exchange.errors import ERROR, InputError, TransientError, exit_on_error, first_line
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.hub import hub, silence
 from facility.exchange.logs import add_log_options
@@ -26,8 +26,6 @@ FOLDER = "evaluation"
 """In a bundle: what `facility/setup.sh` adds to the facility's Hugging Face cache."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 LAST_LINES = 3
-ERROR = "error: "
-"""Begins the one line that a command says of an error that it knows."""
 
 WHERE = "give the same command where there is a network, or name a proxy by HTTPS_PROXY"
 """What to do where the hub does not answer."""

@@ -18,7 +18,7 @@ from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
 from coordinator.steps.options import step_parser
-from facility.exchange.errors import exit_on_error, first_line
+from facility.exchange.errors import ERROR, exit_on_error, first_line
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.paths import resolve
 
@@ -53,7 +53,7 @@ def main() -> int:
     if data["stopped"]:
         reason = f"federation {settings.federation} stopped: {shown(data['stopped'])}"
         emit("failed", step="report", reason=reason, futile=True)
-        print(f"error: {reason}", file=sys.stderr)
+        print(f"{ERROR}{reason}", file=sys.stderr)
         return 1
     return 0
 

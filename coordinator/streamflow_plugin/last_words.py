@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 from coordinator.events.event import quoted
+from facility.exchange.errors import ERROR, error_line
 from facility.exchange.messages.outcome import Outcome
 
-ERROR = re.compile(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)")
-"""Begins the line by which a command of ours, or Python, ends."""
 LAST_LINES = 3
 REPORTED = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED)
 """Codes of a facility's job that has left an update, or failure.json with the reason."""
@@ -16,8 +13,7 @@ REPORTED = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED)
 
 def error_in(output: str) -> str:
     """The last line of `output` that names an error, or ''."""
-    lines = reversed(output.strip().splitlines())
-    return quoted(next((line.removeprefix("error: ") for line in lines if ERROR.match(line)), ""))
+    return quoted(error_line(output.strip().splitlines()).removeprefix(ERROR))
 
 
 def last_words(output: str) -> str:

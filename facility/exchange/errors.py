@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from facility.exchange.addresses import hidden_login
@@ -29,6 +29,10 @@ from facility.exchange.standard_output import answering
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """What moves a cursor or turns a line about; line ends and tabs are kept."""
+ERROR = "error: "
+"""Begins the line by which a command ends for an error that is meant for its user."""
+ENDS = re.compile(rf"({ERROR}|[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)")
+"""Begins that line, or the last one of Python's traceback."""
 
 
 class CrossFedError(Exception):
@@ -89,6 +93,11 @@ def named_line(error: BaseException) -> str:
     return said if said == type(error).__name__ else f"{type(error).__name__}: {said}"
 
 
+def error_line(lines: Sequence[str]) -> str:
+    """The last of the lines of a command's output that names an error; '' where none does."""
+    return next((line for line in reversed(lines) if ENDS.match(line)), "")
+
+
 def shown(text: str) -> str:
     """A message for a terminal: names of files and words of libraries move no cursor, and no address shows a login."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], hidden_login(text))
@@ -107,12 +116,12 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     try:
         return main() or ExitCode.OK if in_job else answering(main)
     except CrossFedError as error:
-        print(f"error: {shown(str(error))}", file=sys.stderr)
+        print(f"{ERROR}{shown(str(error))}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise
-        print(f"error: {shown(sentence(error))}", file=sys.stderr)
+        print(f"{ERROR}{shown(sentence(error))}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:
         if in_job:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from facility.exchange.child import end_with_parent
+from facility.exchange.errors import ERROR, error_line
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import output_leaves
@@ -318,17 +319,10 @@ def _sentence(rank: _Rank, ranks: int) -> str:
     if code == -signal.SIGKILL:
         return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    error_line = next(
-        (
-            line
-            for line in reversed(rank.tail)
-            if re.match(r"(error: |[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)", line)
-        ),
-        "",
-    )
-    if error_line and not error_line.startswith("error: ") and not output_leaves():
-        error_line = error_line.partition(":")[0]  # of an error that is not ours, whose text may quote the data
-    return f"{who} {how}" + (f": {error_line.removeprefix('error: ')}" if error_line else "")
+    said = error_line(rank.tail)
+    if said and not said.startswith(ERROR) and not output_leaves():
+        said = said.partition(":")[0]  # of an error that is not ours, whose text may quote the data
+    return f"{who} {how}" + (f": {said.removeprefix(ERROR)}" if said else "")
 
 
 def _signal(rank: _Rank, number: int, *, group: bool = False) -> None:

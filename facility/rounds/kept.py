@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from facility.exchange.messages.settings import FacilitySettings
 
 OWN_MODELS = "own_models"
 """In the state: models that stay at this facility (`facility.rounds.own_models`)."""
+OF_A_ROUND = re.compile(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?")
+"""Name of a directory that the trainer leaves of a round, and of what a killed one was writing or replacing."""
 UPDATE = "update-"
 """Begins the name under which the update of a round is kept."""
 

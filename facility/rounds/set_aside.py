@@ -7,18 +7,17 @@ receives. So each model names the rewinds of its run, and the state names those 
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
+from facility.rounds.kept import OF_A_ROUND
 from facility.rounds.sealed import discard
 
 NAME = "set_aside.json"
 """In the state: the rewinds that it has seen."""
-KEPT = re.compile(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?")
 PLACES = ("", "residual", "personal")
 """Folders of the state that hold a directory a round."""
 
@@ -34,7 +33,7 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
         return []
     first = max(min(new), done + 1)
     places = [path for folder in PLACES for path in sorted((state / folder).glob("*-*"))]
-    gone = [path for path in places if (found := KEPT.fullmatch(path.name)) and int(found[1]) >= first]
+    gone = [path for path in places if (found := OF_A_ROUND.fullmatch(path.name)) and int(found[1]) >= first]
     for path in gone:
         discard(path)
     state.mkdir(parents=True, exist_ok=True)

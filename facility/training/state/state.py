@@ -9,7 +9,6 @@ another number of ranks or in another layout.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import check_format, parse, validated
-from facility.rounds.kept import latest_before
+from facility.rounds.kept import OF_A_ROUND, latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, barrier, broadcast, together
@@ -288,7 +287,7 @@ def save_state(
         before = latest_before(directory, state.round)
         begun = state.round if before is None else int(before.name.removeprefix("round-"))
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
-            match = re.fullmatch(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?", other.name)
+            match = OF_A_ROUND.fullmatch(other.name)
             if match and int(match[1]) not in (begun, state.round - 1, state.round, needed):
                 discard(other)
 
