@@ -16,7 +16,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.comparison.candidates import candidate, candidates
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link_tree
+from facility.exchange.files.links import link_tree, replace_by_links
 from facility.exchange.messages.comparison import (
     ALONE,
     ALONE_OF,
@@ -45,13 +45,7 @@ SENT = "sent"
 def keep(archive: Archive, prefix: str, updates: Mapping[str, Path]) -> None:
     """Keep each facility's update in place of the one before; the files are shared, not copied, where that can be."""
     for name, update in updates.items():
-        target = archive.compared / f"{prefix}{name}"
-        target.parent.mkdir(exist_ok=True)
-        fresh = target.with_name(f".{target.name}.new")
-        for path in (fresh, target):
-            shutil.rmtree(path, ignore_errors=True)
-        link_tree(update, fresh)
-        fresh.rename(target)
+        replace_by_links(update, archive.compared / f"{prefix}{name}")
 
 
 def keep_updates(

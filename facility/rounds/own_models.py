@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.files.links import link_tree
+from facility.exchange.files.links import link_tree, replace_by_links
 from facility.exchange.messages.comparison import UPDATE_OF, own_models_of
 from facility.exchange.messages.manifest import Manifest, verify_manifest
 from facility.rounds.alone import OwnModel
@@ -20,12 +20,7 @@ from facility.rounds.kept import OWN_MODELS, UPDATE, by_round, compared_place
 def keep_own_update(state: Path, update: Path, round: int) -> None:
     """Keep the finished `update` of a round in place of the one before; their files are shared, not copied."""
     target = state / OWN_MODELS / f"{UPDATE}{round}"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    fresh = target.with_name(f".{target.name}.new")
-    for path in (fresh, target):
-        shutil.rmtree(path, ignore_errors=True)
-    link_tree(update, fresh)
-    fresh.rename(target)
+    replace_by_links(update, target)
     for number, path in by_round(target.parent, UPDATE).items():
         if number != round:
             shutil.rmtree(path)

@@ -31,6 +31,16 @@ def link_tree(source: Path, target: Path) -> None:
         link(Path(entry.path), target / entry.name)
 
 
+def replace_by_links(source: Path, target: Path) -> None:
+    """Make `target`, in place of what lies there, hold the same regular files as `source`; it appears whole."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.new")
+    for path in (fresh, target):
+        shutil.rmtree(path, ignore_errors=True)
+    link_tree(source, fresh)
+    fresh.rename(target)
+
+
 def copy_tree(source: Path, target: Path, *, leave: Collection[str] = (), symlinks: bool = False) -> None:
     """Copy a tree with modes and times, but files and folders of the names `leave`. `target` must not exist.
 
