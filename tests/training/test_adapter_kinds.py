@@ -24,8 +24,9 @@ from facility.exchange.validation import parse
 from facility.training.lora import inject
 from tests.aggregation import make
 from tests.pico import save_pico
+from tests.training.adapter_step import check_step_is_pefts
 from tests.training.families import save_tiny
-from tests.training.family_trial import SAME, TRAINING, plain_step, recorded
+from tests.training.family_trial import SAME
 from tests.training.federation import largest_difference, weights, write_dataset, write_masked_words
 from tests.training.images import save_image_model, write_images
 from tests.training.layouts import arguments, rounds_in
@@ -63,31 +64,11 @@ def named(words: list[str], facility: str) -> list[str]:
     return words
 
 
-def sent_on(update: Path, place: Path) -> Path:
-    """An update as the model of the next round."""
-    update.rename(place)
-    (place / "manifest.json").unlink()
-    return place
-
-
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_step_from_received_adapters_is_pefts(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)
-    rounds_in([("r0", arguments(tmp_path / "r0", model, dataset, lora=lora, learning_rate=1e-2))])
-    assert read_report(tmp_path / "r0/out").loss_returned < read_report(tmp_path / "r0/out").loss_received
-    received = sent_on(tmp_path / "r0/out", tmp_path / "received")
-    with recorded() as batches:
-        more = TRAINING | {"lora": lora | {"base": str(model)}}
-        rounds_in([("r1", arguments(tmp_path / "r1", received, dataset, round=1, **more))])
-    plain, found = loaded(model, received), loaded(model, tmp_path / "r1/out")
-    trained = {name: one for name, one in plain.named_parameters() if one.requires_grad}
-    before = {name: one.detach().clone() for name, one in trained.items()}
-    plain_step(plain, trained.values(), batches)
-    after = dict(found.named_parameters())
-    for name, one in trained.items():
-        assert (after[name] - one).abs().max() < SAME, name
-        assert not after[name].equal(before[name]), name
+    check_step_is_pefts(tmp_path, dataset, model, lora, lambda adapter: loaded(model, adapter), within=SAME)
 
 
 @pytest.mark.slow

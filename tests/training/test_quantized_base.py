@@ -17,7 +17,8 @@ from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.validation import parse
 from tests.cases import slow_but
 from tests.pico import save_pico
-from tests.training.family_trial import SAME, TRAINING, plain_step, recorded
+from tests.training.adapter_step import check_step_is_pefts
+from tests.training.family_trial import SAME
 from tests.training.federation import largest_difference, weights, write_dataset
 from tests.training.layouts import TWO, arguments, rounds_in
 
@@ -31,13 +32,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "fp4 of some layers": LORA | {"quantize_base": "fp4", "targets": ["q_proj", "down_proj"]},
     "a head trained whole": LORA | {"modules_to_save": ["lm_head"]},
 }
-
-
-def sent_on(update: Path, place: Path) -> Path:
-    """An update as the model of the next round."""
-    update.rename(place)
-    (place / "manifest.json").unlink()
-    return place
 
 
 def pefts(model: Path, adapter: Path, lora: dict[str, Any], dtype: torch.dtype = torch.float32) -> Any:
@@ -59,21 +53,8 @@ def pefts(model: Path, adapter: Path, lora: dict[str, Any], dtype: torch.dtype =
 def test_a_step_is_pefts_qlora(tmp_path: Path, kind: str):
     lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)
-    rounds_in([("r0", arguments(tmp_path / "r0", model, dataset, lora=lora, learning_rate=1e-2))])
-    assert read_report(tmp_path / "r0/out").loss_returned < read_report(tmp_path / "r0/out").loss_received
-    received = sent_on(tmp_path / "r0/out", tmp_path / "received")
-    with recorded() as batches:
-        more = TRAINING | {"lora": lora | {"base": str(model)}}
-        rounds_in([("r1", arguments(tmp_path / "r1", received, dataset, round=1, **more))])
-    plain, found = pefts(model, received, lora), pefts(model, tmp_path / "r1/out", lora)
-    trained = {name: one for name, one in plain.named_parameters() if one.requires_grad}
-    before = {name: one.detach().clone() for name, one in trained.items()}
-    plain_step(plain, trained.values(), batches)
-    after = dict(found.named_parameters())
+    trained = check_step_is_pefts(tmp_path, dataset, model, lora, lambda one: pefts(model, one, lora), within=1e-5)
     assert any("lora_" in name for name in trained)
-    for name, one in trained.items():
-        assert (after[name] - one).abs().max() < 1e-5, name
-        assert not after[name].equal(before[name]), name
 
 
 @pytest.mark.slow
