@@ -29,6 +29,7 @@ from facility.exchange.json_text import no_duplicates, parse_values
 from facility.exchange.json_values import MOST_BYTES
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.text import number_of
 from facility.exchange.validation import parse
 
 log = logging.getLogger("coordinator.aggregate")
@@ -174,7 +175,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(dataclasses.asdict(record), indent=2))
     else:
         names = ", ".join(f"{p.facility} {p.weight:.3f}" for p in record.participants)
-        print(f"{a.out}: {record.rule} of {len(record.participants)} updates ({names})")
+        print(f"{a.out}: {record.rule} of {number_of(len(record.participants), 'update')} ({names})")
         for facility, reason in (record.quarantined | record.suspects).items():
             log.warning("outlier: %s: %s", facility, reason)
         for facility, reason in record.dropped.items():

@@ -12,6 +12,7 @@ from coordinator.commands.app import RUN, FederationOption, app
 from coordinator.console import command_console, told_meanwhile
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.text import number_of
 
 
 @app.command(rich_help_panel=RUN)
@@ -89,7 +90,7 @@ def render(
     changed = render_alone(described)
     removed = sum(not path.exists() for path in changed)
     gone = f", {removed} removed" if removed else ""
-    print(f"{len(changed) - removed} files written{gone}" if changed else "everything is up to date")
+    print(f"{number_of(len(changed) - removed, 'file')} written{gone}" if changed else "everything is up to date")
     for path in changed:
         print(f"  {path}" + ("" if path.exists() else " (removed: its facility is not in federation.yml)"))
 

@@ -59,7 +59,11 @@ def check_memory(
     memory = deployment.gpu_memory_gb * 1e9
     least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device, local_ranks=gpus)
     if need > memory * 0.95:
-        fix = f"ask for at least {least} GPUs" if least else "lower micro_batch_sequences or prepare shorter blocks"
+        fix = (
+            f"ask for at least {number_of(least, 'GPU')}"
+            if least
+            else "lower micro_batch_sequences or prepare shorter blocks"
+        )
         return fail(
             facility.name,
             "memory",
@@ -170,7 +174,8 @@ def check_hours(federation: Federation, facility: Facility, deployment: Deployme
             "set one: a hung job would run until the queue's own limit",
         )
     limit = re.sub(r"\.0+$", "", f"{jobs_of(federation) * nodes * hours:.1f}")
-    each = f"{nodes} nodes{f' with {gpus} GPUs' if gpus else ''}, {hours:g} h each"
+    with_gpus = f" with {number_of(gpus, 'GPU')}" if gpus else ""
+    each = f"{number_of(nodes, 'node')}{with_gpus}, {hours:g} h each"
     return ok(
         facility.name, "node-hours", f"at most {limit} ({told_jobs(federation)} of {each}){told_more(federation)}"
     )

@@ -17,6 +17,7 @@ from coordinator.memory.figures import EVERYTHING, WALK_BYTES, ModelFigures, mom
 from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.text import number_of
 
 IN_FLIGHT = "updates on their way"
 """The part of a coordinator's bound that lies in its work directory; the others lie in the archive."""
@@ -185,7 +186,7 @@ def coordinator_disk(
     return Disk(
         parts={
             "initial model": model.bytes,
-            f"models of {kept} rounds": kept * following,
+            f"models of {number_of(kept, 'round')}": kept * following,
             "the next model": following,
             "the best model": following if limited and kept < rounds else 0,
             "models to be compared": _compared(model, updates, comparison, federated, following),

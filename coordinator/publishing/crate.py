@@ -24,6 +24,7 @@ from coordinator.publishing.names import address, identifier, slug
 from facility import __version__
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import shipped
+from facility.exchange.text import number_of
 
 PROFILES = (
     ("https://w3id.org/ro/wfrun/process/0.5", "Process Run Crate", "0.5"),
@@ -41,7 +42,8 @@ def write_crate(folder: Path, federation: Federation, names: Mapping[str, str], 
     crate.metadata.extra_contexts.append(RUN)
     title = federation.title or federation.name
     crate.name = title
-    crate.description = f"Federated training of {title} over {len(names)} facilities: {len(data['rounds'])} rounds."
+    rounds, facilities = number_of(len(data["rounds"]), "round"), number_of(len(names), "facility", "facilities")
+    crate.description = f"Federated training of {title} over {facilities}: {rounds}."
     crate.license = _license(crate, federation.license)
     crate.datePublished = datetime.now(UTC)
     crate.root_dataset["conformsTo"] = [_profile(crate, *one) for one in PROFILES]

@@ -16,6 +16,7 @@ from coordinator.config.yaml_lines import Lined
 from coordinator.publishing.card import model_digest, named_digests
 from coordinator.publishing.names import slug
 from facility import __version__
+from facility.exchange.text import number_of
 
 KEPT = {
     "title": (),
@@ -109,7 +110,7 @@ def instructions(federation: Federation, names: Mapping[str, str], data: Mapping
     lines = [
         f"# Making {federation.title or federation.name} again",
         "",
-        f"The federation ran {done} rounds with seed {federation.seed}."
+        f"The federation ran {number_of(done, 'round')} with seed {federation.seed}."
         + (f" The commands below run all {federation.rounds}." if done < federation.rounds else ""),
         *_promise(differs),
         "",

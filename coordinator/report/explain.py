@@ -64,11 +64,11 @@ def explain_round(federation: Federation, number: int) -> str:
     done = len(archive.rounds())
     if number >= federation.rounds <= done:
         raise InputError(
-            f"there is no round {number}: all {done} rounds are complete, and they count from 0 to {done - 1}; "
+            f"there is no round {number}: the rounds count from 0 to {done - 1}, and all are complete; "
             "`crossfed status` shows the evaluation of the final model"
         )
     if not own:
-        raise InputError(f"round {number} has not begun: {done} rounds are complete, the next one is round {done}")
+        raise InputError(f"round {number} has not begun; the next one is round {done}")
     lines = [f"Round {number} is not complete.", *_idle(read_snapshot(federation.workdir_path))]
     out, states = {}, {}
     for name in (one.name for one in federation.facilities):

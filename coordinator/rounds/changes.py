@@ -268,7 +268,7 @@ def _rounds(change: Change, facilities: Mapping[str, Mapping[str, Any]], done: i
     """More or fewer rounds: with a schedule that is not constant, the learning rates of the rounds to come change."""
     shapes = {str(one.get("training.schedule")) for one in facilities.values()}
     if change.now <= done:
-        follows, affects = f"{done} rounds are complete: none follows", False
+        follows, affects = f"complete rounds: {done}; none follows", False
     elif shapes == {"constant"}:
         follows, affects = "the learning rate is constant: only the number of rounds changes", False
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from facility.exchange.text import number_of
+
 WORD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,:/@+=%-]{0,99}")
 """Names allowed in a scheduler's directive; a site's answer with any other name is not used."""
 MOST = 10_000_000
@@ -33,9 +35,9 @@ class Partition:
 
     def said(self) -> str:
         """The figures for a reader."""
-        parts = [f"{self.nodes} nodes"] if self.nodes else []
-        parts += [f"{self.cores} cores"] if self.cores else []
-        parts += [f"{self.gpus} GPUs a node"] if self.gpus else []
+        parts = [number_of(self.nodes, "node")] if self.nodes else []
+        parts += [number_of(self.cores, "core")] if self.cores else []
+        parts += [f"{number_of(self.gpus, 'GPU')} a node"] if self.gpus else []
         parts += [f"up to {self.hours:g} h"] if self.hours else []
         return ", ".join(parts) + ("" if self.open else "; closed")
 

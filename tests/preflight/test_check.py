@@ -161,7 +161,7 @@ def test_a_sound_federation_passes_and_submits_nothing(site: Site):
     told = {row.check: row.found for row in rows if row.subject == "far"}
     assert (
         "in partition main" in told["job accepted"]
-        and "at most 6 (2 rounds and the final evaluation of 1 nodes with 4 GPUs, 2 h each)" in told["node-hours"]
+        and "at most 6 (2 rounds and the final evaluation of 1 node with 4 GPUs, 2 h each)" in told["node-hours"]
         and "more where jobs run out of time and come back" in told["node-hours"]
     )
     assert "a round: about" in told["link"] and "40 training and 10 validation blocks of 16 tokens" in told["dataset"]
@@ -605,7 +605,7 @@ def test_options_are_tried_as_they_will_be_submitted(site: Site):
 def test_without_a_final_evaluation_and_with_repeats_the_node_hours_are_of_the_rounds(site: Site):
     site.edit("rounds: 2\n", "rounds: 2\nfinal_evaluation: false\ncome_backs: 0\nretries: 1\n")
     told = next(row.found for row in check(site.file, link=False) if row.check == "node-hours")
-    assert told == "at most 4 (2 rounds of 1 nodes with 4 GPUs, 2 h each); more where jobs fail and are repeated"
+    assert told == "at most 4 (2 rounds of 1 node with 4 GPUs, 2 h each); more where jobs fail and are repeated"
     site.edit("retries: 1\n", "retries: 0\nsubmit_ahead: {wait: 60}\n")
     told = next(row.found for row in check(site.file, link=False) if row.check == "node-hours")
     assert told.endswith("2 h each); more where jobs are submitted ahead and end without their model")

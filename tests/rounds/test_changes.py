@@ -82,7 +82,7 @@ def test_whatever_differs_is_listed_once_and_nothing_else(own: dict, names: set,
     ("values", "affects", "words"),
     [
         ({"rounds": 20}, True, "stretched"),
-        ({"rounds": 3}, False, "4 rounds are complete"),
+        ({"rounds": 3}, False, "complete rounds: 4; none follows"),
         ({"stop__patience": 3}, False, "when the federation ends"),
         ({"aggregation__rule": "median"}, True, "models made so far stay"),
         ({"training__steps": 50}, True, "stretched"),
