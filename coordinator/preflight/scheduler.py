@@ -31,6 +31,11 @@ SBATCH_REFUSES = (
         "correct the QoS; `sacctmgr show assoc user=$USER format=qos` lists yours",
     ),
     (
+        "accounting/qos policy",
+        "a limit of the account or its QoS refuses the job: how many jobs it may have, their size, time or budget",
+        "`sacctmgr show assoc user=$USER` and `sacctmgr show qos` show the limits; `squeue -u $USER` lists your jobs",
+    ),
+    (
         "time limit",
         "the time asked for is more than the partition allows",
         "lower `options: {time: ...}` or the template's --time; `sinfo -o '%P %l'` shows the limits",
@@ -108,7 +113,9 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     answer = run(deployment, script, seconds=60)
     said = _last(answer, "sbatch")
     if answer.code == 0:
-        return _down(name, deployment, said) or ok(name, "job accepted", said or "sbatch --test-only accepts it")
+        return _partition(name, deployment, job, said) or ok(
+            name, "job accepted", said or "sbatch --test-only accepts it"
+        )
     for mark, found, fix in SBATCH_REFUSES:
         lines = [line for line in (answer.out + answer.error).splitlines() if mark in line.lower()]
         if lines:  # the last line may be advice to read --help
@@ -122,20 +129,38 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     )
 
 
-def _down(name: str, deployment: Deployment, said: str) -> Row | None:
-    """A warning where the partition that sbatch names takes jobs and starts none: sbatch tests those as any other."""
+def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | None:
+    """Why the partition that sbatch names would take the job and not start it; None where it would, or sinfo is silent.
+
+    sbatch accepts a job for a partition that is down, and one that asks for more time than its partition allows
+    (unless the site sets EnforcePartLimits): it then waits for ever. A QoS with the flag PartitionTimeLimit may lift it.
+    """
     partition = re.search(r"in partition (\S+)$", said)
     if partition is None:
         return None
-    answer = run(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a'\n")
-    if answer.code != 0 or "down" not in answer.out.split():
-        return None
-    return warning(
-        name,
-        "job accepted",
-        f"partition {clean(partition[1], 60)} is down: it takes jobs, and starts none until the site brings it up",
-        "wait for the site, or name another in `fill: {partition: ...}` or the template; `sinfo -s` lists them",
-    )
+    shown = clean(partition[1], 60)
+    answer = run(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a %l'\n")
+    lines = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2] if answer.code == 0 else []
+    if any(state == "down" for state, _ in lines):
+        return warning(
+            name,
+            "job accepted",
+            f"partition {shown} is down: it takes jobs, and starts none until the site brings it up",
+            "wait for the site, or name another in `fill: {partition: ...}` or the template; `sinfo -s` lists them",
+        )
+    hours = wanted_hours(deployment, job)
+    for _, text in lines:
+        limit = hours_asked({"time": text}, "")  # 0 for `infinite` and `n/a`
+        if 0 < limit < hours:
+            qos = deployment.options.get("qos") or directive(job, r"#SBATCH.* (?:--qos[= ]|-q ?)(\S+)")
+            return (warning if qos else fail)(
+                name,
+                "job accepted",
+                f"the job asks for {hours:g} h, partition {shown} starts none above {limit:g} h: Slurm would "
+                "take it and never start it" + (", unless the QoS lifts the limit" if qos else ""),
+                "lower `options: {time: ...}` or the template's --time; `sinfo -o '%P %l'` shows the limits",
+            )
+    return None
 
 
 def _pbs(name: str, deployment: Deployment, job: str) -> Row:

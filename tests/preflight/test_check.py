@@ -64,7 +64,7 @@ if [ -s "$SITE/sbatch-says" ]; then cat "$SITE/sbatch-says" >&2; exit 1; fi
 echo "sbatch: Job 42 to start at 2026-01-01T00:00:00 using 128 processors on nodes n1 in partition main" >&2
 """
 SINFO = """#!/bin/bash
-[ "$*" = "-h -p main -o %a" ] && cat "$SITE/sinfo-says"
+[ "$*" = "-h -p main -o %a %l" ] && cat "$SITE/sinfo-says"
 """
 QSTAT = """#!/bin/bash
 [ "$2" = work ] && { echo "Queue: work"; cat "$SITE/queue"; exit 0; }
@@ -176,9 +176,34 @@ def test_a_sound_federation_passes_and_submits_nothing(site: Site):
 @pytest.mark.parametrize(("state", "verdict"), [("up", "ok"), ("down", "warning"), ("up\ndown", "warning")])
 def test_a_partition_that_takes_jobs_and_starts_none_is_told(site: Site, state: str, verdict: str):
     """sbatch --test-only names a time of start for it; it refuses for one that is drained or inactive."""
-    site.says("sinfo", state)
+    site.says("sinfo", "\n".join(f"{one} infinite" for one in state.split()))
     (row,) = [row for row in check(site.file) if row.check == "job accepted"]
     assert row.verdict == verdict and ("partition main is down" in row.found) == (verdict == "warning"), row
+
+
+@pytest.mark.parametrize(
+    ("limit", "qos", "verdict"),
+    [
+        ("infinite", "", "ok"),
+        ("n/a", "", "ok"),
+        ("2:00:00", "", "ok"),
+        ("1-00:00:00", "", "ok"),
+        ("1:59:59", "", "fail"),
+        ("30:00", "", "fail"),
+        ("30:00", "long", "warning"),
+    ],
+)
+def test_more_time_than_the_partition_gives_is_told_though_sbatch_takes_the_job(
+    site: Site, limit: str, qos: str, verdict: str
+):
+    """Without EnforcePartLimits, sbatch --test-only names a time of start for a job that Slurm will never start."""
+    site.says("sinfo", f"up {limit}")
+    if qos:
+        site.edit("      fill:", f"      options: {{qos: {qos}}}\n      fill:")
+    (row,) = [row for row in check(site.file) if row.check == "job accepted"]
+    assert row.verdict == verdict, row
+    if verdict != "ok":
+        assert "asks for 2 h" in row.found and "sinfo -o '%P %l'" in row.fix, row
 
 
 def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: Site):
@@ -438,6 +463,15 @@ MISTAKES: list[Mistake] = [
         says("sbatch", "allocation failure: Requested time limit is invalid (missing or exceeds some limit)"),
         "job accepted",
         "more than the partition allows",
+    ),
+    (
+        "account's limits",
+        says(
+            "sbatch",
+            "allocation failure: Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
+        ),
+        "job accepted",
+        "a limit of the account or its QoS",
     ),
     (
         "nodes",
