@@ -133,7 +133,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     """Why the partition that sbatch names would take the job and not start it; None where it would, or sinfo is silent.
 
     sbatch accepts a job for a partition that is down, and one that asks for more time than its partition allows
-    (unless the site sets EnforcePartLimits): it then waits for ever. A QoS with the flag PartitionTimeLimit may lift it.
+    (unless the site sets EnforcePartLimits): it then waits for ever. A QoS may lift it (its flag PartitionTimeLimit).
     """
     partition = re.search(r"in partition (\S+)$", said)
     if partition is None:

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import PurePosixPath
 from typing import Any
 
 from streamflow.core.data import DataLocation, DataType
@@ -42,6 +43,25 @@ class Copies(_RemotePathMapper):
         known = self._sent[posixpath.normpath(path), copy.deployment]
         if all((one.path, one.name) != (copy.path, copy.name) for one in known):
             known.append(copy)
+
+    def forget(self, directory: str) -> None:
+        """Take what was sent to below `directory` of a facility for not sent: it came there in part, or not at all.
+
+        StreamFlow enters a copy before it is made, and leaves it there when that fails. Whatever looks for the same
+        file or directory later waits for that copy without end, or links to what stands at its place.
+        """
+        node = self._filesystem
+        for token in PurePosixPath(directory).parts:
+            if (node := node.children.get(token)) is None:
+                return
+        nodes = [node]
+        while nodes:
+            node = nodes.pop()
+            nodes += node.children.values()
+            for copies in [one for names in node.locations.values() for one in names.values()]:
+                for copy in [one for one in copies if PurePosixPath(one.path).is_relative_to(directory)]:
+                    copy.data_type = DataType.INVALID
+                    copy.available.set()
 
     def get(
         self, path: str, data_type: DataType | None = None, deployment: str | None = None, name: str | None = None

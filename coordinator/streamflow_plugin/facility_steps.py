@@ -252,6 +252,7 @@ def transferring(original: Any, closing: Closing | None) -> Any:
             except Exception as error:
                 if ours(error):
                     raise
+                context.data_manager.path_mapper.forget(job.input_directory)
                 UNSTAGED[job.name] = str(error) or type(error).__name__
                 return unmoved(token)
         source = _source(context, token)

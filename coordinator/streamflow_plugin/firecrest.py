@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import logging
 import posixpath
 import shlex
 import tempfile
@@ -37,7 +36,6 @@ from coordinator.streamflow_plugin.bounded_http import FILE_BYTES
 from coordinator.streamflow_plugin.firecrest_client import Api, NotThere, Rejected, Unreachable
 from coordinator.streamflow_plugin.gate import STORAGE, request_of
 from coordinator.streamflow_plugin.lanes import TransferFailed
-from coordinator.streamflow_plugin.patient import tell
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh import JOBS, largest_update
 
@@ -300,9 +298,7 @@ class FirecrestConnector(BaseConnector):
         try:
             size = await self._in_thread(lambda call: files.push(self.api, call, Path(src), dst))
         except (TransferFailed, Rejected) as error:
-            # The job finds no whole model, tells the coordinator, and the round goes on without this facility.
-            tell(f"copying {src} to {self.deployment_name} failed: {error}", logging.ERROR)
-            return
+            raise TransferFailed(f"copying {Path(src).name} to {self.deployment_name} failed: {error}") from error
         self._moved("to", src, size, start)
 
     async def copy_remote_to_local(

@@ -304,10 +304,7 @@ class ParallelSSHConnector(SSHConnector):
                 dialect=self.dialect,
             )
         except TransferFailed as error:
-            # The job still starts and finds no whole model: the trainer's manifest check tells the coordinator, and the
-            # round goes on without this facility instead of ending for all.
-            tell(f"copying {src} to {self.deployment_name} failed: {error}", logging.ERROR)
-            return
+            raise TransferFailed(f"copying {Path(src).name} to {self.deployment_name} failed: {error}") from error
         self._moved("to", src, size, start)
         logger.info(
             f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"

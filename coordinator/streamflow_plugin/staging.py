@@ -113,7 +113,11 @@ class Staged:
         for name, token in self.job.inputs.items():
             copying = steps.get(f"{self.step.name}/__transfer__/{name}")
             if isinstance(copying, CWLTransferStep):
-                self.job.inputs[name] = await self._transfer(copying, self.job, token)
+                try:
+                    self.job.inputs[name] = await self._transfer(copying, self.job, token)
+                except BaseException:
+                    self.step.workflow.context.data_manager.path_mapper.forget(self.job.input_directory)
+                    raise
 
     @property
     def locations(self) -> Any:

@@ -70,3 +70,25 @@ def test_a_transfer_to_a_facility_sees_what_that_facility_holds():
 def test_a_copy_that_is_entered_twice_is_one():
     manager = sent(sent(CarefulDataManager(SimpleNamespace()), 2), 2)
     assert len(manager.get_data_locations(ORIGINAL, deployment=f"{FACILITY}f0")) == 1
+
+
+@pytest.mark.parametrize("available", [False, True], ids=["never made", "made in part"])
+def test_a_copy_that_failed_is_made_anew_and_nothing_waits_for_it(available: bool):
+    """The settings file is the same in every round: a facility whose disk was full once is sent it again."""
+    manager = sent(CarefulDataManager(SimpleNamespace()), 2)
+    failed = place(f"{FACILITY}f2", "/site/2/job/x/model")
+    if not available:
+        failed.available.clear()
+    manager.path_mapper.put(failed.path, failed, recursive=True)
+    original = next(one for one in manager.get_data_locations(ORIGINAL) if one.deployment == "coordinator")
+    manager.register_relation(original, failed)
+    manager.path_mapper.forget("/site/2/job")
+
+    async def source(deployment: str) -> str:
+        return (await asyncio.wait_for(manager.get_source_location(ORIGINAL, deployment), 60)).path
+
+    assert asyncio.run(source(failed.deployment)) == ORIGINAL
+    with going_to(failed.deployment):
+        assert [one.path for one in manager.path_mapper.get(ORIGINAL, data_type=DataType.PRIMARY)] == [ORIGINAL]
+    assert asyncio.run(source(f"{FACILITY}f1")) == "/site/1/model"
+    manager.path_mapper.forget("/nothing/there")

@@ -26,10 +26,11 @@ from coordinator.events.follow import EventFile
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.schedulers.firecrest import SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN
-from coordinator.streamflow_plugin import firecrest_client, patient_login
+from coordinator.streamflow_plugin import firecrest_client, firecrest_files, patient_login
 from coordinator.streamflow_plugin.bounded_http import Patience
 from coordinator.streamflow_plugin.firecrest import FirecrestConnector
 from coordinator.streamflow_plugin.firecrest_client import Rejected
+from coordinator.streamflow_plugin.lanes import TransferFailed
 from facility.exchange.errors import ConfigurationError, TransientError
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.firecrest_server import CLIENT, SECRET, SYSTEM, FirecrestServer, Site
@@ -99,6 +100,17 @@ def test_a_model_goes_there_and_back_small_files_directly_and_large_ones_over_st
     assert any("transfer/upload" in one for one in server.requests)
     assert any("transfer/download" in one for one in server.requests)
     assert any("ops/upload" in one for one in server.requests) and any("ops/download" in one for one in server.requests)
+
+
+def test_a_copy_that_the_facility_cannot_store_fails_with_its_words(server, tmp_path, monkeypatch):
+    """Taken for made, the job would begin, spend its allocation, and blame what was cut off in storing it."""
+
+    def full(*_: Any, **__: Any) -> int:
+        raise Rejected("No space left on device")
+
+    monkeypatch.setattr(firecrest_files, "push", full)
+    with pytest.raises(TransferFailed, match="copying model to facility-a-api failed: No space left on device"):
+        act(server, tmp_path, lambda one: one.copy_local_to_remote(str(tmp_path / "model"), "/there", [PLACE]))
 
 
 def test_the_engines_own_commands_are_answered(server, tmp_path):

@@ -93,6 +93,25 @@ def test_start_up_files_that_print_are_no_part_of_an_answer(site, tmp_path: Path
         assert (tmp_path / "there" / name).read_bytes() == (tmp_path / "back" / name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.skipif(not Path(SSHD).exists(), reason="no sshd here")
+def test_a_copy_that_the_facility_cannot_store_fails_with_its_words(site, tmp_path: Path):
+    """Taken for made, the job would begin, spend its allocation, and blame what was cut off in storing it."""
+    site.sign("-1m:+1h")
+    (tmp_path / "settings.json").write_text("{}")
+    (tmp_path / "in-the-way").write_text("a file")
+
+    async def act() -> None:
+        one, location = connector(site)
+        try:
+            there = str(tmp_path / "in-the-way" / "settings.json")
+            await one.copy_local_to_remote(str(tmp_path / "settings.json"), there, [location])
+        finally:
+            await one.undeploy(False)
+
+    with pytest.raises(TransferFailed, match="copying settings.json to .* failed: .*cannot create directory"):
+        asyncio.run(act())
+
+
 @pytest.mark.parametrize("size", [1, 5, 1000])
 def test_an_answer_begins_after_the_mark_however_it_comes_in(size: int):
     said = b"welcome\n$ crossfed-begins\nthe answer\ncrossfed-begins\n"

@@ -71,20 +71,28 @@ def test_a_cancelled_job_and_one_out_of_time_cost_their_facility_the_round_and_n
     assert [record["JobState"] for record in jobs(run, b)] == ["COMPLETED", "TIMEOUT", "COMPLETED"]
 
 
-def test_a_full_disk_at_a_facility_costs_it_the_round_and_says_so(testbed, material, tmp_path):
+def test_a_full_disk_at_a_facility_costs_it_the_rounds_until_there_is_room_and_says_so(testbed, material, tmp_path):
     a, b = testbed.sites
     place = a.home / "small"
     place.mkdir()
     os.chown(place, a.home.stat().st_uid, a.home.stat().st_gid)
     owner = f"uid={a.home.stat().st_uid},gid={a.home.stat().st_gid},mode=0700"
-    subprocess.run(namespaces.enter(a, "mount", "-t", "tmpfs", "-o", f"size=48k,{owner}", "tmpfs", place), check=True)
+    subprocess.run(namespaces.enter(a, "mount", "-t", "tmpfs", "-o", f"size=4m,{owner}", "tmpfs", place), check=True)
     try:
-        run = federate(testbed, tmp_path, *material, name="full", rounds=1, workdir="small")
-        assert run.run() == 0, run.text()
-        assert "facility-site-a" in run.wait_for("No space left on device")
-        assert any("round 0 goes on without site-a" in line for line in run.log), run.text()
-        assert len(run.archive.rounds()) == 1
-        assert [record["JobState"] for record in jobs(run, b)] == ["COMPLETED"]
+        ssh(testbed, a, "cat /dev/zero > small/filling")  # not one byte is left, not for the settings either
+        run = federate(testbed, tmp_path, *material, name="full", rounds=3, delay=2, workdir="small")
+        thread = run.start()
+        run.wait_for("round 0 goes on without site-a")
+        ssh(testbed, a, "rm small/filling")
+        thread.join(300)
+        assert run.result is not None and run.result[0] == 0, run.text()
+        assert "site-a is left out of the round: copying" in run.wait_for("No space left on device")
+        assert "No space left on device" in run.wait_for("round 0 goes on without site-a"), run.text()
+        assert len(run.archive.rounds()) == 3
+        absent = [str(number) for number in (1, 2) if f"round {number} goes on without site-a" in run.text()]
+        assert absent == [], run.text()
+        assert [record["JobState"] for record in jobs(run, a)] == ["COMPLETED"] * 2  # none begins without its model
+        assert [record["JobState"] for record in jobs(run, b)] == ["COMPLETED"] * 3
     finally:
         wait_for_quiet(a)
         subprocess.run(namespaces.enter(a, "umount", place), check=True)
