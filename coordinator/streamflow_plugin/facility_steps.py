@@ -39,6 +39,7 @@ from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.copies import Copies, going_to
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
+from coordinator.streamflow_plugin.last_words import words_of_error
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
 from coordinator.streamflow_plugin.overdue import note_lost
 from coordinator.streamflow_plugin.patient import step_of, tell
@@ -117,7 +118,7 @@ def executing(original: Any, closing: Closing | None, copying: Any = None) -> An
         except Exception as error:
             if ours(error):
                 raise
-            return left_out(job, str(error) or type(error).__name__, absent)
+            return left_out(job, words_of_error(error), absent)
         if result.status is not Status.COMPLETED:
             logger.error(f"job {job.name} ended with code {result.exit_code}: the round goes on without its facility")
         # Nothing but the code is taken over, so that no other kind of output can name files either.
@@ -150,7 +151,7 @@ def making_directories(original: Any) -> Any:
         except Exception as error:
             if ours(error) or self.workflow.context.scheduler.get_allocation(job.name) is None:
                 raise
-            UNSTAGED[job.name] = str(error) or type(error).__name__
+            UNSTAGED[job.name] = words_of_error(error)
         await hand_on(self, job)
 
     return schedule
@@ -253,7 +254,7 @@ def transferring(original: Any, closing: Closing | None) -> Any:
                 if ours(error):
                     raise
                 context.data_manager.path_mapper.forget(job.input_directory)
-                UNSTAGED[job.name] = str(error) or type(error).__name__
+                UNSTAGED[job.name] = words_of_error(error)
                 return unmoved(token)
         source = _source(context, token)
         if source is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.streamflow_plugin.last_words import LAST_LINES, error_in, last_words, words_of_job
+from coordinator.streamflow_plugin.last_words import LAST_LINES, error_in, last_words, words_of_error, words_of_job
 
 TRACE = "Traceback (most recent call last):\n  File \"x.py\", line 3, in f\nOSError: [Errno 30] Read-only: 'sent'\n"
 
@@ -25,6 +25,15 @@ def test_the_last_line_that_names_an_error(output: str, error: str):
 
 def test_without_an_error_the_last_lines_are_told_without_control_characters():
     assert last_words("a\nb\nc\nd\x1b[31m\n") == "b c d [31m" and LAST_LINES == 3
+
+
+def test_a_command_of_streamflow_that_failed_is_told_in_the_words_of_the_facility():
+    """As streamflow.data.remotepath words it; what comes before is of no use to a person."""
+    said = "mkdir: cannot create directory '/scratch/w 1/4572': No space left on device"
+    error = RuntimeError(f"1 Command 'mkdir -m 777 -p /scratch/w 1/4572' on location facility-a/train/h/x: {said}")
+    assert words_of_error(error) == said
+    assert words_of_error(RuntimeError(said)) == said
+    assert words_of_error(TimeoutError()) == "TimeoutError"
 
 
 @pytest.mark.parametrize("code", [0, 7, 85])
