@@ -32,7 +32,7 @@ demo: env ## Two facilities on this machine fine-tune one small model for five r
 	crossfed run --federation workflow/federation.yml
 
 test: MORE := 4
-test: env ## The test suite (6 to 10 minutes on 2 cores).
+test: env ## The test suite (5 to 10 minutes on 2 cores).
 	python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
 readme: env ## Runs the commands of README and documentation in clean clones, the demo with them.

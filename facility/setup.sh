@@ -220,7 +220,7 @@ if [ -z "$as_is" ]; then  # the checkout itself, without copying it
 fi
 export PYTHONPATH=$here${theirs:+:$theirs}
 probed="$home/.imports $theirs $(stat -c %Y "$run" "$here/facility/round.py" | cksum) $stamp"
-[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || "$run" -c "$IMPORTS" || fail "$run lacks what a facility needs; leave --as-is out, or install it there"
+[ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || said=$("$run" -c "$IMPORTS" 2>&1) || fail "$run lacks what a facility needs (${said##*$'\n'}); leave --as-is out, or install it there"
 [ "$(cat "$home/.imports" 2>/dev/null)" = "$probed" ] || echo "$probed" >"$home/.imports"
 
 # 4. Data of the tasks that a bundle was made for (crossfed bundle --eval)

@@ -11,8 +11,10 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.summary import shown
@@ -124,12 +126,12 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     return named, {state: names for state, names in together.items() if names}
 
 
-def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
+def live_table(snapshot: Snapshot, now: float | None = None, *, below: str = "") -> Group:
     """One line a facility; of many, one line for those in the same state. Numbers that no facility has yet leave their
-    room to the states."""
+    room to the states. The heading and what is `below` take the width of the terminal, however narrow the table is."""
     now = time.time() if now is None else now
     title = ", ".join(filter(None, (f"{snapshot.heading}: {shown(snapshot.coordinator)}", _end(snapshot, now))))
-    result = Table(title=escape(title), title_justify="left")
+    result = Table()
     alone, together = to_show(snapshot)
     rows = [(name, *_cells(snapshot.facilities[name], now, narrow=True)) for name in alone]
     for state, names in together.items():
@@ -142,7 +144,7 @@ def live_table(snapshot: Snapshot, now: float | None = None) -> Table:
             result.add_column(head, justify="left" if at < 2 else "right", no_wrap=not breaks, overflow="fold")
     for row in rows:
         result.add_row(*(escape(text) for at, text in enumerate(row) if at < ALWAYS or any(one[at] for one in rows)))
-    return result
+    return Group(Text(title, style="italic"), result, *([Text(below, style="dim italic")] if below else []))
 
 
 def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:

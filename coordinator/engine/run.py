@@ -14,10 +14,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.markup import escape
-from rich.table import Table
 
 from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
@@ -323,10 +322,15 @@ def _display(progress: Progress, history: History, console: Console) -> Live:
     )
 
 
-def _picture(progress: Progress, history: History) -> Table:
+def _picture(progress: Progress, history: History) -> Group:
     now = time.time()
     rounds, words = history.rounds(), history.words()
-    result = live_table(
+    below = ""
+    if rounds:
+        known = [value for entry in rounds if (value := shown_perplexity(entry.global_loss)) is not None]
+        values = ", ".join(map(words.text, known))
+        below = f"global {words.metric} as received, round by round: {values}"
+    return live_table(
         Snapshot(
             federation="",
             heading=progress.heading,
@@ -334,10 +338,6 @@ def _picture(progress: Progress, history: History) -> Table:
             time=now,
             unit=words.live_unit,
             facilities=progress.live,
-        )
+        ),
+        below=below,
     )
-    if rounds:
-        known = [value for entry in rounds if (value := shown_perplexity(entry.global_loss)) is not None]
-        values = ", ".join(map(words.text, known))
-        result.caption = f"global {words.metric} as received, round by round: {values}"
-    return result

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.preflight.row import size
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
@@ -77,8 +78,8 @@ def described(directory: Path, *, dtype: str, new_classes: int) -> str:
     check_names(directory)
     checkpoint = open_checkpoint(directory)
     head = f"; a new head of {new_classes} classes" if new_classes else ""
-    size = f"{checkpoint.parameters:,} parameters, {checkpoint.bytes / 1e9:.3g} GB in {dtype}"
-    return f"{size}{head}; loaded and evaluated, every tensor has its place"
+    held = f"{checkpoint.parameters:,} parameters, {size(checkpoint.bytes)} in {dtype}"
+    return f"{held}{head}; loaded and evaluated, every tensor has its place"
 
 
 def check_weights(source: str, lacking: list[str], advice: str) -> None:

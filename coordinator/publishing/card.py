@@ -141,10 +141,7 @@ def _text(
         "",
         "## Evaluation",
         "",
-        *table(
-            ["data", "evaluated at", "metric", "value"],
-            [[one.dataset_name, one.dataset_config, one.metric_type, number(one.metric_value)] for one in results],
-        ),
+        *_evaluation(results),
         *_matrix(data, names),
         "## Privacy",
         "",
@@ -162,6 +159,16 @@ def _text(
         "",
     ]
     return "\n".join(lines)
+
+
+def _evaluation(results: Sequence[EvalResult]) -> list[str]:
+    """A table of the facilities' figures, or that there are none."""
+    if not results:
+        return ["The facilities have not evaluated this model.", ""]
+    return table(
+        ["data", "evaluated at", "metric", "value"],
+        [[one.dataset_name, one.dataset_config, one.metric_type, number(one.metric_value)] for one in results],
+    )
 
 
 def _matrix(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from coordinator.archive.rounds import Archive
 from coordinator.comparison.matrix import TITLES
 from coordinator.config.evaluation import COORDINATOR
 from coordinator.config.federation import Federation, read_federation
@@ -95,6 +96,11 @@ def publish(file: Path, out: Path) -> Path:
         write_json(crate / "sbom.json", bill_of_materials(shown["versions"], federation.name, own_name_of(names)))
         _cards(crate, federation, names, data)
         write_crate(crate, federation, names, data)
+    done, limited = len(data["rounds"]), Archive(federation.archive_path).read_note("limited")
+    if done < federation.rounds and not limited:
+        log.warning(
+            "the federation is not at its end: this is the model after %d of %d rounds", done, federation.rounds
+        )
     return out
 
 

@@ -248,6 +248,17 @@ def on_a_terminal(snapshot: Snapshot, width: int) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
+def test_the_heading_takes_the_terminals_width_and_not_that_of_a_narrow_table():
+    states = {"a": FacilityState(state="done", since=1990.0)}
+    heading = "federation of two facilities with a long name, round 17"
+    snapshot = Snapshot(federation="f", heading=heading, coordinator="averaging", time=1.0, facilities=states)
+    assert on_a_terminal(snapshot, 80)[0].rstrip() == f"{heading}: averaging"
+    console = Console(width=80, file=StringIO(), color_system=None)
+    below = "global perplexity as received, round by round: 340.1, 228.4"
+    console.print(live_table(snapshot, 2000.0, below=below))
+    assert console.file.getvalue().splitlines()[-1] == below  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("at_work", [0, 1, 2, 3])
 @pytest.mark.parametrize("seconds", [9.0, 1990.0, 9000.0])
 @pytest.mark.parametrize(("name", "steps"), [("site-", 99), ("leonardo", 1000)])
@@ -306,7 +317,7 @@ def test_the_end_of_all_rounds_is_expected_by_the_time_of_the_last_ones(tmp_path
     assert snapshot is not None and snapshot.expected_end == 1600.0
     clock = time.strftime("%H:%M", time.localtime(1600.0))
     assert live_lines(snapshot, 1050.0)[-1].endswith(f"all rounds are expected to be complete about {clock}")
-    assert f"complete about {clock}" in str(live_table(snapshot, 1050.0).title)
+    assert f"complete about {clock}" in str(live_table(snapshot, 1050.0).renderables[0])
     later = dataclasses.replace(snapshot, expected_end=1600.0 + 3 * 86400)
     assert f"about {time.strftime('%Y-%m-%d', time.localtime(later.expected_end))} " in live_lines(later, 1050.0)[-1]
     assert "expected" not in live_lines(dataclasses.replace(snapshot, ended="done"), 1050.0)[-1]

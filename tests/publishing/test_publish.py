@@ -69,6 +69,22 @@ def test_a_publication_holds_the_model_its_card_and_a_crate(federation: Path, tm
     assert bill["bomFormat"] == "CycloneDX" and {"torch", "transformers"} <= {one["name"] for one in bill["components"]}
 
 
+@pytest.mark.parametrize("wanted", [3, 5])
+def test_a_model_of_a_federation_that_goes_on_is_published_as_that(
+    federation: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, wanted: int
+):
+    """After a rewind, for one: its last model was not evaluated either."""
+    content = yaml.safe_load(federation.read_text())
+    federation.write_text(yaml.safe_dump(content | {"rounds": wanted}))
+    archive = Archive(read_federation(federation).archive_path)
+    assert len(archive.rounds()) == 3
+    (archive.path / "evaluation.json").unlink(missing_ok=True)
+    out = publish(federation, tmp_path / "out")
+    text = (out / "model" / "README.md").read_text()
+    assert "## Evaluation\n\nThe facilities have not evaluated this model.\n" in text
+    assert ("this is the model after 3 of 5 rounds" in caplog.text) == (wanted == 5)
+
+
 def test_a_comparison_of_models_names_nobody_who_wants_no_name(federation: Path, tmp_path: Path):
     names = ["facility-00", "facility-01", "facility-02"]
     add_comparison(Archive(tmp_path / "archive"), names, absent="facility-02")

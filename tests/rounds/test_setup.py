@@ -660,6 +660,15 @@ def gate(tmp_path: Path, python: Path) -> list[str]:
     return [*options, "--gate", str(tmp_path / "key.pub"), "--authorized-keys", str(tmp_path / "authorized")]
 
 
+def test_a_python_without_what_a_facility_needs_is_told_in_one_line(tmp_path: Path, python: Path):
+    lacks = "echo Traceback >&2; echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1"
+    fails = f"#!/bin/bash\nif [[ $* == *'import torch'* ]]; then {lacks}; fi\n"
+    python.write_text(PYTHON.replace("#!/bin/bash\n", fails))
+    result = setup("facility", "--home", str(tmp_path / "home"), "--python", str(python), "--as-is", "--no-self-check")
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "lacks what a facility needs (ModuleNotFoundError: No module named 'torch'); leave --as-is" in result.stderr
+
+
 @pytest.mark.parametrize("what", ["a key more", "options", "the private key"])
 def test_a_gate_lets_one_key_in_and_nothing_beside_it(tmp_path: Path, gate: list[str], what: str):
     """A second line of the coordinator's file would be a line of authorized_keys by itself, and a whole shell."""
