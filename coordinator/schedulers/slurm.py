@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 
 from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, exit_code
 
 UNKNOWN = "invalid job id"
+FORMAT = "%Y-%m-%dT%H:%M:%S"
 
 
 class Slurm(BatchScheduler):
@@ -108,12 +110,21 @@ class Slurm(BatchScheduler):
         return {words[0]: words[1] for words in lines if len(words) == 2 and words[0] in ids}
 
     def query_begin(self, id: str) -> str:
-        return f"squeue -h -j {id} -o %S"
+        return f"env SLURM_TIME_FORMAT=%Y-%m-%dT%H:%M:%S%z squeue -h -j {id} -o %S"
 
     def read_begin(self, text: str) -> str:
-        """`2026-11-22T10:00:00`, or `N/A` where the scheduler has not planned it yet (squeue(1), START_TIME)."""
-        found = re.search(r"^\d{4}-\d\d-\d\dT\d\d:\d\d(:\d\d)?$", text.strip(), re.MULTILINE)
-        return found[0] if found else ""
+        """`2026-11-22T10:00:00` on this machine's clock of `2026-11-22T11:00:00+0100` at the facility, in whatever
+        country that is; `N/A` where the scheduler has not planned it yet (squeue(1), START_TIME).
+
+        A gate of an earlier version gives no offset: then the time is the facility's own.
+        """
+        found = re.search(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d)?)([+-]\d{4})?$", text.strip(), re.MULTILINE)
+        if found is None:
+            return ""
+        try:
+            return datetime.fromisoformat(found[0]).astimezone().strftime(FORMAT) if found[2] else found[1]
+        except (ValueError, OverflowError):
+            return ""
 
     def query_ending(self, id: str) -> str:
         return f"scontrol show -o job {id} || sacct -X -n -P -o State,ExitCode -j {id}"

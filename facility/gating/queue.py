@@ -60,7 +60,7 @@ TABLE = {
         active=("squeue", "-h", "-u", "USER", "-n", "NAME", "-o", "%i"),
         waiting=("squeue", "-h", "-u", "USER", "-n", "NAME", "-t", "PENDING", "-o", "%i"),
         cancel=("scancel", "IDS"),
-        begins=("squeue", "-h", "-j", "ID", "-o", "%S"),
+        begins=("env", "SLURM_TIME_FORMAT=%Y-%m-%dT%H:%M:%S%z", "squeue", "-h", "-j", "ID", "-o", "%S"),
         states=("squeue", "-h", "-t", "all", "-o", "%i %T", "-j", "LIST"),
         ending=(
             ("scontrol", "show", "-o", "job", "ID"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from coordinator.schedulers.scheduler import Job
@@ -230,8 +232,33 @@ def test_a_state_without_a_name_and_an_array_are_read():
     [("2026-11-22T10:00:00", "2026-11-22T10:00:00"), ("N/A", ""), ("INVALID", ""), ("Unknown", ""), ("Sun 10:00", "")],
 )
 def test_when_a_job_begins_is_read_in_slurms_own_format_alone(answer: str, begin: str):
-    """`SLURM_TIME_FORMAT` in an account's environment changes it; an estimate is then left out."""
+    """As a gate of an earlier version answers; another format, of an account's environment, is left out."""
     assert SLURM.read_begin(f"{answer}\n") == begin
+
+
+@pytest.mark.parametrize(
+    ("answer", "begin"),
+    [
+        ("2026-11-22T10:00:00+0000", "2026-11-22T04:30:00"),
+        ("2026-11-22T10:00:00+0530", "2026-11-21T23:00:00"),
+        ("2026-07-01T10:00:00-1000", "2026-07-01T14:30:00"),
+        ("0001-01-01T00:00:00+1400", ""),
+        ("2026-13-22T10:00:00+0000", ""),
+        ("N/A", ""),
+    ],
+)
+def test_when_a_job_begins_is_told_on_the_clock_of_whoever_reads_it(
+    answer: str, begin: str, monkeypatch: pytest.MonkeyPatch
+):
+    """squeue's own format has no time zone: of a site in another country it was read hours off."""
+    monkeypatch.setenv("TZ", "FAR+05:30")  # west of Greenwich, as POSIX writes it
+    time.tzset()
+    try:
+        assert SLURM.read_begin(f"{answer}\n") == begin
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert "SLURM_TIME_FORMAT=%Y-%m-%dT%H:%M:%S%z squeue" in SLURM.query_begin("7")
 
 
 @pytest.mark.parametrize(
