@@ -56,13 +56,20 @@ def summary_of(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, A
 
     `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside.
     """
-    reports = latest_privacy([*aside, *rows])
+    every = [row for row in [*aside, *rows] if row.get("privacy")]
+    reports = latest_privacy(every)
     if not reports:
         return {}
+    first: dict[str, dict[str, Any]] = {}
+    for row in every:
+        before = first.get(row["facility"])
+        if before is None or row["privacy"]["steps"] < before["steps"]:
+            first[row["facility"]] = row["privacy"]
     return {
         "epsilon": max(one["spent"] for one in reports.values()),
         "delta": max(one["delta"] for one in reports.values()),
         "stated": max(one["epsilon"] for one in reports.values()),
+        "stated_first": max(one["epsilon"] for one in first.values()),
         "facilities": dict(reports),
         "without_budget": without_budget(rows),
     }

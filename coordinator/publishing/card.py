@@ -234,11 +234,13 @@ def _budget(data: Mapping[str, Any]) -> str:
             f" {len(gaps)} of them trained without a budget in some rounds (the first is round {rounds[0]}): "
             "nothing is promised for theirs."
         )
+    first, last = budget["stated_first"], budget["stated"]
+    changed = "" if first == last else f"; it was changed while training went on, to ε = {last:g}"
     return (
         f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
         f"ε = {budget['epsilon']:.3g}, δ = {budget['delta']:g} for adding or removing one {' or '.join(units)} of the "
         f"training data, the largest over the facilities, whose data are taken to be disjoint. The budget stated "
-        f"before training was ε = {budget['stated']:g}.{without}"
+        f"before training was ε = {first:g}{changed}.{without}"
     )
 
 

@@ -82,6 +82,20 @@ def test_an_epsilon_of_some_rounds_is_no_promise(data: dict[str, Any], tmp_path:
     assert data["privacy"]["without_budget"] == {} and "without a budget" not in privacy(data)
 
 
+def test_the_card_does_not_say_of_a_budget_that_was_raised_that_it_was_stated_before_training(
+    data: dict[str, Any], tmp_path: Path
+):
+    archive = Archive(tmp_path)
+    path = archive.round_directory(1) / "round.json"
+    record = json.loads(path.read_text())
+    for place in (0, 1):
+        record["facilities"][place]["privacy"]["epsilon"] = 12.0
+    path.write_text(json.dumps(record))
+    told = privacy(gather(archive, federation="made", settings={"rounds": 2}))
+    assert "before training was ε = 8; it was changed while training went on, to ε = 12." in told
+    assert "before training was ε = 8." in privacy(data)
+
+
 def test_going_back_gives_nothing_of_a_budget_back(data: dict[str, Any], tmp_path: Path):
     archive = Archive(tmp_path)
     (aside := tmp_path / "rewound-20260101-000000").mkdir()
