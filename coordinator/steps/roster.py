@@ -8,6 +8,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
+from coordinator.events.event import emit
 from coordinator.masking.pending import Pending
 from coordinator.masking.rosters import make_roster
 from coordinator.steps.options import step_parser
@@ -35,6 +36,7 @@ def main() -> int:
         refused = make_roster(temporary, archive=archive, settings=settings, model=arguments.model, keys=arguments.keys)
     for reason in refused.values():
         log.warning("round %d: no keys: %s", arguments.round, reason)
+        emit("problem", text=f"round {arguments.round}: no keys: {reason}")  # its job can only say that they are absent
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
+from coordinator.events.event import VARIABLE
+from coordinator.events.follow import EventFile
 from coordinator.masking.pending import Pending
+from coordinator.steps import roster as roster_step
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.messages import report
 from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
@@ -88,6 +94,24 @@ def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, sig
     way = {key: plain[key].double() - start[key].double() for key in plain}
     found = {key: masked[key].double() - start[key].double() for key in plain}
     assert error(found, way) < 1e-4
+
+
+def test_why_a_facility_left_no_keys_is_told_to_whoever_watches(
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Its job can only say that the roster lacks them; the cause stood in StreamFlow's log alone."""
+    federation = Masking(root=tmp_path, signers=signers, bits=32)
+    failed = federation.place("keys")
+    with new_directory(failed) as out:
+        report.write(out, report.Failure(facility="alpha", round=0, reason="train.npy is missing"))
+    events = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    monkeypatch.setattr(roster_step, "read_coordinator_settings", lambda _: federation.settings)
+    words = ["--federation", "f", "--archive", federation.archive.path, "--round", 0, "--keys", failed]
+    words += ["--model", federation.model(), "--out", tmp_path / "roster"]
+    monkeypatch.setattr(sys, "argv", ["roster", *map(str, words)])
+    assert roster_step.main() == 0
+    assert [event["text"] for event in events.new()] == ["round 0: no keys: alpha: train.npy is missing"]
 
 
 def test_weights_are_the_claims_of_the_signed_keys_capped(tmp_path: Path, signers: Path):
