@@ -142,7 +142,8 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
         return None, "round 0 starts with a fresh optimizer at the beginning of the data"
     path = latest_before(directory, round)
     if path is None:
-        return None, f"{directory} holds no earlier round (this facility sat out round {round - 1}, or it was moved)"
+        why = f"this facility sat out round {round - 1}, it was moved, or crossfed rewind went back past what it keeps"
+        return None, f"{directory} holds no earlier round ({why})"
     return read_state_of(path, settings)
 
 
