@@ -59,15 +59,39 @@ def _links_on(path: str) -> list[str]:
 
 
 def check_places(session: Session, job: JobEntry, model: Path) -> None:
-    """Raise `Refused`, and drop the job, where its model is not read from what the ledger holds for it.
+    """Raise `Refused`, and drop the job, where its model is not read from what the ledger holds for it, or what it
+    prints would go elsewhere.
 
     A link may have been exchanged after it was looked at, before the ledger said that a job reads there.
     """
-    if places_of(model) == job.reads:
+    reason = "" if places_of(model) == job.reads else EXCHANGED.format(model)
+    if found := link_in(Path(job.directory)):
+        reason = f"{found} is a link, and a job's directory holds none: what the job prints would go where it leads"
+    if not reason:
         return
     with changed(session.ledger) as (ledger, _):
         ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
-    raise Refused(EXCHANGED.format(model))
+    raise Refused(reason)
+
+
+def link_in(directory: Path) -> str:
+    """The directory of a job where it is, or lies behind, a link; else the first link in it, '' without any."""
+    if os.path.realpath(directory) != str(directory):
+        return str(directory)
+    names = (os.path.join(folder, one) for folder, inner, files in os.walk(directory) for one in [*inner, *files])
+    return next(filter(os.path.islink, names), "")
+
+
+def check_no_job(path: Path, session: Session) -> None:
+    """Raise `Refused` where a link at this path would lie in a job's directory, or lead there instead of it.
+
+    A scheduler writes what a job prints by a name that is known ahead. Behind a link it would be no job's output, of
+    which neither bytes nor a checksum are given away.
+    """
+    for job in read_ledger(session.ledger).jobs:
+        place = Path(job.directory)
+        if job.id and (path.is_relative_to(place) or place.is_relative_to(path)):
+            raise Refused(f"{path} is, holds or lies in the directory of job {job.id}, into which no link is made")
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from facility.exchange.gate_requests import ARRIVED
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
-from facility.gating.held import Target, paths_alone, writable
+from facility.gating.held import Target, check_no_job, paths_alone, writable
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -122,10 +122,11 @@ def _clear(path: Path) -> None:
 
 
 def link(session: Session, request: Request) -> int:
-    """Not to what may leave: a job would write there, its output for one, through the link."""
+    """Neither to what may leave nor from a job's directory: a job would write there, its output for one, through it."""
     with paths_alone(session):
         source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
         target = writable(request["target"], session)
+        check_no_job(target, session)
         _clear(target)
         os.symlink(source, target)
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.errors import ConfigurationError
-from facility.gating import ledger, transfers
+from facility.gating import jobs, ledger, transfers
 from facility.gating.ledger import JobEntry, changed, read_ledger
 from facility.gating.policy import read_policy
 from tests.conftest import ROOT
@@ -237,3 +237,43 @@ def test_a_number_in_the_policy_is_what_it_looks_like(site: Gate, key: str, valu
     policy.write_text(policy.read_text().replace('"VALUE"', value))
     with pytest.raises(ConfigurationError, match=f"{key} is '{value}', expected"):
         read_policy(policy)
+
+
+def test_what_a_job_prints_goes_nowhere_else_by_a_link(site: Gate):
+    """The scheduler writes a job's output by a name that is known ahead; where a link led, a checksum would tell it."""
+    site.policy(job_output=False, node_hours_per_day=100.0)
+    request, w = site.round(), site.workdir
+    for name in ("slurm-17.out", "crossfed-job.log", "logs"):
+        assert site.ask(f"crossfed-gate link {w}/out {w}/job/{name}")[0] == 0
+        code, _, error = site.ask(request)
+        assert code == 77 and f"{w}/job/{name} is a link" in error
+        assert site.ask(f"crossfed-gate remove {w}/job/{name}")[0] == 0
+    assert site.ask(request)[0] == 0
+    for name in ("job/slurm-17.out", "job/a/b", "job"):
+        code, _, error = site.ask(f"crossfed-gate link {w}/out {w}/{name}")
+        assert code == 77 and "job 17" in error and not (w / name).is_symlink()
+    assert site.ask(f"crossfed-gate link {w}/in/model {w}/next")[0] == 0
+
+
+def test_no_link_comes_into_a_jobs_directory_while_it_is_approved(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """Nor does that directory become one: it is looked at again once the ledger holds the job."""
+    request, w = site.round(), site.workdir
+    (w / "other").mkdir()
+    real = jobs.approve
+
+    def approve(session, request):
+        if changes:
+            changes.pop()()
+        return real(session, request)
+
+    monkeypatch.setattr(jobs, "approve", approve)
+    for change in (
+        lambda: os.symlink(w / "out", w / "job/slurm-17.out"),
+        lambda: (os.rename(w / "job", w / "was"), os.symlink(w / "other", w / "job")),
+    ):
+        changes = [change]
+        code, _, error = site.ask(request)
+        assert code == 77 and "is a link" in error
+        assert not any(command[0] == "sbatch" for command, _ in site.calls)
+        assert not [job for job in read_ledger(site.home / "gate" / "ledger.json").jobs if job.id]
+        (w / "job/slurm-17.out").unlink(missing_ok=True)
