@@ -37,6 +37,7 @@ from facility.rounds.kept import default_directory
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
 from facility.rounds.released import check_remembered
+from facility.rounds.replaced import check_replaced
 
 log = logging.getLogger("facility.round")
 
@@ -123,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="the roster of facilities, where the settings ask for secure aggregation (coordinator.steps.roster)",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
+    add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone; replaces those alone")
     add(
         "--state",
         type=Path,
@@ -152,6 +153,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
+    check_replaced(arguments.out)
     facility = "?"
     for number in WARNING:  # ranks, while there are any, save and leave; an update that they left is still delivered
         signal.signal(number, lambda *_: None)

@@ -14,6 +14,7 @@ from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import read_facility_settings
+from facility.rounds.replaced import check_replaced
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def ending(work: Callable[[], None], settings: Path, round: int, out: Path) -> int:
-    """Run `work`; a failure becomes `failure.json` and the code that the workflow knows."""
+    """Run `work`; a failure becomes `failure.json` and the code that the workflow knows.
+
+    Raises `InputError` where something else lies at `out`.
+    """
+    check_replaced(out)
     try:
         work()
         return Outcome.DONE
