@@ -12,6 +12,7 @@ BUNDLE/bundle.json                  what it is for, written last
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shutil
 import signal
@@ -49,6 +50,7 @@ except KeyboardInterrupt:
 """`python -m pip`, which says nothing of an interrupt while it imports."""
 COMPLETE = "bundle.json"
 """Written last: a folder without it is no bundle."""
+CODE = "crossfed"
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
@@ -79,6 +81,7 @@ def bundle(
         raise InputError(
             f"--eval-include is {str(include)!r}, expected a folder with YAML files of tasks that --eval names"
         )
+    check_code(out / CODE)
     if tasks:  # first: a wrong name is found before gigabytes of packages come
         fill(out, tasks, include=include)
     wheelhouse = out / "wheelhouse"
@@ -94,7 +97,8 @@ def bundle(
         raise TransientError(
             f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
         )
-    target = out / "crossfed"
+    target = out / CODE
+    check_code(target)
     shutil.rmtree(target, ignore_errors=True)
     copy_code(target)
     if sbom:
@@ -165,6 +169,22 @@ def end_pip(process: subprocess.Popen[bytes]) -> None:
         process.wait(END_SECONDS)
     process.kill()
     process.wait()
+
+
+def check_code(target: Path) -> None:
+    """Raise `InputError` where something else than an earlier bundle's code lies at `target`, which is replaced.
+
+    A facility's own home is called `crossfed`, too, unless it is told otherwise.
+    """
+    if not os.path.lexists(target):
+        return
+    plain = target.is_dir() and not target.is_symlink()
+    others = {path.name for path in target.iterdir()} - {"facility", "templates", *FILES} if plain else {"no folder"}
+    if others:
+        raise InputError(
+            f"{target} is no code of an earlier bundle (there is {', '.join(sorted(others)[:3])}), and would be "
+            "replaced: choose another --out"
+        )
 
 
 def copy_code(target: Path) -> None:

@@ -124,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="the roster of facilities, where the settings ask for secure aggregation (coordinator.steps.roster)",
     )
-    add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone; replaces those alone")
+    add("--out", type=Path, required=True, metavar="DIR", help="the update, or failure.json alone")
     add(
         "--state",
         type=Path,

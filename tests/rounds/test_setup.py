@@ -419,6 +419,18 @@ def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
         bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
 
 
+@pytest.mark.parametrize("kept", ["crossfed/env.sh", "crossfed/data/it/train.npy", "crossfed/git/x", "crossfed"])
+def test_a_bundle_takes_the_place_of_an_earlier_bundles_code_alone(tmp_path: Path, kept: str):
+    """`--out ~` would replace ~/crossfed, where a facility, its data and its policy are unless it is told otherwise."""
+    (tmp_path / kept).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / kept).write_text("kept")
+    with pytest.raises(InputError, match="crossfed is no code of an earlier bundle .* choose another --out"):
+        tiny_bundle(tmp_path)
+    assert (tmp_path / kept).read_text() == "kept" and not (tmp_path / "wheelhouse").exists()
+    tiny_bundle(tmp_path / "b")
+    tiny_bundle(tmp_path / "b")
+
+
 @pytest.mark.parametrize("during", ["the packages come", "the code is copied"])
 def test_a_bundle_whose_making_anew_was_interrupted_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, during: str
