@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     check_class_names(classes)
     made_from: dict[str, Any] = {"source": source, "revision": revision, "dtype": dtype}
     made_from |= {"classes": list(classes)} if classes else {}
-    if out.exists():
+    if os.path.lexists(out):
         if note_in(out / SOURCE) != made_from:
             raise InputError(
                 f"{out} exists and was not made from {source} in {dtype}; remove it or choose another --out"

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import facility
 from facility.exchange.checkpoints.labels import classes_digest
-from facility.exchange.errors import CrossFedError
+from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
@@ -190,4 +190,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_on_error(main))

@@ -11,6 +11,7 @@ state/
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -152,9 +153,9 @@ def make_way(state: Path | None, model: Path) -> None:
             raise InputError(
                 f"--state-out is {state} and --out {model}; expected two directories, neither in the other"
             )
-    if Path(model).exists():
+    if os.path.lexists(model):
         raise InputError(f"{model} exists already; remove it or choose another name for --out")
-    if state is None or not Path(state).exists():
+    if state is None or not os.path.lexists(state):
         return
     try:
         manifest = read_manifest(state)

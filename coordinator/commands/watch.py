@@ -130,7 +130,7 @@ def publish(
         raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.13'")
     from coordinator.publishing.publish import publish as make
 
-    print(f"{make(federation, real(out))}: model/ with its card, crate/ with reproduce.md")
+    print(f"{make(federation, real(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")
 
 
 @app.command(rich_help_panel=WATCH)

@@ -6,6 +6,7 @@ OUT/merged/                                              on request: base and ad
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def export_adapter(model: Path, *, base: Path, out: Path, merged: bool = False) 
 
     peft loads the result over `base` before it appears. Raises `InputError` where they do not belong together.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another --out")
     checkpoint = open_checkpoint(model)
     names = sorted(filter(is_adapter, checkpoint.tensors))

@@ -8,6 +8,7 @@ OUT/adapter_config.json          what it is, without a path
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -46,7 +47,7 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
 
     peft loads the adapter over the base first. Raises `InputError` for an adapter of another kind, or of another model.
     """
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists; choose another --out")
     refuse_links_elsewhere(base)
     refuse_links_elsewhere(adapter)

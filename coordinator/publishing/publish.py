@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ OUR_TITLES = ("model", "models")
 def publish(file: Path, out: Path) -> Path:
     """Make `out`, which must not exist; returns it. Raises `InputError` where there is no finished model."""
     federation = read_federation(file)
-    if out.exists():
+    if os.path.lexists(out):
         raise InputError(f"{out} exists already; remove it or choose another --out")
     data = data_of(federation)
     model = Path(data["model"]) if data["model"] else None

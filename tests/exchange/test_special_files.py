@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +12,24 @@ from pathlib import Path
 import pytest
 
 from coordinator.aggregate import read_settings
+from coordinator.aggregation.state import make_way
 from coordinator.aggregation.verify import check_files
 from coordinator.config.federation import read_federation
 from coordinator.config.locate import named_in_utf8
+from coordinator.model import convert
+from coordinator.models.adapter_export import export_adapter
+from coordinator.models.adapter_import import import_adapter
 from coordinator.plan import budget_of
+from coordinator.publishing.publish import publish
 from facility import probe
 from facility.dataset import DatasetError, open_dataset
-from facility.exchange.errors import ConfigurationError, CrossFedError, UpdateRefused
+from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, UpdateRefused
+from facility.exchange.files.audit_log import append
 from facility.exchange.files.bounded import read_bounded
+from facility.exchange.files.durable import new_directory, write_text
+from facility.exchange.files.storage import sentence
 from facility.exchange.json_values import read_values
+from facility.exchange.messages.audit_compare import compared, head_of
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
@@ -27,6 +37,7 @@ from facility.exchange.messages.template_inheritance import find_template, read_
 from facility.gating.policy import read_policy
 from facility.preparing.shared_signatures import read_salt
 from tests.federations import write_dataset
+from tests.publishing.made import made_federation
 
 KINDS = ("pipe", "device", "loop", "endless", "deep", "folder", "bytes")
 
@@ -51,6 +62,12 @@ def special(place: Path, kind: str) -> Path:
     return place
 
 
+def one_log(path: Path) -> Path:
+    """An audit log of one line."""
+    append(path, "made")
+    return path
+
+
 READERS = {
     "federation": lambda path: read_federation(named_in_utf8(path)),
     "aggregation": read_settings,
@@ -60,6 +77,8 @@ READERS = {
     "template": lambda path: read_template(find_template(str(path), path.parent)),
     "dataset": lambda path: open_dataset(path.parent),
     "salt": read_salt,
+    "audit log": head_of,
+    "compared log": lambda path: compared(one_log(path.with_name("log")), [str(path)]),
 }
 
 
@@ -152,3 +171,54 @@ def test_a_reason_that_names_a_file_by_bytes_that_are_not_utf_8_is_written(tmp_p
     assert done.returncode == 7, done.stderr
     failure = read_failure(tmp_path / "out")
     assert failure is not None and "\\udcff.json: cannot be read: No such file" in failure.reason
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket"])
+def test_what_others_wait_for_is_not_replaced_by_a_file(kind: str, tmp_path: Path):
+    """`report --out PIPE` took the pipe away from whoever reads it, and said nothing."""
+    place, listening = tmp_path / "there", socket.socket(socket.AF_UNIX)
+    with listening:
+        if kind == "pipe":
+            os.mkfifo(place)
+        else:
+            listening.bind(str(place))
+        before = place.lstat().st_ino
+        with pytest.raises(FileExistsError, match="expected a file") as caught:
+            write_text(place, "text")
+        assert place.lstat().st_ino == before and os.listdir(tmp_path) == ["there"]
+        assert sentence(caught.value).startswith(f"{place} exists already: remove it, or choose another name")
+
+
+def test_no_directory_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path):
+    """It was found out once the directory was made, or another was made where the link leads."""
+    link, place = tmp_path / "federation" / "link", tmp_path / "federation"
+    place.mkdir()
+    file = made_federation(place)
+    before = sorted(os.listdir(place))
+    link.symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="exists already; remove it"), new_directory(link):
+        raise AssertionError("nothing is made for it")
+    for make in (
+        lambda: publish(file, link),
+        lambda: make_way(None, link),
+        lambda: make_way(link, tmp_path / "model"),
+        lambda: export_adapter(tmp_path, base=tmp_path, out=link),
+        lambda: import_adapter(tmp_path, base=tmp_path, out=link),
+        lambda: convert("model", link, dtype="float32", revision=""),
+    ):
+        with pytest.raises(InputError, match="link exists"):
+            make()
+    assert sorted(os.listdir(place)) == sorted([*before, "link"])
+
+
+@pytest.mark.parametrize("module", ["facility.probe", "facility.measure", "facility.keys", "facility.base_model"])
+def test_a_name_that_no_file_can_have_is_one_error(module: str, tmp_path: Path):
+    name = str(tmp_path / ("x" * 300))
+    words = {
+        "facility.probe": ["--dataset", "d", "--workdir", name],
+        "facility.measure": ["--model", name, "--out", "o"],
+        "facility.keys": ["--settings", "s", "--dataset", "d", "--round", "0", "--out", name],
+        "facility.base_model": [name],
+    }[module]
+    done = subprocess.run([sys.executable, "-m", module, *words], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

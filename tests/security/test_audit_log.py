@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -199,3 +200,11 @@ def test_what_is_no_head_and_no_log_is_told(log: Path, tmp_path: Path):
     assert checked(log, [head_of(log)]).broken == 0
     with pytest.raises(InputError, match="is no head, expected LINES:SHA256"):
         checked(log, ["latest"])
+
+
+def test_a_copy_that_a_shell_pipes_in_is_compared_as_a_file_is(log: Path):
+    """`audit compare FILE <(ssh ...)`: a pipe is read once, and a log that is the same is not taken for another."""
+    command = [sys.executable, "-m", "facility.audit", "compare"]
+    for words in (f"{log} <(cat {log})", f"<(cat {log}) {log}"):
+        done = subprocess.run(["bash", "-c", f"{shlex.join(command)} {words}"], capture_output=True, text=True)
+        assert done.returncode == 0 and "one log with" in done.stdout, done.stdout + done.stderr

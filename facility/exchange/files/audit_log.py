@@ -12,13 +12,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from facility.exchange.files.bounded import open_file
 from facility.exchange.files.durable import write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.json_text import object_in
@@ -88,21 +89,26 @@ class Verdict:
 
 
 def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
+    """Follow the chain of a log as `follow` does. Raises `OSError` for what cannot be read or is no file."""
+    with open_file(path) as file:
+        return follow(lines_of(file), heads)
+
+
+def follow(lines: Iterable[bytes], heads: Collection[str] = ()) -> Verdict:
     """Follow the chain. `heads`: digests that were seen before, each of which must be a line's."""
     previous, count, torn = FIRST, 0, ""
     missing = {one.lower() for one in heads}
-    with open(path, "rb") as file:
-        for number, raw in enumerate(_lines(file)):
-            count = number + 1
-            if torn and _reason(raw, number, previous, what=TORN):
-                return Verdict(lines=number - 1, head=previous, broken=number, reason=torn)
-            torn = ""
-            if reason := _reason(raw, number, previous):
-                if _whole(raw) is not None:
-                    return Verdict(lines=number, head=previous, broken=number + 1, reason=reason)
-                torn = reason  # a line that was cut off is followed by one that says so
-            previous = digest_of(raw.rstrip(b"\n"))
-            missing.discard(previous)
+    for number, raw in enumerate(lines):
+        count = number + 1
+        if torn and _reason(raw, number, previous, what=TORN):
+            return Verdict(lines=number - 1, head=previous, broken=number, reason=torn)
+        torn = ""
+        if reason := _reason(raw, number, previous):
+            if _whole(raw) is not None:
+                return Verdict(lines=number, head=previous, broken=number + 1, reason=reason)
+            torn = reason  # a line that was cut off is followed by one that says so
+        previous = digest_of(raw.rstrip(b"\n"))
+        missing.discard(previous)
     if torn:
         return Verdict(lines=count - 1, head=previous, broken=count, reason=torn)
     if not count:
@@ -131,7 +137,7 @@ def _whole(raw: bytes) -> dict[str, Any] | None:
     return object_in(raw) if raw.endswith(b"\n") else None
 
 
-def _lines(file: Any) -> Iterator[bytes]:
+def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """Lines of the file; one that is longer than any of ours comes in parts, which are no JSON."""
     while raw := file.readline(LONGEST_LINE):
         yield raw

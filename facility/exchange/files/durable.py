@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import functools
 import glob
@@ -50,13 +51,15 @@ def write_bytes(path: Path, content: bytes, *, mode: int = 0o644) -> None:
 def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     """A file to write to, which takes the place of `path` when the block ends, whole and durable, or not at all.
 
-    /dev/stdout, /dev/null and their like are written to as they stand: no file takes their place.
+    /dev/stdout, /dev/null and their like are written to as they stand: no file takes their place. Nor does one that of
+    a named pipe or a socket elsewhere: raises `FileExistsError`.
     """
     path = Path(path)
     if (stream := stream_of(path)) is not None:
         with naming(path), os.fdopen(stream, "wb") as file:
             yield file
         return
+    check_no_special(path)
     _remove_cut_off(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
@@ -70,6 +73,16 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
         Path(temporary).unlink(missing_ok=True)
         raise
     fsync_directory(path.parent)
+
+
+def check_no_special(path: Path) -> None:
+    """Raise `FileExistsError` for a named pipe, a socket or a device, which others hold and may wait for."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:  # it is absent, or whoever makes a file there says why not
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):
+        raise FileExistsError(errno.EEXIST, "it is a named pipe, a socket or a device, expected a file", str(path))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -123,7 +136,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     `mode`: of the directory, less what the umask takes away.
     """
     path = Path(path)
-    if path.exists():
+    if os.path.lexists(path):  # a link that leads nowhere, too: no directory takes its place
         raise FileExistsError(f"{path} exists already; remove it or choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_abandoned(path)

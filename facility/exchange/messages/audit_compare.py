@@ -9,11 +9,13 @@ heads by a way that does not lead through the log's owner see whether they were 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.audit_log import Verdict, digest_of, verify
+from facility.exchange.files.audit_log import Verdict, digest_of, follow, lines_of, verify
+from facility.exchange.files.bounded import open_file
 from facility.exchange.json_text import object_in
 from facility.exchange.messages.strict_json import clean
 
@@ -34,7 +36,11 @@ def checked(file: Path, heads: list[str]) -> Verdict:
     try:
         return verify(file, [digest_in(one) for one in heads])
     except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror}; expected an audit log") from None
+        raise _unreadable(file, error) from None
+
+
+def _unreadable(file: Path, error: OSError) -> InputError:
+    return InputError(f"{file} cannot be read: {error.strerror}; expected an audit log")
 
 
 def verified(file: Path, heads: list[str]) -> tuple[str, int]:
@@ -65,8 +71,22 @@ def compared(file: Path, others: list[str]) -> tuple[str, int]:
 
 
 def _lines_of(file: Path) -> list[bytes]:
-    head_of(file)
-    return file.read_bytes().removesuffix(b"\n").split(b"\n")
+    """Lines of a sound log without their ends, read once: it may be a pipe of a shell's `<(...)`."""
+    lines: list[bytes] = []
+
+    def kept(opened: BinaryIO) -> Iterator[bytes]:
+        for line in lines_of(opened):
+            lines.append(line.removesuffix(b"\n"))
+            yield line
+
+    try:
+        with open_file(file) as opened:
+            found = follow(kept(opened))
+    except OSError as error:
+        raise _unreadable(file, error) from None
+    if found.broken:
+        raise InputError(found.sentence(file))
+    return lines
 
 
 def _of_head(file: Path, mine: list[bytes], other: str) -> tuple[str, bool]:

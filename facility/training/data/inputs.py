@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,7 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
             f"--round is {round}, the federation has rounds 0 to {settings.rounds - 1} "
             f"(and {settings.rounds} to evaluate)"
         )
-    if out.exists():
+    if os.path.lexists(out):
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)  # of several parts, that which reads text
     if vocabulary is not None and dataset.manifest.vocabulary_size > vocabulary:
