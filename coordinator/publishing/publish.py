@@ -42,9 +42,12 @@ TOLD = {"drift": "reason", "scores": "problem"}
 """Sections of a row, and what in them an unnamed facility says in its own words."""
 CHANGE_OF_A_SITE = re.compile(
     r"((?:from round \d+ on: )?(?:facilities\[[^\]]*\]\.)?"
-    r"(?:deployment|dataset|evaluation|model|notify|submit_ahead|trackers|workdir)\b[^:]*): .*"
+    r"(?:(?:deployment|dataset|evaluation|model|notify|submit_ahead|trackers|workdir)\b"
+    r"|(?:\w+\.)+(?:base|signing_key|allowed_signers|peer_signers)\b)[^:]*): .*"
 )
 """A change of what is not published of anybody: its key, then its values."""
+IN_ITS_OWN_WORDS = ("reason", "note", "problem", "uncorrected")
+"""Keys of a report whose values are sentences of facilities, in which paths of theirs may stand."""
 
 
 OUR_WORDS = (
@@ -182,8 +185,12 @@ def _leave_out_private(data: dict[str, Any], unnamed: Collection[str]) -> None:
 
 def _publishable(line: str) -> str:
     """A sentence without the values of a change of a site's own settings, and with the last part only of each path."""
-    line = CHANGE_OF_A_SITE.sub(r"\1 was changed", line)
-    return re.sub(r"(?<![\w.])[~.]{0,2}(/[^\s/,;:'\")]+)+", lambda path: f"…/{path[0].rsplit('/', 1)[1]}", line)
+    return without_paths(CHANGE_OF_A_SITE.sub(r"\1 was changed", line))
+
+
+def without_paths(text: str) -> str:
+    """The text with the last part only of each path."""
+    return re.sub(r"(?<![\w.])[~.]{0,2}(/[^\s/,;:'\")]+)+", lambda path: f"…/{path[0].rsplit('/', 1)[1]}", text)
 
 
 def _renamed(value: Any, names: Mapping[str, str], key: str = "") -> Any:
@@ -197,7 +204,7 @@ def _renamed(value: Any, names: Mapping[str, str], key: str = "") -> Any:
         return [_renamed(one, names, key) for one in value]
     if not isinstance(value, str) or (key in OUR_TITLES and value in TITLES.values()):
         return value
-    return renamed(value, names)
+    return renamed(without_paths(value) if key in IN_ITS_OWN_WORDS else value, names)
 
 
 def _cards(crate: Path, federation: Federation, names: Mapping[str, str], data: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ SECRET = (
 """Keys that are left out wherever they are: how a person logs in and signs, and addresses."""
 DIRECTORIES = ("/", "~", "./", "../")
 """How a path begins."""
+DEEP = re.compile(r"[\w.@+~-]+(/[\w.@+~-]+){2,}/?")
+"""A relative path of three parts or more: the name of a model or data set on the hub has two at most."""
 OF_A_FACILITY = ("name", "training", "trainer")
 """Keys of a facility that are published; of one that is named, `deployment.type` too."""
 
@@ -37,7 +40,7 @@ def redacted(value: Any) -> Any:
         return {name: redacted(one) for name, one in value.items() if name not in SECRET and one not in (None, "")}
     if isinstance(value, list | tuple):
         return [redacted(one) for one in value]
-    if isinstance(value, Path) or (isinstance(value, str) and value.startswith(DIRECTORIES)):
+    if isinstance(value, Path) or (isinstance(value, str) and (value.startswith(DIRECTORIES) or DEEP.fullmatch(value))):
         return f"…/{os.path.basename(str(value).rstrip('/'))}"
     return value
 

@@ -308,6 +308,31 @@ def test_a_facility_that_left_the_federation_is_not_named(federation: Path, tmp_
     assert "facility-02" not in told and "facility 3" in told
 
 
+def test_no_path_of_a_facility_that_is_named_or_of_a_key_is_published(federation: Path, tmp_path: Path):
+    """Reasons in its own words hold paths, and with them names of accounts; so do relative ones in the settings."""
+    described = yaml.safe_load(federation.read_text())
+    described["training"] = {"lora": {"rank": 4, "base": "hospital/models/base7"}}
+    federation.write_text(yaml.safe_dump(described))
+    said = "no room in /home/alice/veiled/data.npy or ~/veiled/x"
+    keys = [
+        f"{at}: veiled/old -> veiled/new; no result changes" for at in ("sending.signing_key", "training.lora.base")
+    ]
+    keys += [f"facilities[facility-00].{key}: veiled/old -> veiled/new; x" for key in ("training.signing_key", "model")]
+    keys += ["aggregation.allowed_signers: veiled/old -> veiled/new; x", "training.steps: 10 -> 20; x"]
+
+    archive = Archive(tmp_path / "archive")
+    for number in range(3):
+        path = archive.round_directory(number) / "round.json"
+        record = json.loads(path.read_text()) | {"changes": keys}
+        record["facilities"][0]["reason"] = record["facilities"][0]["note"] = said
+        path.write_text(json.dumps(record))
+    out = publish(federation, tmp_path / "out")
+    whole = told_by(out)
+    assert "no room in …/data.npy or …/x" in whole and "training.steps: 10 -> 20" in whole and "…/base7" in whole
+    for part in ("alice", "veiled", "hospital"):
+        assert part not in whole, part
+
+
 def test_changes_tell_nothing_of_what_is_published_of_nobody(federation: Path, tmp_path: Path):
     lines = [
         "facilities[facility-00].deployment.options.account: EUHPC_D01 -> EUHPC_D02; its jobs start",
