@@ -14,7 +14,7 @@ from typing import Any
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_values import values_in
+from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.validation import parse
@@ -32,7 +32,7 @@ def main() -> int:
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add_log_options(parser)
     arguments = parser.parse_args()
-    settings = parse(EvaluationSettings, values_in(arguments.settings), file=arguments.settings)
+    settings = parse(EvaluationSettings, read_values(arguments.settings), file=arguments.settings)
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
         answer: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}

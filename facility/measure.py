@@ -14,8 +14,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import add_log_options
 from facility.measuring.names import DISTRIBUTIONS, TASKS
+
+MOST_THREADS = 4096
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +74,8 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure; the first rank writes. Raises `CrossFedError` for bad input."""
     options = parser().parse_args(arguments)
+    if not 0 <= options.threads <= MOST_THREADS:
+        raise ConfigurationError(f"--threads is {str(options.threads):.20}, expected 0 to {MOST_THREADS}")
     from facility.measuring.allocation import measure_allocation  # imports torch and transformers, which takes seconds
 
     return measure_allocation(options)

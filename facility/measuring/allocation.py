@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import socket
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.durable import write_text
+from facility.exchange.files.durable import check_no_special, write_text
+from facility.exchange.files.storage import sentence
 from facility.measuring.bandwidth import SharpTimes
 from facility.measuring.emulated import Emulated, read_emulated
 from facility.measuring.layers import LayerSettings, MeasuredUnits, measure_units
@@ -98,9 +101,24 @@ def _wanted(options: argparse.Namespace, ranks: Ranks) -> Wanted:
         task=options.task,
         cpu_seconds=options.clock == "cpu" and ranks.device.type == "cpu",
     )
-    if not options.out.parent.is_dir():
-        raise ConfigurationError(f"--out {options.out}: its directory does not exist")
+    check_out(options.out)
     return Wanted(emulated=emulated, settings=settings, labels=_labels(options, ranks))
+
+
+def check_out(out: Path) -> None:
+    """Raise `ConfigurationError` where no file can be written, before an allocation is measured for it."""
+    if not os.path.isdir(out.parent):
+        raise ConfigurationError(f"--out {out}: its directory does not exist")
+    if os.path.isdir(out):
+        raise ConfigurationError(f"--out {out} is a directory, expected a file to write")
+    try:
+        os.lstat(out)
+        if not str(out).startswith("/dev/"):
+            check_no_special(out)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ConfigurationError(sentence(error)) from None
 
 
 def _this_device(ranks: Ranks, units: MeasuredUnits, emulated: Emulated) -> dict[str, Any]:

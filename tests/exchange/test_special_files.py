@@ -21,7 +21,7 @@ from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
 from coordinator.plan import budget_of
 from coordinator.publishing.publish import publish
-from facility import probe
+from facility import evaluate, measure, probe
 from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, UpdateRefused
 from facility.exchange.files.audit_log import append
@@ -35,6 +35,7 @@ from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.gating.policy import read_policy
+from facility.measuring.allocation import check_out
 from facility.preparing.shared_signatures import read_salt
 from tests.federations import write_dataset
 from tests.publishing.made import made_federation
@@ -222,3 +223,29 @@ def test_a_name_that_no_file_can_have_is_one_error(module: str, tmp_path: Path):
     }[module]
     done = subprocess.run([sys.executable, "-m", module, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("out", ["folder", "pipe", "x" * 300, "none/x"])
+def test_where_a_profile_cannot_be_written_nothing_is_measured(out: str, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigurationError, match=r"--out .* directory|exists already|too long a name"):
+        check_out(tmp_path / out)
+    for sound in (tmp_path / "new", Path("/dev/stdout"), Path("/dev/null")):
+        check_out(sound)
+
+
+@pytest.mark.parametrize("threads", ["-1", "9" * 400])
+def test_threads_that_cannot_be_are_one_error(threads: str):
+    with pytest.raises(ConfigurationError, match="--threads is .* expected 0 to"):
+        measure.main(["--model", "m", "--out", "o", "--threads", threads])
+
+
+@pytest.mark.parametrize("kind", ["device", "deep", "bytes"])
+def test_settings_of_an_evaluation_that_are_no_file_are_one_error(kind: str, tmp_path: Path, monkeypatch):
+    special(tmp_path / "settings", kind)
+    monkeypatch.setattr(
+        sys, "argv", ["evaluate", "--model", "m", "--settings", str(tmp_path / "settings"), "--out", "o"]
+    )
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        evaluate.main()
