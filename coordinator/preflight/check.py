@@ -42,6 +42,7 @@ from coordinator.preflight.privacy import check_differential_privacy, check_secu
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
+from coordinator.preflight.secret_files import check_secret_files
 from coordinator.preflight.sparse_updates import check_sparse_updates
 from coordinator.preflight.waiting import check_waiting
 from coordinator.steps.outlook import Outlook
@@ -73,7 +74,7 @@ def check(
     rows += check_sparse_updates(federation)
     if federation.deprecated:
         rows.append(warning("federation", "deprecated", federation.deprecated, "change federation.yml"))
-    rows += check_waiting(federation)
+    rows += check_waiting(federation) + check_secret_files(federation)
     try:
         ahead = outlook_if_elastic(federation)
     except CrossFedError as error:
