@@ -11,6 +11,7 @@ import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,8 @@ from coordinator.aggregation.updates import Update, weights_of
 from coordinator.aggregation.verify import check_finite, check_unaltered
 from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
 from facility.exchange.checkpoints import magnitudes
-from facility.exchange.checkpoints.checkpoint import TensorEntry
-from facility.exchange.errors import UpdateRefused
+from facility.exchange.checkpoints.checkpoint import EndsEarly, TensorEntry
+from facility.exchange.errors import UpdateRefused, first_line
 from facility.exchange.masking.weights import capped
 from facility.exchange.messages.manifest import NAME
 
@@ -114,6 +115,14 @@ def run_pass(aggregation: Aggregation, work: Work) -> Passed:
             raise
         raise UpdateRefused(
             opened[error.update].facility, f"tensor {error.name!r} holds NaN, infinity or absurdly large values"
+        ) from None
+    except (EndsEarly, FileNotFoundError) as error:  # it was taken away, or cut short, as it was read
+        place = error.file if isinstance(error, EndsEarly) else Path(os.fsdecode(error.filename or ""))
+        owner = next((one for one in opened if place.is_relative_to(one.directory)), None)
+        if owner is None:
+            raise
+        raise (DamagedUpdate if aggregation.request.verify_updates else UpdateRefused)(
+            owner.facility, f"its {place.name} was altered as it was read: {first_line(error)}"
         ) from None
     except Malformed as error:
         look_into(aggregation, opened)

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.aggregate import aggregate
+from coordinator.aggregation import run as run_module
 from coordinator.aggregation.adapters import settings_of
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
@@ -79,6 +80,33 @@ def test_what_is_refused_is_dropped_by_name_and_the_others_make_the_mean(round0,
     aggregate(base=base, updates=updates, out=tmp_path / "without", settings=settings)
     assert read_manifest(tmp_path / "out").content_sha256 == read_manifest(tmp_path / "without").content_sha256
     assert not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.parametrize("change", ["cut short", "taken away"])
+@pytest.mark.parametrize("rule", ["mean", "median"])
+def test_what_is_altered_as_it_is_read_is_dropped_by_name(
+    round0, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, change: str
+):
+    """On storage that its facility shares: it ended the round for all."""
+    base, updates, start = round0
+    bad = make.update(tmp_path / "bad", make.moved(start, 9), base=base, facility="bad")
+    (file,) = bad.glob("*.safetensors")
+    plan = run_module.plan_round
+
+    def altered(aggregation) -> None:
+        plan(aggregation)
+        if change == "cut short" and file.exists():
+            os.truncate(file, file.stat().st_size - 100)
+        if change == "taken away":
+            file.unlink(missing_ok=True)
+
+    monkeypatch.setattr(run_module, "plan_round", altered)
+    settings = AggregationSettings(rule=rule)
+    record = aggregate(
+        base=base, updates=updates | {"bad": bad}, out=tmp_path / "out", settings=settings, drop_refused=True
+    )
+    assert list(record.dropped) == ["bad"] and "was altered as it was read" in record.dropped["bad"]
+    assert [one.facility for one in record.participants] == ["x", "y", "z"] and not list(tmp_path.glob(".*"))
 
 
 def test_too_few_that_are_left_is_an_error_with_the_reasons(round0, tmp_path: Path):

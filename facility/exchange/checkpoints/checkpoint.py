@@ -134,15 +134,22 @@ def torch_dtype(name: str) -> torch.dtype:
     return table[name]
 
 
+class EndsEarly(CheckpointError):
+    """A file became shorter after it was opened."""
+
+    def __init__(self, file: Path, end: int, lacks: int) -> None:
+        """`end`: where it ends, bytes; `lacks`: bytes that were expected there."""
+        self.file = Path(file)
+        super().__init__(f"{file} ends at byte {end}, expected {lacks} bytes more: truncated")
+
+
 def read_exactly(descriptor: int, buffer: memoryview, offset: int, file: Path) -> None:
-    """Fill `buffer` from byte `offset`; a file that ends early raises `CheckpointError`."""
+    """Fill `buffer` from byte `offset`. Raises `EndsEarly`."""
     done = 0
     while done < len(buffer):
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if count == 0:
-            raise CheckpointError(
-                f"{file} ends at byte {offset + done}, expected {len(buffer) - done} bytes more: truncated"
-            )
+            raise EndsEarly(file, offset + done, len(buffer) - done)
         done += count
 
 
