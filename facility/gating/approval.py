@@ -191,22 +191,13 @@ def check_module(session: Session, module: str) -> None:
 
 
 def check_model(session: Session, order: Manifest, settings: FacilitySettings) -> None:
-    """A run begins with a listed model; its later rounds follow from that. A LoRA base is listed itself."""
+    """A run begins with a listed model; its later rounds follow from that. Other models that settings name by a path,
+    LoRA's base and the reference of preferences, are listed themselves: any of this site's would be read."""
     models = session.policy.models
     if not models:
         return
-    if base := settings.training.lora.base:
-        if real(resolve(base)).is_relative_to(session.workdir):
-            raise Refused(
-                f"the base model {base} lies in the workdir, where the coordinator writes: whatever its manifest says, "
-                "its weights could be others; keep it elsewhere at this site"
-            )
-        try:
-            digest = base_digest(resolve(base))
-        except (CheckpointError, OSError) as error:
-            raise Refused(f"the base model {base} is none: {error}") from None
-        if digest not in models:
-            raise Refused(f"the base model {base} has {digest:.16}..., which is not among the policy's models")
+    check_listed(session, "base model", settings.training.lora.base)
+    check_listed(session, "reference of preferences", settings.training.preference.reference)
     run = f"{order.federation}/{run_of(order)}"
     with changed(session.ledger) as (ledger, _):
         if run in ledger.runs:
@@ -217,6 +208,23 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
                 "models"
             )
         ledger.runs.append(run)
+
+
+def check_listed(session: Session, what: str, path: str) -> None:
+    """Raise `Refused` unless the model at a path of this site's, if any is named, is one of the policy's."""
+    if not path:
+        return
+    if real(resolve(path)).is_relative_to(session.workdir):
+        raise Refused(
+            f"the {what} {path} lies in the workdir, where the coordinator writes: whatever its manifest says, "
+            "its weights could be others; keep it elsewhere at this site"
+        )
+    try:
+        digest = base_digest(resolve(path))
+    except (CheckpointError, OSError) as error:
+        raise Refused(f"the {what} {path} is none: {error}") from None
+    if digest not in session.policy.models:
+        raise Refused(f"the {what} {path} has {digest:.16}..., which is not among the policy's models")
 
 
 def check_tasks(session: Session, settings: FacilitySettings) -> None:

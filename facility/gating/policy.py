@@ -74,8 +74,8 @@ class Policy:
     bytes_out_per_day: int = 100_000_000_000
     """Most bytes that leave within 24 hours."""
     models: tuple[str, ...] = ()
-    """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of LoRA's bases; none:
-    any."""
+    """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of other models that
+    settings name by a path (LoRA's bases, references of preferences); none: any."""
     modules: tuple[str, ...] = ("facility.train",)
     """Python modules that may train, or be named by a dotted path as an optimizer, a policy, a schedule or a codec."""
     encodings: tuple[str, ...] = ()

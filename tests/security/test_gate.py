@@ -502,8 +502,15 @@ def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
     assert site.ask(request)[0] == 77, "another run has to begin with a listed model"
 
 
+NAMED = {
+    "base": lambda path: {"lora": {"rank": 4, "base": str(path)}},
+    "reference": lambda path: {"preference": {"reference": str(path)}},
+}
+
+
+@pytest.mark.parametrize("key", NAMED)
 def test_a_base_model_that_the_coordinator_could_write_is_none_of_the_listed(
-    site: Gate, monkeypatch: pytest.MonkeyPatch
+    site: Gate, monkeypatch: pytest.MonkeyPatch, key: str
 ):
     """Whatever a manifest beside it says: by the bytes of its weights, which are hashed once."""
     from safetensors.numpy import save_file
@@ -522,14 +529,14 @@ def test_a_base_model_that_the_coordinator_could_write_is_none_of_the_listed(
     listed = [read_manifest(model).content_sha256, base_digest(bases["outside"])]
     site.policy(models=listed, node_hours_per_day=100.0)
     for base in (bases["inside"], site.home / "link"):
-        code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(base)}))
+        code, _, said = site.ask(site.round(**NAMED[key](base)))
         assert code == 77 and "lies in the workdir, where the coordinator writes" in said, said
-    assert site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))[0] == 0
+    assert site.ask(site.round(**NAMED[key](bases["outside"])))[0] == 0
     save_file({"w": np.ones(4, np.float32)}, bases["outside"] / "model.safetensors")
-    code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))
+    code, _, said = site.ask(site.round(**NAMED[key](bases["outside"])))
     assert code == 77 and "not among the policy's models" in said, said
     (bases["outside"] / "model.safetensors").write_bytes(b"no tensors")
-    code, _, said = site.ask(site.round(lora={"rank": 4, "base": str(bases["outside"])}))
+    code, _, said = site.ask(site.round(**NAMED[key](bases["outside"])))
     assert code == 77 and "is none" in said, said
 
 
