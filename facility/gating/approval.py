@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.checkpoints.adapters import HEADS
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.errors import CheckpointError, CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
@@ -138,6 +139,11 @@ def check_settings(session: Session, settings: FacilitySettings) -> None:
         raise Refused(f"updates would travel as {encoding!r}, the policy allows {', '.join(policy.encodings)}")
     if policy.adapters_only and not training.lora.rank:
         raise Refused("the whole model would be trained, the policy allows low-rank adapters only")
+    if policy.adapters_only and (whole := sorted({*training.lora.modules_to_save} - {*HEADS})):
+        raise Refused(
+            f"modules {', '.join(map(repr, whole[:3]))} would be trained whole (training.lora.modules_to_save), the "
+            f"policy allows low-rank adapters only, and the heads of classifiers ({', '.join(HEADS)})"
+        )
     if training.tracker and training.tracker not in policy.trackers:
         allowed = ", ".join(policy.trackers) or "none"
         raise Refused(f"steps would be logged to {training.tracker!r}, the policy allows {allowed}")

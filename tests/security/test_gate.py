@@ -353,6 +353,16 @@ REFUSALS = {
     ),
     "another round": (lambda s: s.round(2).replace("--round 2", "--round 3"), {}, "order is for round 2"),
     "whole models": (lambda s: s.round(), {"adapters_only": True}, "low-rank adapters only"),
+    "whole modules": (
+        lambda s: s.round(lora={"rank": 1, "modules_to_save": ["score", "layers"]}),
+        {"adapters_only": True},
+        "modules 'layers' would be trained whole",
+    ),
+    "every module": (
+        lambda s: s.round(lora={"rank": 1, "modules_to_save": ["l"]}),
+        {"adapters_only": True},
+        "low-rank adapters only",
+    ),
     "another encoding": (lambda s: s.round(), {"encodings": ["delta-int8"]}, "would travel as 'full'"),
     "another base": (lambda s: s.round(), {"models": ["0" * 64]}, "not among the policy's models"),
     "unmasked": (lambda s: s.round(), {"secure_aggregation": True}, "wants secure aggregation"),
@@ -500,6 +510,12 @@ def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
     with_run(site.workdir / "in/model", "b" * 32)
     site.sign()
     assert site.ask(request)[0] == 77, "another run has to begin with a listed model"
+
+
+def test_a_classifiers_head_is_trained_beside_adapters_where_a_policy_allows_those_alone(site: Gate):
+    site.policy(adapters_only=True, node_hours_per_day=100.0)
+    for more in ({}, {"modules_to_save": ["score", "classifier"]}):
+        assert site.ask(site.round(lora={"rank": 4} | more))[0] == 0
 
 
 NAMED = {
