@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from facility.exchange.errors import TransientError, exit_on_error
+from facility.exchange.errors import ConfigurationError, TransientError, exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
@@ -36,6 +36,8 @@ MEETING_SECONDS = 600.0
 """How long nodes wait for each other."""
 FOR_EVER = 1e9
 """Seconds; the scheduler's own limit ends the job."""
+MOST_RANKS = 256
+"""Of a node with fewer cores: settings come from another institution, and their processes fill its memory."""
 
 
 def tasks_here() -> Tasks:
@@ -112,13 +114,15 @@ def word_of_others(ending: Ending, tasks: Tasks, notes: Notes, limits: Limits) -
 
 
 def wanted_ranks(tasks: Tasks, devices: Devices, ranks: int, use_devices: bool) -> tuple[int, str]:
-    """Ranks for this node, and why."""
+    """Ranks for this node, and why. Raises `ConfigurationError` for more than `MOST_RANKS` and its cores allow."""
     if tasks.per_rank:
         return 1, f"{tasks.scheduler} starts one task a rank"
     if use_devices and tasks.job and (granted := tasks.devices_per_node or tasks.devices_here):
         return granted, f"{tasks.scheduler} gave this node {granted} GPUs: one rank each"
     if use_devices and devices.count and (tasks.job or not ranks):
         return devices.count, f"one rank for each of {devices.count} GPUs"
+    if ranks > (most := max(MOST_RANKS, os.cpu_count() or 1)):
+        raise ConfigurationError(f"{str(ranks):.20} ranks are asked for on this node, expected at most {most}")
     return max(
         1, ranks
     ), f"{max(1, ranks)} ranks a node as the settings say" if ranks else "one rank: no GPU, no --ranks"

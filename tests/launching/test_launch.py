@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from facility.exchange.errors import ConfigurationError
+from facility.launch import MOST_RANKS, wanted_ranks
 from facility.launching.devices import cleaned, detect, listed_devices
 from facility.launching.notes import Notes
+from facility.launching.place import read_tasks
 from facility.launching.supervise import Limits, supervise
 from tests.conftest import ROOT
 
@@ -312,3 +315,17 @@ def test_amd_filters_do_not_apply_twice():
     assert cleaned(environment, "amd")[0] == {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}
     assert cleaned(environment, "nvidia")[0] == {} and cleaned({"HIP_VISIBLE_DEVICES": "4"}, "amd")[0] == {}
     assert listed_devices("0,1,-1,2") == ["0", "1"]
+
+
+@pytest.mark.parametrize("ranks", [MOST_RANKS, 10**6, 10**300])
+def test_settings_start_no_more_processes_than_a_node_has_use_for(ranks: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    here, devices = read_tasks({}), detect({"CUDA_VISIBLE_DEVICES": ""})
+    if ranks == MOST_RANKS:
+        assert wanted_ranks(here, devices, ranks, False)[0] == MOST_RANKS
+        return
+    with pytest.raises(ConfigurationError, match="ranks are asked for on this node, expected at most 256"):
+        wanted_ranks(here, devices, ranks, False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 10**6)
+    if ranks == 10**6:
+        assert wanted_ranks(here, devices, ranks, False)[0] == ranks
