@@ -97,10 +97,8 @@ def bundle(
         raise TransientError(
             f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
         )
-    target = out / CODE
-    check_code(target)
-    shutil.rmtree(target, ignore_errors=True)
-    copy_code(target)
+    shutil.rmtree(out / CODE, ignore_errors=True)
+    copy_code(out / CODE)
     if sbom:
         write_json(out / SBOM, components(wheelhouse))
     write_digests(out)
