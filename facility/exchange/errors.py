@@ -22,7 +22,7 @@ from pathlib import Path
 
 from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.storage import NO_NAME, is_path, is_storage, sentence
+from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging
 from facility.exchange.standard_output import answering
@@ -119,7 +119,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
         print(f"{ERROR}{shown(str(error))}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT
     except OSError as error:
-        if not (is_storage(error) or (is_path(error) and (not in_job or error.errno in NO_NAME))):
+        if not (is_storage(error) or (not in_job and is_path(error))):
             raise
         print(f"{ERROR}{shown(sentence(error))}", file=sys.stderr)
         return ExitCode.INPUT

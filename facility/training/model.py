@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def class_of(config: Any, factory: Any) -> Any:
 
 def read_config(directory: Path) -> Any:
     """The checkpoint's configuration, from disk only and without running any code of the checkpoint's."""
-    if not (Path(directory) / "config.json").is_file():
+    if not os.path.isfile(Path(directory) / "config.json"):  # False, too, for a name that no file can have
         raise CheckpointError(f"{directory} holds no config.json: expected a Hugging Face checkpoint")
     return config_in(directory)
 

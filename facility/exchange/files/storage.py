@@ -37,8 +37,6 @@ PATHS = {
     errno.ELOOP: "is a link that leads back to itself: correct the path",
 }
 """Of a path that does not fit what a command does with it."""
-NO_NAME = (errno.ENAMETOOLONG, errno.ELOOP)
-"""Of a path that no file ever has."""
 
 
 def is_storage(error: BaseException) -> TypeGuard[OSError]:
