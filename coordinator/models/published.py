@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.preflight.row import size
+from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
