@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import facility
+from facility.exchange.requirements import meets
 
 NAME = "crossfed"
 
@@ -39,7 +40,7 @@ def unmet(requirements: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{requirement.name} is not installed")
             continue
-        if not requirement.specifier.contains(version, prereleases=True):
+        if not meets(version, requirement):
             found.append(f"{requirement.name} {version}, expected {requirement.specifier}")
     return found
 

@@ -127,7 +127,7 @@ def publish(
 ) -> None:
     """Make the final model with its card, and a Workflow Run RO-Crate of how it came about and is made again."""
     if find_spec("rocrate") is None:
-        raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.13'")
+        raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.15'")
     from coordinator.publishing.publish import publish as make
 
     print(f"{make(federation, real(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")

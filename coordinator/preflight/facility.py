@@ -24,8 +24,10 @@ from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.messages import manifest, report, settings
 from facility.exchange.messages.job_template import enter_lines, path_word
+from facility.exchange.messages.layout import QUANTIZES
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.trainer import TrainerSettings
+from facility.exchange.requirements import meets
 
 FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 BEGIN = "crossfed-probe-begins"
@@ -211,13 +213,14 @@ def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
     version = answer.get("optional", {}).get("bitsandbytes")
     if asked == "none" or "optional" not in answer:
         return []
-    if version is None:
+    if version is None or not meets(version, QUANTIZES):
+        has = "no bitsandbytes" if version is None else f"bitsandbytes {clean(str(version), 40)}"
         return [
             fail(
                 facility.name,
                 "bitsandbytes",
-                f"training.lora.quantize_base is {asked}, and the facility has no bitsandbytes",
-                "pip install bitsandbytes in the facility's environment, or set quantize_base to none for it",
+                f"training.lora.quantize_base is {asked}, and the facility has {has}, expected {QUANTIZES}",
+                f"pip install '{QUANTIZES}' in the facility's environment, or set quantize_base to none for it",
             )
         ]
     return [ok(facility.name, "bitsandbytes", f"bitsandbytes {clean(str(version), 40)} is installed there")]

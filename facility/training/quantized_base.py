@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +13,11 @@ from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
 from facility.exchange.checkpoints.adapters import is_added
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.messages.layout import QUANTIZED_BLOCK
+from facility.exchange.messages.layout import QUANTIZED_BLOCK, QUANTIZES
 from facility.exchange.messages.settings import TrainingSettings
+from facility.installed import unmet
 from facility.training.quantized_linear import QuantizedLinear
 from facility.training.shards import LocalShard, shard_of
-
-PACKAGE = "bitsandbytes"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +66,10 @@ def check_quantized(model: nn.Module, settings: TrainingSettings) -> None:
     if settings.lora.quantize_base == "none":
         return
     asked = f"training.lora.quantize_base is {settings.lora.quantize_base!r}"
-    if importlib.util.find_spec(PACKAGE) is None:
+    if lacks := unmet([QUANTIZES]):
         raise ConfigurationError(
-            f"{asked}, which needs {PACKAGE}, and this Python has none: install it in the facility's environment "
-            f"(pip install {PACKAGE}), or set quantize_base to none"
+            f"{asked}, and of this Python's packages {lacks[0]}: install it in the facility's environment "
+            f"(pip install '{QUANTIZES}'), or set quantize_base to none"
         )
     family = getattr(getattr(model, "config", None), "model_type", "")
     if family in STATE_SPACE:

@@ -72,6 +72,16 @@ def test_what_is_imported_is_declared(package: str) -> None:
     assert found - declared(package) - set(COMES_WITH) - OF_THE_USER == set()
 
 
+def test_versions_that_code_and_pages_name_are_those_that_are_asked_for() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    known = {*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)}
+    files = [
+        path for place in (*PACKAGES, "docs") for kind in ("py", "md") for path in (ROOT / place).rglob(f"*.{kind}")
+    ]
+    told = {one for path in files for one in re.findall(r"[\"']([A-Za-z][\w.-]+>=[\d.]+)[\"']", path.read_text())}
+    assert len(told) >= 2 and told - known == set()
+
+
 def test_what_comes_with_another_does_so() -> None:
     assert set(COMES_WITH) <= imported("facility") | imported("coordinator")
     for name, brings in COMES_WITH.items():

@@ -337,8 +337,8 @@ def missing_package(site: Site, package: str = "transformers", version: str = ""
     site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
 
 
-def quantised_without_the_package(site: Site) -> None:
-    missing_package(site, "bitsandbytes")
+def quantised_without_the_package(site: Site, version: str = "") -> None:
+    missing_package(site, "bitsandbytes", version)
     site.edit("batch_sequences: 4", "batch_sequences: 4, lora: {rank: 2, quantize_base: nf4}")
 
 
@@ -424,6 +424,12 @@ MISTAKES: list[Mistake] = [
     ("formats", other_formats, "message format", "speaks another message format: report 99 there, 1 here"),
     ("package", missing_package, "packages", "lacks transformers"),
     ("4 bits", quantised_without_the_package, "bitsandbytes", "quantize_base is nf4, and the facility has no bits"),
+    (
+        "old 4 bits",
+        lambda site: quantised_without_the_package(site, "0.49.2"),
+        "bitsandbytes",
+        r"the facility has bitsandbytes 0\.49\.2, expected bitsandbytes>=0\.",
+    ),
     ("no dataset", edit("site/data", "site/dta"), "dataset", "does not exist at the facility"),
     ("unprepared dataset", damage("site/data/dataset.json"), "dataset", "the dataset is not usable"),
     ("other tokenizer", dataset(vocabulary_size=5000), "tokenizer", "tokenised with 5000 tokens, the model has 128"),

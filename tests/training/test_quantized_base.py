@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 from pathlib import Path
 from typing import Any
@@ -162,10 +163,17 @@ def test_a_model_that_cannot_be_quantised_is_refused(tmp_path: Path, family: str
     assert why in said
 
 
-def test_a_facility_without_the_package_is_told_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from facility.training import quantized_base
+@pytest.mark.parametrize("version", ["", "0.49.2"])
+def test_a_facility_without_the_package_is_told_how_to_get_it(version: str, tmp_path: Path, monkeypatch):
+    """Before 0.50 it multiplies by the weight as it was not laid down."""
+    installed = importlib.metadata.version
 
-    monkeypatch.setattr(quantized_base, "PACKAGE", "a_package_that_nobody_has")
+    def told(name: str) -> str:
+        if name == "bitsandbytes" and not version:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return version if name == "bitsandbytes" else installed(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", told)
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model", **WIDE)
     (said,) = rounds_in([("one", arguments(tmp_path / "one", model, dataset, lora=LORA))], expect=2)["one"]
-    assert "pip install a_package_that_nobody_has" in said
+    assert "pip install 'bitsandbytes>=0.5" in said and f"bitsandbytes {version or 'is not installed'}" in said

@@ -14,6 +14,8 @@ from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
 
+QUANTIZES = "bitsandbytes>=0.50"
+"""What a facility whose base is quantised needs beside its other packages, as pip names it."""
 QUANTIZED_BLOCK = 64
 """Weights of a quantised base that share a scale; QLoRA's and bitsandbytes' own number."""
 SCALES_BLOCK = 256
