@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from coordinator.aggregation.lora import mean_of_products
 from coordinator.aggregation.settings import AggregationSettings
+from facility.exchange.checkpoints.floats import Array
 
 ALPHA = 16.0
 
@@ -55,10 +56,12 @@ def train_components(model: nn.Module, count: int) -> None:
 
 
 class ProductMean:
-    """The exact mean of the products B A, factorised again at the same rank: `aggregation.lora: product`."""
+    """The exact mean of the products B A, factorised again at the same rank: `aggregation.lora: product`. Each update
+    counts as its step from what was sent, on top of the float32 master that this was rounded from."""
 
     def __init__(self, settings: AggregationSettings) -> None:
         self.settings = settings
+        self.master: dict[str, Array] = {}
 
     def step(
         self,
@@ -72,12 +75,15 @@ class ProductMean:
         total = sum(weights.values())
         shares = [weights[who] / total for who in updates]
         names, following = list(base), {}
+
+        def moved(name: str) -> Sequence[Array]:
+            sent = base[name].float().numpy()
+            start = self.master.get(name, sent)
+            return [start + (update[name].float().numpy() - sent) for update in updates.values()]
+
         for first, second in zip(names[::2], names[1::2], strict=True):
-            factors = mean_of_products(_of(updates, first), _of(updates, second), shares, base[first].shape[0])
+            factors = mean_of_products(moved(first), moved(second), shares, base[first].shape[0])
             for name, value in zip((first, second), factors, strict=True):
-                following[name] = torch.from_numpy(numpy.asarray(value, numpy.float32)).to(base[name].dtype)
+                self.master[name] = numpy.asarray(value, numpy.float32)
+                following[name] = torch.from_numpy(self.master[name]).to(base[name].dtype)
         return following
-
-
-def _of(updates: Mapping[str, Mapping[str, Tensor]], name: str) -> Sequence[numpy.ndarray]:
-    return [update[name].float().numpy() for update in updates.values()]

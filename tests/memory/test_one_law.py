@@ -93,7 +93,7 @@ def without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is quantised here, only counted: the package is not needed."""
     from facility.training import quantized_base
 
-    monkeypatch.setattr(quantized_base, "PACKAGE", "json")
+    monkeypatch.setattr(quantized_base, "QUANTIZES", "packaging")
 
 
 @functools.cache
