@@ -1,0 +1,1 @@
+"""Programs that pages of the documentation name: `python -m examples.NAME`."""
