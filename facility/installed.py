@@ -32,7 +32,8 @@ def unmet(requirements: list[str]) -> list[str]:
     from packaging.requirements import Requirement  # here: it is one of those that may be missing
 
     found = []
-    for requirement in map(Requirement, requirements):
+    for text in requirements:
+        requirement = Requirement(text)
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         try:
@@ -40,7 +41,7 @@ def unmet(requirements: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{requirement.name} is not installed")
             continue
-        if not meets(version, requirement):
+        if not meets(version, text):
             found.append(f"{requirement.name} {version}, expected {requirement.specifier}")
     return found
 

@@ -39,6 +39,21 @@ def modules(root: Path = ROOT, packages: tuple[str, ...] = PACKAGES) -> dict[str
     return found
 
 
+def imported_names(path: Path) -> set[str]:
+    """Absolute module names that a file imports."""
+    package = path.relative_to(ROOT).with_suffix("").parts
+    names: set[str] = set()
+    for node in ast.walk(parsed(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level] if node.level else ()
+            stem = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            names.add(stem)
+            names |= {f"{stem}.{alias.name}" for alias in node.names}
+    return names
+
+
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """The files of `known` that this one imports."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]

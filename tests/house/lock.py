@@ -30,6 +30,16 @@ GLIBC = 28
 OF_TORCH = re.compile(r"torch|triton|nvidia-.*|cuda-.*")
 
 
+def normal(name: str) -> str:
+    """A distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def distributions(requirements: Iterable[str]) -> set[str]:
+    """The distributions that requirements name."""
+    return {normal(re.match(r"[A-Za-z0-9_.-]+", one)[0]) for one in requirements}  # type: ignore[index]
+
+
 def reported(folder: Path, python: str, machine: str, packages: Sequence[str]) -> Any:
     """pip's report on what it would install there; `packages`: these alone, none: what a facility depends on."""
     out = folder / f"report-{machine}-{python}.json"
@@ -57,7 +67,7 @@ def lines(reports: Iterable[Any]) -> list[str]:
     digests: dict[str, set[str]] = {}
     for report in reports:
         for entry in report["install"]:
-            name = re.sub(r"[-_.]+", "-", entry["metadata"]["name"]).lower()
+            name = normal(entry["metadata"]["name"])
             version = entry["metadata"]["version"]
             if OF_TORCH.fullmatch(name):
                 continue

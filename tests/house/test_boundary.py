@@ -8,36 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.imports import modules, parsed, together
+from tests.house.imports import imported_names, modules, parsed, together
 
 pytestmark = together
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def imports(path: Path) -> set[str]:
-    """Absolute module names that a file imports."""
-    package = path.relative_to(ROOT).with_suffix("").parts
-    names: set[str] = set()
-    for node in ast.walk(parsed(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level] if node.level else ()
-            stem = ".".join([*base, *(node.module.split(".") if node.module else [])])
-            names.add(stem)
-            names |= {f"{stem}.{alias.name}" for alias in node.names}
-    return names
-
-
 def test_facility_never_imports_coordinator():
     for path in (ROOT / "facility").rglob("*.py"):
-        assert not any(name.split(".")[0] == "coordinator" for name in imports(path)), path
+        assert not any(name.split(".")[0] == "coordinator" for name in imported_names(path)), path
 
 
 def test_coordinator_imports_only_the_exchange_of_facility():
     for path in (ROOT / "coordinator").rglob("*.py"):
-        for name in imports(path):
+        for name in imported_names(path):
             if name.split(".")[0] == "facility":
                 assert name in ("facility.exchange", "facility.__version__", "facility") or name.startswith(
                     "facility.exchange."
@@ -45,7 +30,7 @@ def test_coordinator_imports_only_the_exchange_of_facility():
                 if name == "facility":
                     assert not any(
                         n.startswith("facility.") and not n.startswith(("facility.exchange", "facility.__version__"))
-                        for n in imports(path)
+                        for n in imported_names(path)
                     )
 
 

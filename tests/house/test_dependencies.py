@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import sys
 import tomllib
@@ -10,7 +9,8 @@ from importlib.metadata import packages_distributions, requires
 
 import pytest
 
-from tests.house.imports import PACKAGES, ROOT, parsed, together
+from tests.house.imports import PACKAGES, ROOT, imported_names, together
+from tests.house.lock import distributions, normal
 
 pytestmark = together
 
@@ -30,24 +30,10 @@ OF_THE_USER = {"mlflow", "wandb"}
 """Imported where a federation names them (`report.trackers`), and installed by who does."""
 
 
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def names(listed: list[str]) -> set[str]:
-    """The distributions that requirements name."""
-    return {normal(re.match(r"[A-Za-z0-9_.-]+", one)[0]) for one in listed}  # type: ignore[index]
-
-
 def imported(package: str) -> set[str]:
     """Distributions, by the names that pip knows, from which any file of a package imports anything anywhere."""
-    modules: set[str] = set()
-    for path in (ROOT / package).rglob("*.py"):
-        for node in ast.walk(parsed(path.read_text())):
-            if isinstance(node, ast.Import):
-                modules |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and not node.level:
-                modules.add((node.module or "").partition(".")[0])
+    files = (ROOT / package).rglob("*.py")
+    modules = {name.partition(".")[0] for path in files for name in imported_names(path)}
     known = packages_distributions()
     return {
         # A name that several distributions share (ruamel, typer) is the one that is asked for.
@@ -60,9 +46,8 @@ def declared(package: str) -> set[str]:
     """What is installed with the package: a facility's has no extra but that of quantized models."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ["quantized"] if package == "facility" else ["coordinator", "firecrest", "publish", "eval"]
-    return names(project["dependencies"]) | {
-        one for extra in extras for one in names(project["optional-dependencies"][extra])
-    }
+    further = [one for extra in extras for one in project["optional-dependencies"][extra]]
+    return distributions(project["dependencies"] + further)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -86,5 +71,5 @@ def test_what_comes_with_another_does_so() -> None:
     assert set(COMES_WITH) <= imported("facility") | imported("coordinator")
     for name, brings in COMES_WITH.items():
         always = [one for one in requires(brings) or [] if "extra ==" not in one]
-        assert name in names(always), (name, brings)
+        assert name in distributions(always), (name, brings)
         assert brings in declared("coordinator") | set(COMES_WITH)

@@ -13,14 +13,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.bundle import copy_code
-from tests.house.lock import LOCK, MACHINES, OF_TORCH, PYTHONS, ROOT, lines
+from tests.house.lock import LOCK, MACHINES, OF_TORCH, PYTHONS, ROOT, distributions, lines, normal
 from tests.rounds.test_setup import tiny_wheel
 
 LINE = re.compile(r"([a-z0-9-]+)==(\S+)((?: --hash=sha256:[0-9a-f]{64})+)")
-
-
-def normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def test_the_lock_holds_every_dependency_but_torch_in_the_version_of_the_constraints():
@@ -32,8 +28,7 @@ def test_the_lock_holds_every_dependency_but_torch_in_the_version_of_the_constra
     pinned = {normal(name): version for name, version in pinned.items()}
     assert {name: pinned.get(name, version) for name, version in locked.items()} == locked
     wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    names = {normal(re.match(r"[A-Za-z0-9_.-]+", one)[0]) for one in wanted}  # type: ignore[index]
-    assert names - set(locked) == {"torch"} and not any(OF_TORCH.fullmatch(name) for name in locked)
+    assert distributions(wanted) - set(locked) == {"torch"} and not any(OF_TORCH.fullmatch(name) for name in locked)
 
 
 def entry(name: str, version: str, digest: str) -> dict:
