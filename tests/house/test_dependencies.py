@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
+from importlib.metadata import distributions as installed
 from importlib.metadata import packages_distributions, requires
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from tests.house.imports import PACKAGES, ROOT, imported_names, together
 from tests.house.lock import distributions, normal
@@ -73,3 +75,14 @@ def test_what_comes_with_another_does_so() -> None:
         always = [one for one in requires(brings) or [] if "extra ==" not in one]
         assert name in distributions(always), (name, brings)
         assert brings in declared("coordinator") | set(COMES_WITH)
+
+
+def test_the_oldest_python_takes_every_pinned_version() -> None:
+    """pip refuses all of constraints.txt for one version that asks for a later Python, a release's last figure too."""
+    asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    oldest = f"{asked.removeprefix('>=')}.0"
+    pinned = set((ROOT / "constraints.txt").read_text().splitlines())
+    known = {f"{normal(one.name)}=={one.version}": one.metadata["Requires-Python"] for one in installed()}
+    found = {pin: known[pin] for pin in known.keys() & pinned if known[pin]}
+    assert len(found) > len(pinned) / 2
+    assert {pin: asks for pin, asks in found.items() if oldest not in SpecifierSet(asks)} == {}
