@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import re
 import shlex
 import shutil
@@ -20,7 +21,7 @@ import uuid
 from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
-from facility.exchange.errors import CrossFedError, InputError, exit_on_error
+from facility.exchange.errors import CrossFedError, InputError, exit_on_error, shown
 from facility.exchange.files.storage import naming
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
@@ -131,8 +132,20 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
         ) from None
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():
-        said = (result.stderr or result.stdout).strip().splitlines()[-3:]
-        raise InputError(f"the job left no update ({words[0]} ended with {result.returncode}): {' '.join(said)}")
+        said = result.stderr.strip() or printed(folder / "job") or result.stdout
+        last = shown(" ".join(said.strip().splitlines()[-3:]))
+        raise InputError(f"the job left no update ({words[0]} ended with {result.returncode}): {last}")
+
+
+def printed(job: Path, attempts: int = 20) -> str:
+    """The last of what the job printed into a file of its directory; a queue may bring that after the job has ended."""
+    for _ in range(attempts):
+        if files := [path for path in job.iterdir() if path.is_file()]:
+            with max(files, key=lambda path: path.stat().st_mtime).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
+                return file.read().decode(errors="replace")
+        time.sleep(0.25)
+    return ""
 
 
 def verdict(folder: Path, seconds: float) -> str:
@@ -149,6 +162,16 @@ def verdict(folder: Path, seconds: float) -> str:
     devices = ", ".join(sorted(set(trained.devices))) or "unknown device"
     loss = f"loss {trained.loss_received:.3f} to {trained.loss_returned:.3f}"
     return f"{trained.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
+
+
+def removed(folder: Path, attempts: int = 20) -> bool:
+    """Remove it, though a queue may bring what the job printed after its end, as PBS does. True: it is gone."""
+    for _ in range(attempts):
+        shutil.rmtree(folder, ignore_errors=True)
+        if not folder.exists():
+            return True
+        time.sleep(0.25)
+    return False
 
 
 def main() -> int:
@@ -190,7 +213,8 @@ def main() -> int:
     except (CrossFedError, OSError, KeyboardInterrupt):
         print(f"what the job left is in {folder}", file=sys.stderr)
         raise
-    shutil.rmtree(folder)
+    if not removed(folder):
+        log.warning("%s: something still writes there; remove it later", folder)
     return 0
 
 

@@ -190,6 +190,14 @@ def test_what_others_wait_for_is_not_replaced_by_a_file(kind: str, tmp_path: Pat
         assert sentence(caught.value).startswith(f"{place} exists already: remove it, or choose another name")
 
 
+def test_a_folder_that_fills_while_it_is_removed_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "job" / "output").mkdir(parents=True)
+    with pytest.raises(OSError) as caught:
+        os.rmdir(tmp_path / "job")
+    told = sentence(caught.value)
+    assert told.startswith(f"{tmp_path / 'job'} is written to, or holds files that are still open"), told
+
+
 def test_no_directory_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Path):
     """It was found out once the directory was made, or another was made where the link leads."""
     link, place = tmp_path / "federation" / "link", tmp_path / "federation"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from facility.selfcheck import run
+from facility.exchange.errors import InputError
+from facility.selfcheck import removed, run
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 STAND_IN = """#!/bin/sh
@@ -61,3 +65,40 @@ def test_what_looks_like_jinja2_in_a_template_reaches_the_job_as_it_is(tmp_path:
     run(tmp_path / "selfcheck", tmp_path / "own.sh", {"account": "x", "partition": "p"}, tmp_path / "home", 60.0)
     script = (tmp_path / "asked.job").read_text()
     assert script.startswith("#!/bin/bash\n") and '\necho "${#hosts[@]}"\n' in script and "raw" not in script
+
+
+LATE = """#!/bin/sh
+cat >/dev/null
+echo 1.head
+( sleep 0.3; echo 'ModuleNotFoundError: no torch' >"$PWD/STDIN.o1" ) >/dev/null 2>&1 &
+"""
+
+
+def test_a_job_that_left_no_update_is_told_by_what_it_printed_though_the_queue_brings_that_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PBS copies a job's output after the job has ended, and `qsub -W block=true` does not wait for that."""
+    (tmp_path / "selfcheck" / "job").mkdir(parents=True)
+    (tmp_path / "qsub").write_text(LATE)
+    (tmp_path / "qsub").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(InputError, match=r"left no update \(qsub ended with 0\): ModuleNotFoundError: no torch"):
+        run(tmp_path / "selfcheck", TEMPLATES / "pbs.sh", {"account": "x", "queue": "q"}, tmp_path / "home", 60.0)
+
+
+def test_what_a_queue_brings_while_the_folder_is_removed_goes_as_well(tmp_path: Path) -> None:
+    """Seen with PBS: the folder was no longer empty when it was to go, and a self-check that had passed failed."""
+    folder = tmp_path / "selfcheck"
+    (folder / "job").mkdir(parents=True)
+
+    def bring() -> None:
+        began = time.monotonic()
+        while time.monotonic() - began < 0.4:
+            with suppress(OSError):
+                (folder / "job" / f"STDIN.o{time.monotonic_ns()}").touch()
+
+    thread = threading.Thread(target=bring)
+    thread.start()
+    assert removed(folder) and not folder.exists()
+    thread.join()
+    assert not folder.exists()

@@ -59,7 +59,10 @@ def sentence(error: OSError, place: str | Path = "") -> str:
     named = error.filename2 or error.filename or place
     whole = os.path.abspath if error.errno not in PATHS else str  # as it was given: it may name a program
     where = lasting(whole(os.fsdecode(named))) if named and not isinstance(named, int) else "a file system"
-    return f"{where} {(WORDS | PATHS).get(error.errno or 0, f'cannot be used: {error}')}{SAME_COMMAND}"
+    told = (WORDS | PATHS).get(error.errno or 0, f"cannot be used: {error}")
+    if error.errno == errno.ENOTEMPTY and not error.filename2:  # it was to be removed
+        told = "is written to, or holds files that are still open, while it is removed: let what uses it end"
+    return f"{where} {told}{SAME_COMMAND}"
 
 
 def lasting(path: str) -> str:
