@@ -24,6 +24,15 @@ TEXT
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
+meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and then on stderr that it goes on
+    local what=$1 began=$SECONDS code=0 beat
+    shift
+    ( while sleep 25 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($((SECONDS - began)) s)" >&2; done ) &
+    beat=$!
+    "$@" || code=$?
+    kill "$beat" 2>/dev/null; wait "$beat" 2>/dev/null || true
+    return "$code"
+}
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$here/.venv python=python3 wheelhouse= model= out= convert=()
@@ -61,7 +70,7 @@ else
     say "packages: facility and coordinator, as pinned in constraints.txt"
     from=()
     if [ -n "$wheelhouse" ]; then from=(--no-index --find-links "$wheelhouse" --no-build-isolation); fi
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" ${from[@]+"${from[@]}"} -e "$here[coordinator]" \
+    meanwhile "packages: still installing" "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt" ${from[@]+"${from[@]}"} -e "$here[coordinator]" \
         || fail "pip could not install, see above: $venv has no room (disk, quota), or an index lacks a package; on a host without internet use --wheelhouse (crossfed bundle makes one)"
     echo "$stamp" >"$venv/.coordinator"
 fi

@@ -35,6 +35,15 @@ TEXT
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 again() { printf 'error: %s\n' "$*" >&2; exit 75; }  # nothing is to be changed: the same command may succeed later
+meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and then on stderr that it goes on
+    local what=$1 began=$SECONDS code=0 beat
+    shift
+    ( while sleep 25 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($((SECONDS - began)) s)" >&2; done ) &
+    beat=$!
+    "$@" || code=$?
+    kill "$beat" 2>/dev/null; wait "$beat" 2>/dev/null || true
+    return "$code"
+}
 
 if [ -z "${HOME:-}" ]; then unset HOME; HOME=$(echo ~); export HOME; fi  # cron and containers set none: the account's
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -187,16 +196,16 @@ else
 import sys, tomllib
 print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]))
 PYTHON
-    pip=("$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
+    pip=(meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
     if [ -f "$wheelhouse/requirements.txt" ]; then
-        "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "pip could not install the wheelhouse, see above: $home has no room (disk, quota), or the wheelhouse does not fit $("$run" --version) on $(uname -m) or is not what its digests say; then bundle again with that --python-version and --platform"
+        meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "pip could not install the wheelhouse, see above: $home has no room (disk, quota), or the wheelhouse does not fit $("$run" --version) on $(uname -m) or is not what its digests say; then bundle again with that --python-version and --platform"
     elif [ -n "$wheelhouse" ]; then
         "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "pip could not install, see above: $home has no room (disk, quota), or the wheelhouse lacks a package for $("$run" --version) on $(uname -m); then bundle again with that --python-version and --platform"
     else
         got=yes lock=$here/facility/requirements.lock
         if grep -q "^# for:.* $("$run" -c "$PLACE")\( \|$\)" "$lock"; then
             say "packages: by the digests in $lock; torch has none there, since its build is this site's choice"
-            "$run" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all: --retries 2 -r "$lock" || got=
+            meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all: --retries 2 -r "$lock" || got=
         else
             say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
         fi
@@ -276,7 +285,7 @@ if [ -n "$check" ]; then
     if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
     else
         set +eu; . "$home/env.sh"; set -eu  # as in a job
-        result=$("$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
+        result=$(meanwhile "self-check: its job waits or runs" "$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
         say "self-check: $result"
     fi

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -891,3 +892,27 @@ def test_an_interrupted_pip_has_ended_and_cleaned_up_before_the_command_ends(tmp
         signal.signal(signal.SIGINT, before)
     assert (tmp_path / "cleaned").exists() != deaf
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
+
+
+def told_meanwhile(script: str, command: str) -> subprocess.CompletedProcess[str]:
+    """The script's function `meanwhile` with the command, told every tenth of a second in place of every 25 seconds."""
+    text = (ROOT / script).read_text()
+    function = re.search(r"^meanwhile\(\) \{.*?^\}$", text, re.MULTILINE | re.DOTALL)
+    assert function and "sleep 25 " in function[0]
+    body = function[0].replace("sleep 25 ", "sleep 0.1 ")
+    return subprocess.run(
+        ["bash", "-euc", f'say() {{ echo "$*"; }}\n{body}\n{command}'], capture_output=True, text=True, timeout=30
+    )
+
+
+@pytest.mark.parametrize("script", ["facility/setup.sh", "coordinator/setup.sh"])
+def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(script: str):
+    """pip is quiet until all is installed, and a self-check's job may wait in the queue for an hour."""
+    done = told_meanwhile(
+        script, 'out=$(meanwhile "installing" bash -c "sleep 0.5; echo whole; exit 3") || echo "$? $out"'
+    )
+    assert done.stdout == "3 whole\n", "what a command prints, and its code, are its own"
+    told = done.stderr.splitlines()
+    assert len(told) >= 2 and all(re.fullmatch(r"installing \(\d+ s\)", line) for line in told)
+    assert told_meanwhile(script, 'meanwhile "installing" false; echo went on').returncode == 1
+    assert told_meanwhile(script, 'meanwhile "installing" echo "a b"').stdout == "a b\n"
