@@ -16,9 +16,8 @@ from pathlib import Path
 
 from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, WAITED
 from facility.gating.approval import Approved, approve
-from facility.gating.confine import confined
 from facility.gating.grammar import Request
-from facility.gating.held import EXCHANGED, paths_alone, places_of
+from facility.gating.held import EXCHANGED, paths_alone, reads_of, sent
 from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
 from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, template
 from facility.gating.ledger import DAY, changed, read_ledger
@@ -42,7 +41,8 @@ def submit_ahead(session: Session, request: Request) -> int:
     if seconds > most:
         raise Refused(f"the job would wait {seconds} s for its model, the policy's ahead_seconds is {most:g}")
     with settings_copy(session) as copy:
-        copy.take(confined(request["settings"], session.workdir, follow=True))
+        with paths_alone(session):
+            copy.take(sent(request["settings"], session))
         federation = copy.read(session).federation
         copy.check_ordered(session)
     directory = _new_directory(session)
@@ -115,7 +115,7 @@ def _give(session: Session, approved: Approved, id: str, directory: Path) -> boo
     text = f"{command(session, approved, directory)}\n"
     # The ledger's lock, too: of two rounds one is given, and the ledger says which.
     with paths_alone(session), changed(session.ledger) as (ledger, _):
-        if places_of(approved.model) != approved.reads:
+        if reads_of(session, approved.model, approved.roster) != approved.reads:
             raise Refused(EXCHANGED.format(approved.model))
         entry = ledger.job(id)
         if entry is None or not _link(Path(entry.waited_in), text):

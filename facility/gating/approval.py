@@ -20,9 +20,8 @@ from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_o
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import FacilitySettings
-from facility.gating.confine import confined
 from facility.gating.grammar import Request
-from facility.gating.held import places_of
+from facility.gating.held import paths_alone, reads_of, sent
 from facility.gating.ledger import changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -53,7 +52,7 @@ class Approved:
     head: str
     """Of the coordinator's audit log, as the order holds it."""
     reads: list[str]
-    """Paths that the job reads the model from, which no request alters before it is over."""
+    """Paths that the job reads the model and the roster from, which no request alters before it is over."""
     roster: Path | None = None
     """The roster, where the settings ask for secure aggregation."""
 
@@ -73,14 +72,16 @@ class Approved:
 def approve(session: Session, request: Request) -> Approved:
     """Raises `Refused` with the reason."""
     policy = session.policy
-    model = confined(request["model"], session.workdir, follow=True)
-    roster = confined(request["roster"], session.workdir, follow=True) if "roster" in request.given else None
     number = int(request["round"])
     with settings_copy(session) as copy, ExitStack() as stack:
         try:
-            copy.take(confined(request["settings"], session.workdir, follow=True))
-            check_length(model / NAME, MANIFEST_BYTES)
-            signed = stack.enter_context(private_manifest(model))  # what is verified is what is read of it
+            with paths_alone(session):
+                model = sent(request["model"], session)
+                roster = sent(request["roster"], session) if "roster" in request.given else None
+                reads = reads_of(session, model, roster)
+                copy.take(sent(request["settings"], session))
+                check_length(model / NAME, MANIFEST_BYTES)
+                signed = stack.enter_context(private_manifest(model))  # what is verified is what is read of it
             manifest = sha256_of(signed / NAME)
             settings = copy.read(session)
             order = verify_order(
@@ -120,7 +121,7 @@ def approve(session: Session, request: Request) -> Approved:
         settings_sha256=copy.digest,
         model_sha256=manifest,
         head=str(order.extra.get(HEAD, ""))[:64],
-        reads=places_of(model),
+        reads=reads,
         roster=roster,
     )
 

@@ -1,4 +1,4 @@
-"""Models of jobs that are not over: no request alters them.
+"""Models and rosters of jobs that are not over: no request alters them. And nothing of a job's is read as if sent.
 
 A job compares the signed manifest as it begins, and its ranks read the model's files after that, minutes later or in
 several places. Behind a gate nobody but the coordinator's requests can exchange them in between.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from facility.exchange.files.locks import take_lock
 from facility.gating import queue
-from facility.gating.confine import below
+from facility.gating.confine import below, confined
 from facility.gating.ledger import JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -21,11 +21,37 @@ from facility.gating.session import Session
 MOST_LINKS = 100
 """In a model: the ledger holds where they lead, and is written for all that leaves."""
 
-EXCHANGED = "a link in the model {} was exchanged while its job was approved"
+EXCHANGED = "a link in the model {}, or its roster, was exchanged while its job was approved"
+
+
+def sent(word: str, session: Session) -> Path:
+    """A path, without links, whose content a command is to read. Raises `Refused` for one of a job's."""
+    path = confined(word, session.workdir, follow=True)
+    check_sent([str(path)], session)
+    return path
+
+
+def check_sent(places: Iterable[str], session: Session) -> None:
+    """Raise `Refused` for what a job printed or keeps: it was not sent by the coordinator, which may not read it.
+
+    What cannot be parsed is quoted in a reason. Of a file that was overwritten all around a line, that is the line.
+    """
+    directories = [job.directory for job in read_ledger(session.ledger).jobs if job.id]
+    for place in map(Path, places):
+        if found := next((one for one in directories if place.is_relative_to(one)), None):
+            raise Refused(f"{place} lies in a job's directory, {found}: what is read for a job was sent for it")
+
+
+def reads_of(session: Session, model: Path, roster: Path | None) -> list[str]:
+    """What a job reads of what was sent for it, as `places_of` has it. Raises `Refused` for what is a job's."""
+    places = list(dict.fromkeys([*places_of(model), *(places_of(roster) if roster is not None else [])]))
+    check_sent(places, session)
+    return places
 
 
 def places_of(model: Path) -> list[str]:
-    """What a job reads of a model: its directory, the files elsewhere that links in it lead to, and links on the way.
+    """What a job reads of a model, or of a roster: its directory, the files elsewhere that links in it lead to, and
+    links on the way.
 
     Raises `Refused` for more than `MOST_LINKS` of them, and for a link that leads in a circle.
     """
@@ -58,13 +84,16 @@ def _links_on(path: str) -> list[str]:
     return links
 
 
-def check_places(session: Session, job: JobEntry, model: Path) -> None:
-    """Raise `Refused`, and drop the job, where its model is not read from what the ledger holds for it, or what it
-    prints would go elsewhere.
+def check_places(session: Session, job: JobEntry, model: Path, roster: Path | None) -> None:
+    """Raise `Refused`, and drop the job, where its model or roster is not read from what the ledger holds for it, or
+    what it prints would go elsewhere.
 
     A link may have been exchanged after it was looked at, before the ledger said that a job reads there.
     """
-    reason = "" if places_of(model) == job.reads else EXCHANGED.format(model)
+    try:
+        reason = "" if reads_of(session, model, roster) == job.reads else EXCHANGED.format(model)
+    except Refused as error:
+        reason = str(error)
     if found := link_in(Path(job.directory)):
         reason = f"{found} is a link, and a job's directory holds none: what the job prints would go where it leads"
     if not reason:

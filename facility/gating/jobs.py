@@ -24,7 +24,7 @@ from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, staying
 from facility.gating.grammar import Request
-from facility.gating.held import check_places, paths_alone
+from facility.gating.held import check_places, paths_alone, writable
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -49,7 +49,7 @@ def submit(session: Session, request: Request) -> int:
         name = session.job_name(approved.federation)
         job = reserve(session, name, directory, run=approved.run, reads=approved.reads)
         with paths_alone(session):
-            check_places(session, job, approved.model)
+            check_places(session, job, approved.model, approved.roster)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
@@ -73,12 +73,14 @@ def submit(session: Session, request: Request) -> int:
 def job_directory(session: Session, request: Request) -> Path:
     """Where the job is to run. Raises `Refused` where it does not exist, or lies in another job's.
 
-    Whatever lies in a job's `update` may leave: what another job prints and keeps must not.
+    Whatever lies in a job's `update` may leave: what another job prints and keeps must not. Nor may it be written, or
+    removed for a reason of ours, where another job reads.
     """
     directory = staying(below(request["directory"], session.workdir), session.workdir)
     below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
     if not directory.is_dir() or directory.is_symlink():
         raise Refused(f"the job's directory {directory} does not exist")
+    writable(request["directory"], session)
     if {str(one) for one in directory.parents} & {job.directory for job in read_ledger(session.ledger).jobs}:
         raise Refused(f"the job's directory {directory} lies in another job's directory")
     return directory

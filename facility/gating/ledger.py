@@ -20,7 +20,7 @@ RESERVED_SECONDS = 600.0
 """Longer than any submission takes."""
 KEPT = 400
 """Jobs that are remembered beside those that still count, and as many refused ones; older ones' updates cannot be
-read any more."""
+read any more. A job whose directory is still there is remembered as well: what it printed is not to be read."""
 
 
 @dataclass(kw_only=True)
@@ -112,13 +112,14 @@ class Ledger:
         others = [job for job in self.jobs if not self._counts(job, now)]
         dropped: set[int] = set()
         for kind in ([job for job in others if job.id], [job for job in others if not job.id]):
-            dropped |= {id(job) for job in kind[: max(0, len(kind) - KEPT)]}
+            old = kind[: max(0, len(kind) - KEPT)]
+            dropped |= {id(job) for job in old if not (job.id and os.path.lexists(job.directory))}
         self.jobs = [job for job in self.jobs if id(job) not in dropped]
         self.runs, self.settings = self.runs[-KEPT:], self.settings[-KEPT:]
 
     def _counts(self, job: JobEntry, now: float) -> bool:
-        """It counts for the day's node-hours, or waits for its round."""
-        return bool(job.id) and (now - job.submitted < DAY or job.waits)
+        """It counts for the day's node-hours, waits for its round, or is under way and reads a model."""
+        return bool(job.id) and (now - job.submitted < DAY or not job.ended)
 
     def note_ended(self, name: str, active: Collection[str], now: float) -> None:
         """Jobs of this name that are in no queue any more have ended by now."""

@@ -1,23 +1,27 @@
 """The two commands of secure aggregation that need no queue, run on this host: `keys` and `unmask`.
 
 Keys say nothing of the data, so settings that no order has named yet are held against the policy alone. An answer needs
-settings that a signed order named. Both are given a copy of the settings that the coordinator cannot alter.
+settings that a signed order named. Both are given copies of the settings, and of the request to unmask, that the
+coordinator cannot alter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
+from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating import queue
 from facility.gating.approval import check_dataset, check_masking
-from facility.gating.confine import confined
 from facility.gating.grammar import Request
+from facility.gating.held import check_sent, paths_alone, places_of, sent
 from facility.gating.jobs import COMMAND, job_directory, leave_reason, line, masking_exports, template
 from facility.gating.ledger import JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import SettingsCopy, settings_copy
+from facility.masking.request_copy import private_copy
 
 SECONDS = 600.0
 """Time limit."""
@@ -30,8 +34,7 @@ def keys(session: Session, request: Request) -> int:
 
 def unmask(session: Session, request: Request) -> int:
     """Answer a request to unmask a round's sum (`facility.unmask`)."""
-    asked = confined(request["request"], session.workdir, follow=True)
-    return _run(session, request, ["facility.unmask", "--request", str(asked)], ordered=True)
+    return _run(session, request, ["facility.unmask"], ordered=True)
 
 
 def _run(session: Session, request: Request, command: Sequence[str], *, ordered: bool) -> int:
@@ -39,11 +42,13 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
     update = directory / "update"
     if update.exists() or update.is_symlink():
         raise Refused(f"{directory} is no new directory for {request.verb}")
-    with settings_copy(session) as copy:
+    with settings_copy(session) as copy, ExitStack() as stack:
         try:
-            copy.take(confined(request["settings"], session.workdir, follow=True))
+            with paths_alone(session):
+                copy.take(sent(request["settings"], session))
             settings = _checked(session, copy, ordered=ordered)
             dataset = check_dataset(session, request["dataset"])
+            options = _asked(session, request, stack)
             _count(session)
         except Refused as error:
             leave_reason(session, directory, int(request["round"]), str(error))
@@ -52,10 +57,34 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
         with changed(session.ledger) as (ledger, now):  # what it leaves may be read; it costs no node-hours
             ledger.jobs.append(JobEntry(id="", name=request.verb, directory=str(directory), submitted=now))
         session.write("login command", command=request.verb, round=int(request["round"]), settings=copy.digest)
-        words = ["python3", "-m", *command, "--out", "update", "--settings", str(copy.path), "--dataset", str(dataset)]
+        words = [
+            "python3",
+            "-m",
+            *command,
+            *options,
+            "--out",
+            "update",
+            "--settings",
+            str(copy.path),
+            "--dataset",
+            str(dataset),
+        ]
         text = line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
         script = template(session, login=True).replace(COMMAND, text)
         return queue.on_this_host(session, script, name, directory, seconds=SECONDS)
+
+
+def _asked(session: Session, request: Request, stack: ExitStack) -> list[str]:
+    """The option that names the request to unmask, if any: a copy that lasts as long as the stack. Raises `Refused`."""
+    if "request" not in request.given:
+        return []
+    with paths_alone(session):
+        asked = sent(request["request"], session)
+        check_sent(places_of(asked), session)
+        try:
+            return ["--request", str(stack.enter_context(private_copy(asked)))]
+        except (InputError, OSError) as error:
+            raise Refused(str(error)) from None
 
 
 def _checked(session: Session, copy: SettingsCopy, *, ordered: bool) -> FacilitySettings:

@@ -22,7 +22,7 @@ from facility.exchange.gate_requests import ARRIVED
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.gating.confine import UPDATE, confined, plain, staying
 from facility.gating.grammar import Request
-from facility.gating.held import Target, check_no_job, paths_alone, writable
+from facility.gating.held import Target, check_no_job, check_sent, paths_alone, sent, writable
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -73,12 +73,10 @@ def resolve(session: Session, request: Request) -> int:
 def sha1(session: Session, request: Request) -> int:
     """The engine's checksum of a file that it sent.
 
-    Raises `Refused` for what a job printed or keeps. Whoever overwrites such a file byte by byte from its end, and asks
-    for the checksum after each, can read it.
+    Raises `Refused` for what a job printed or keeps, its update included. Whoever overwrites such a file byte by byte
+    from its end, and asks for the checksum after each, can read it, and no byte of it would have been counted.
     """
-    path = confined(request["path"], session.workdir, follow=True)
-    if any(job.id and path.is_relative_to(job.directory) for job in read_ledger(session.ledger).jobs):
-        readable(request["path"], session)
+    path = sent(request["path"], session)
     if not path.is_file():
         return 1
     if path.stat().st_size > MOST_SMALL:  # hours for a file of one byte at a far offset, connection or not
@@ -122,9 +120,13 @@ def _clear(path: Path) -> None:
 
 
 def link(session: Session, request: Request) -> int:
-    """Neither to what may leave nor from a job's directory: a job would write there, its output for one, through it."""
+    """Neither to what may leave, or is a job's, nor from a job's directory.
+
+    A job would write there, its output for one, through it, or read there what another printed.
+    """
     with paths_alone(session):
         source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
+        check_sent([str(source)], session)
         target = writable(request["target"], session)
         check_no_job(target, session)
         _clear(target)

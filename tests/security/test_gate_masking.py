@@ -13,7 +13,8 @@ import pytest
 
 from facility import keys
 from facility.exchange.masking import roster as rosters
-from facility.exchange.masking.roster import read_keys
+from facility.exchange.masking.roster import AGREEMENT, read_keys
+from facility.exchange.masking.unmasking import REQUEST, ROSTER
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
 from facility.gating import queue
@@ -195,9 +196,11 @@ def test_an_answer_needs_settings_that_a_signed_order_named(site: MaskingGate, m
     ran: list[str] = []
     monkeypatch.setattr(queue, "on_this_host", lambda _, script, *__, **___: ran.append(script) or 0)
     site.ask(site.round())
-    (site.workdir / "asked").mkdir()
+    for file in (REQUEST, f"{ROSTER}/{AGREEMENT}"):
+        (site.workdir / "asked" / file).parent.mkdir(parents=True, exist_ok=True)
+        (site.workdir / "asked" / file).write_text("{}")
     assert site.ask(site.step("unmask", "u", f" --request {site.workdir}/asked"))[0] == 0
-    assert f"-m facility.unmask --request {site.workdir}/asked --out update" in ran[0]
+    assert "-m facility.unmask --request " in ran[0] and f"{site.workdir}/asked" not in ran[0], "a copy as well"
     assert f"--settings {site.home}/gate/settings-" in ran[0], "a copy, which the coordinator cannot exchange"
     assert ran[0].startswith(f"#!/bin/bash\n. '{site.home}/env.sh'\n"), "not the job template"
 

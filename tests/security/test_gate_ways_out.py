@@ -96,10 +96,13 @@ def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.Mo
         book.jobs[0].ended = 1.0
     for _ in range(12):
         assert site.ask(site.round().replace(f"{site.home}/data", "/etc"))[0] == 77
-    assert site.ask(f"crossfed-gate link {place}/slurm-17.out {link}")[0] == 0
-    for path in (place / "slurm-17.out", link):
+    assert site.ask(f"crossfed-gate link {place}/slurm-17.out {link}")[0] == 77
+    os.symlink(place / "slurm-17.out", link)
+    (place / "update").mkdir(exist_ok=True)
+    (place / "update" / "model.safetensors").write_bytes(SECRET)
+    for path in (place / "slurm-17.out", link, place / "update" / "model.safetensors"):
         code, out, error = site.ask(f"crossfed-gate sha1 {path}")
-        assert (code, out) == (77, b"") and "nothing else leaves through this gate" in error
+        assert (code, out) == (77, b"") and "lies in a job's directory" in error
     assert site.ask(f"crossfed-gate sha1 {site.workdir}/in/alpha.json")[0] == 0, "what the engine sent"
 
 
