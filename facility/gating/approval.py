@@ -104,6 +104,7 @@ def approve(session: Session, request: Request) -> Approved:
         dataset = check_dataset(session, request["dataset"])
         if held_out := settings.evaluation.held_out:
             check_dataset(session, held_out)
+        check_files(session, settings)
         check_tasks(session, settings)
         check_own_code(session, dataclasses.asdict(settings))
         if sha256_of(model / NAME) != manifest:
@@ -140,6 +141,11 @@ def check_settings(session: Session, settings: FacilitySettings) -> None:
         raise Refused(f"updates would travel as {encoding!r}, the policy allows {', '.join(policy.encodings)}")
     if policy.adapters_only and not training.lora.rank:
         raise Refused("the whole model would be trained, the policy allows low-rank adapters only")
+    if policy.adapters_only and training.lora.rank > policy.adapters_rank:
+        raise Refused(
+            f"adapters of rank {training.lora.rank} would be trained, the policy's adapters_rank is "
+            f"{policy.adapters_rank}: with a rank as large as a matrix's width they are as much as the whole model"
+        )
     if policy.adapters_only and (whole := sorted({*training.lora.modules_to_save} - {*HEADS})):
         raise Refused(
             f"modules {', '.join(map(repr, whole[:3]))} would be trained whole (training.lora.modules_to_save), the "
@@ -201,10 +207,10 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
     """A run begins with a listed model; its later rounds follow from that. Other models that settings name by a path,
     LoRA's base and the reference of preferences, are listed themselves: any of this site's would be read."""
     models = session.policy.models
-    if not models:
-        return
     check_listed(session, "base model", settings.training.lora.base)
     check_listed(session, "reference of preferences", settings.training.preference.reference)
+    if not models:
+        return
     run = f"{order.federation}/{run_of(order)}"
     with changed(session.ledger) as (ledger, _):
         if run in ledger.runs:
@@ -218,7 +224,8 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
 
 
 def check_listed(session: Session, what: str, path: str) -> None:
-    """Raise `Refused` unless the model at a path of this site's, if any is named, is one of the policy's."""
+    """Raise `Refused` where a model at a path of this site's, if any is named, lies in the workdir, or is none of the
+    policy's models, if it has any."""
     if not path:
         return
     if real(resolve(path)).is_relative_to(session.workdir):
@@ -226,12 +233,28 @@ def check_listed(session: Session, what: str, path: str) -> None:
             f"the {what} {path} lies in the workdir, where the coordinator writes: whatever its manifest says, "
             "its weights could be others; keep it elsewhere at this site"
         )
+    if not session.policy.models:
+        return
     try:
         digest = base_digest(resolve(path))
     except (CheckpointError, OSError) as error:
         raise Refused(f"the {what} {path} is none: {error}") from None
     if digest not in session.policy.models:
         raise Refused(f"the {what} {path} has {digest:.16}..., which is not among the policy's models")
+
+
+def check_files(session: Session, settings: FacilitySettings) -> None:
+    """Any private key of this account's would sign, and an error would tell parts of any other file."""
+    training, allowed = settings.training, {real(resolve(one)) for one in session.policy.files}
+    named = {
+        "training.signing_key": training.signing_key,
+        "training.layout.plan": training.layout.plan,
+        "training.sync.emulation.trace": training.sync.emulation.trace,
+    }
+    for key, path in named.items():
+        if path and real(resolve(path)) not in allowed:
+            listed = ", ".join(session.policy.files) or "none"
+            raise Refused(f"{key} is {path}, the policy's files are: {listed}")
 
 
 def check_tasks(session: Session, settings: FacilitySettings) -> None:

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating import queue
-from facility.gating.approval import check_dataset, check_masking
+from facility.gating.approval import check_dataset, check_files, check_masking
 from facility.gating.grammar import Request
 from facility.gating.held import check_sent, paths_alone, places_of, sent
 from facility.gating.jobs import COMMAND, job_directory, leave_reason, line, masking_exports, template
@@ -93,6 +93,7 @@ def _checked(session: Session, copy: SettingsCopy, *, ordered: bool) -> Facility
     if settings.masking is None:
         raise Refused("the settings ask for no secure aggregation")
     check_masking(session, settings.masking)
+    check_files(session, settings)
     if ordered:
         copy.check_ordered(session)
     return settings

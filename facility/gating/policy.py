@@ -82,6 +82,8 @@ class Policy:
     """How updates may travel: `full`, `masked` or codecs' names; none: in any way."""
     adapters_only: bool = False
     """Only low-rank adapters are trained, and leave."""
+    adapters_rank: int = 64
+    """Their largest rank: adapters whose rank is a matrix's width leave as much of it as the matrix itself."""
     secure_aggregation: bool = False
     """Only masked updates leave: settings must ask for secure aggregation."""
     peer_signers: Path | None = None
@@ -99,6 +101,8 @@ class Policy:
     """`document`: whole documents must be protected; empty: blocks are enough."""
     dataset_epsilon: float = 0.0
     """Largest sum of the epsilons that all federations on one dataset may spend; 0: no limit."""
+    files: tuple[str, ...] = ()
+    """Files that settings may name: private keys that sign, plans, traces of speeds. None: no file."""
     task_directories: tuple[str, ...] = ()
     """Folders with tasks of lm-eval that settings may name; their YAML files name code. None: its own tasks alone."""
     trackers: tuple[str, ...] = ()
@@ -135,7 +139,7 @@ def named_places(policy: Policy, file: Path) -> Iterator[tuple[str, Path]]:
         yield "peer_signers", policy.peer_signers
     if policy.template:
         yield "template", file.absolute().parent / policy.template
-    for name in ("datasets", "task_directories"):
+    for name in ("datasets", "task_directories", "files"):
         yield from ((name, resolve(one)) for one in getattr(policy, name))
 
 
@@ -335,6 +339,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "modules": _texts(MODULE, "modules' names"),
     "encodings": _texts(NAME, "codecs' names"),
     "adapters_only": _flag,
+    "adapters_rank": _whole(1),
     "secure_aggregation": _flag,
     "peer_signers": _path,
     "minimum_sum": _whole(0),
@@ -343,6 +348,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "delta": _exponent,
     "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
     "dataset_epsilon": _above_zero,
+    "files": _texts(None, "paths"),
     "task_directories": _texts(None, "paths"),
     "trackers": _texts(NAME, "trackers' names"),
     "job_output": _flag,

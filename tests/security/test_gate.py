@@ -363,6 +363,16 @@ REFUSALS = {
         {"adapters_only": True},
         "low-rank adapters only",
     ),
+    "adapters as large as the model": (
+        lambda s: s.round(lora={"rank": 65}),
+        {"adapters_only": True},
+        "adapters of rank 65 would be trained, the policy's adapters_rank is 64",
+    ),
+    "adapters of more than the site's rank": (
+        lambda s: s.round(lora={"rank": 9}),
+        {"adapters_only": True, "adapters_rank": 8},
+        "adapters_rank is 8",
+    ),
     "another encoding": (lambda s: s.round(), {"encodings": ["delta-int8"]}, "would travel as 'full'"),
     "another base": (lambda s: s.round(), {"models": ["0" * 64]}, "not among the policy's models"),
     "unmasked": (lambda s: s.round(), {"secure_aggregation": True}, "wants secure aggregation"),

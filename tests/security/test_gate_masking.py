@@ -47,6 +47,10 @@ class MaskingGate(Gate):
             "peer_signers": str(self.peers),
         }
 
+    def policy(self, **changes) -> None:
+        """Its own signing key is one of the policy's files."""
+        super().policy(**{"files": [str(self.home / "peers" / "alpha")]} | changes)
+
     def settings(self, **changes) -> None:
         """What `round` wrote, with masks; signed again."""
         path = self.workdir / "in" / "alpha.json"

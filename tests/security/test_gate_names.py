@@ -3,15 +3,18 @@ what the coordinator sent. Of any other, an error would tell parts, and a privat
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.roster import AGREEMENT
 from facility.exchange.masking.unmasking import REQUEST, ROSTER, SHARES
 from facility.gating import ledger, queue
 from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.policy import read_policy
 from tests.security import test_gate, test_gate_masking
 from tests.security.test_gate import Gate
 from tests.security.test_gate_masking import MaskingGate
@@ -136,3 +139,39 @@ def test_a_job_whose_directory_is_there_or_that_is_not_over_is_not_forgotten(tmp
             book.jobs.append(JobEntry(id=str(number), name="n", directory="/none", submitted=3.0, ended=4.0))
     ids = [job.id for job in read_ledger(path).jobs]
     assert ids[:2] == ["a", "b"] and len(ids) == 2 + ledger.KEPT
+
+
+NAMED = {
+    "signing_key": lambda path: {"signing_key": path},
+    "layout.plan": lambda path: {"layout": {"plan": path}},
+    "sync.emulation.trace": lambda path: {"sync": {"emulation": {"trace": path}}},
+}
+
+
+@pytest.mark.parametrize("key", NAMED)
+def test_settings_name_no_file_that_the_policy_does_not(site: Gate, key: str):
+    """Another private key of the account's would sign; of any other file, or a job's output, an error tells parts."""
+    own = site.home / "own"
+    own.write_text("")
+    for path in (own, site.home / "policy.yml", site.workdir / "job" / "slurm-17.out", "~/.ssh/id_ed25519"):
+        code, _, error = site.ask(site.round(**NAMED[key](str(path))))
+        assert code == 77 and f"training.{key} is {path}, the policy's files are: none" in error
+    site.policy(files=[str(own)])
+    assert site.ask(site.round(**NAMED[key](str(own))))[0] == 0
+    site.policy(files=[str(site.workdir / "own")])
+    with pytest.raises(ConfigurationError, match="files .* lies in the workdir"):
+        read_policy(site.home / "policy.yml")
+
+
+def test_keys_are_signed_with_no_key_that_the_policy_does_not_name(masking: MaskingGate):
+    masking.round()
+    masking.policy(peer_signers=str(masking.peers), files=[])
+    code, _, error = masking.ask(masking.step("keys", "k"))
+    assert code == 77 and "the policy's files are: none" in error
+
+
+@pytest.mark.parametrize("named", [{"lora": {"rank": 4, "base": "{}"}}, {"preference": {"reference": "{}"}}])
+def test_models_that_settings_name_are_none_of_the_workdir_whatever_the_policy_lists(site: Gate, named: dict):
+    training = json.loads(json.dumps(named).replace("{}", str(site.workdir / "base")))
+    code, _, error = site.ask(site.round(**training))
+    assert code == 77 and "lies in the workdir" in error

@@ -51,6 +51,7 @@ def open_gates(three: Testbed, folder: Path, *federations: str, **changed: objec
             "encodings": ["masked"],
             "peer_signers": f"{site.home}/masking/signers",
             "minimum_sum": 2,
+            "files": [f"{site.home}/masking/id"],
         }
         changes |= changed
         put(three, site, "policy.yml", policy(site, told.stdout.split()[1], **changes))
