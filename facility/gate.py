@@ -110,16 +110,20 @@ def sink(session: Session, request: Request) -> int:
 
 
 def probe(session: Session, request: Request) -> int:
-    """`python -m facility.probe` for a dataset of the policy's."""
+    """`python -m facility.probe` for a dataset of the policy's; reserves no more than may come in within a day."""
+    from facility.exchange.files.locks import take_lock
     from facility.gating.approval import check_dataset
 
     dataset = check_dataset(session, request["dataset"])
     command = [sys.executable, "-m", "facility.probe", "--dataset", str(dataset), "--workdir", str(session.workdir)]
     paths = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)}
-    return subprocess.run(
-        [*command, "--reserve", request["reserve"]], env=environment, stdin=subprocess.DEVNULL
-    ).returncode
+    reserve = min(int(request["reserve"]), session.policy.bytes_in_per_day)
+    with open(session.state / "probe.lock", "a") as lock:  # one at a time: together they would fill the disk
+        take_lock(lock, Path(lock.name))
+        return subprocess.run(
+            [*command, "--reserve", str(reserve)], env=environment, stdin=subprocess.DEVNULL
+        ).returncode
 
 
 HERE = {"hello": hello, "nothing": lambda session, request: 0, "hold": hold, "sink": sink, "probe": probe}

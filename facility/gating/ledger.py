@@ -1,4 +1,4 @@
-"""What the gate remembers between requests: the jobs that it submitted, and the bytes that it let out."""
+"""What the gate remembers between requests: the jobs that it submitted, and the bytes that it let out and in."""
 
 from __future__ import annotations
 
@@ -70,6 +70,8 @@ class Ledger:
     jobs: list[JobEntry] = field(default_factory=list)
     out: dict[str, int] = field(default_factory=dict)
     """Bytes that left, by hour since 1970."""
+    into: dict[str, int] = field(default_factory=dict)
+    """Bytes that came in, likewise."""
     runs: list[str] = field(default_factory=list)
     """`federation/run` of the runs that began here with an allowed model."""
     settings: list[str] = field(default_factory=list)
@@ -85,6 +87,12 @@ class Ledger:
 
     def let_out(self, count: int, now: float) -> None:
         self.out = counted(self.out, count, now)
+
+    def bytes_in(self, now: float) -> int:
+        return sum(count for hour, count in self.into.items() if int(hour) * 3600 + 3600 > now - DAY)
+
+    def let_in(self, count: int, now: float) -> None:
+        self.into = counted(self.into, count, now)
 
     def count_command(self, now: float) -> int:
         """Count one command; returns how many there were within 24 hours, it included."""
@@ -135,10 +143,15 @@ class Ledger:
                 job.ended = now
 
 
+def hour_of(now: float) -> str:
+    """The key of an hour's count."""
+    return str(int(now // 3600))
+
+
 def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
     """Counts by hour with `count` more, without those that are older than a day."""
     recent = {one: n for one, n in hours.items() if int(one) * 3600 + 3600 > now - DAY}
-    hour = str(int(now // 3600))
+    hour = hour_of(now)
     return recent | {hour: recent.get(hour, 0) + count}
 
 
@@ -151,6 +164,7 @@ def read_ledger(path: Path) -> Ledger:
     return Ledger(
         jobs=[JobEntry(**job) for job in raw["jobs"]],
         out=dict(raw["out"]),
+        into=dict(raw.get("into", {})),
         runs=list(raw["runs"]),
         settings=list(raw.get("settings", [])),
         commands=dict(raw.get("commands", {})),

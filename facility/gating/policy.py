@@ -73,6 +73,9 @@ class Policy:
     federation.yml), one such job a federation; 0: jobs are submitted with their model alone."""
     bytes_out_per_day: int = 100_000_000_000
     """Most bytes that leave within 24 hours."""
+    bytes_in_per_day: int = 1_000_000_000_000
+    """Most bytes that are written to the workdir for a coordinator within 24 hours, its jobs' own apart; a file, a
+    directory or a link counts with 4096 more."""
     models: tuple[str, ...] = ()
     """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of other models that
     settings name by a path (LoRA's bases, references of preferences); none: any."""
@@ -335,6 +338,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "node_hours_per_day": _above_zero,
     "ahead_seconds": _above_zero,
     "bytes_out_per_day": _whole(0),
+    "bytes_in_per_day": _whole(0),
     "models": _texts(HEX, "sha256 digests"),
     "modules": _texts(MODULE, "modules' names"),
     "encodings": _texts(NAME, "codecs' names"),

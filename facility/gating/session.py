@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from facility.exchange.files import audit_log
 from facility.exchange.job_names import job_name, waiting_name
-from facility.gating.ledger import changed
+from facility.gating.ledger import changed, hour_of
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
+
+ENTRY = 4096
+"""Bytes that a file, a directory or a link counts with beside its content."""
+STEP = 64 << 20
+"""Bytes that are taken at once from what may come in: the ledger is written for each step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,3 +74,39 @@ class Session:
                     f"is {most}"
                 )
             ledger.let_out(count, now)
+
+
+class Incoming:
+    """Bytes that one request brings, counted before they are written; leaving gives back what was taken in vain."""
+
+    def __init__(self, session: Session) -> None:
+        self.session, self.left, self.hour = session, 0, ""
+
+    def take(self, count: int) -> None:
+        """Raise `Refused` where these bytes exceed the day's share."""
+        if count > self.left:
+            self._take_more(count - self.left)
+        self.left -= count
+
+    def _take_more(self, wanted: int) -> None:
+        with changed(self.session.ledger) as (ledger, now):
+            most = self.session.policy.bytes_in_per_day
+            room = most - ledger.bytes_in(now)
+            if wanted > room:
+                raise Refused(
+                    f"{wanted} bytes more would come in, {max(0, room)} may within 24 hours: the policy's "
+                    f"bytes_in_per_day is {most}"
+                )
+            taken = min(room, max(wanted, STEP))
+            ledger.let_in(taken, now)
+            self.left, self.hour = self.left + taken, hour_of(now)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.left:
+            return
+        with changed(self.session.ledger) as (ledger, _):
+            if self.hour in ledger.into:  # the hour that it was taken in: another one's would be too little for a day
+                ledger.into[self.hour] -= min(self.left, ledger.into[self.hour])

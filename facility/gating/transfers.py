@@ -25,7 +25,7 @@ from facility.gating.grammar import Request
 from facility.gating.held import Target, check_no_job, check_sent, paths_alone, sent, writable
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
-from facility.gating.session import Session
+from facility.gating.session import ENTRY, Incoming, Session
 
 BLOCK = 1 << 20
 MOST_SMALL = 64 << 20
@@ -98,10 +98,18 @@ def walk(session: Session, request: Request) -> int:
 
 def make(session: Session, request: Request) -> int:
     """Make directories, for this account alone."""
-    for word in request.more:
-        with paths_alone(session):
-            confined(word, session.workdir).mkdir(mode=0o700, parents=True, exist_ok=True)
+    with Incoming(session) as incoming:
+        for word in request.more:
+            with paths_alone(session):
+                path = confined(word, session.workdir)
+                incoming.take(_new_entries(path))
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return 0
+
+
+def _new_entries(path: Path) -> int:
+    """What a path counts with that is about to be made, its directories included."""
+    return ENTRY * sum(not os.path.lexists(one) for one in (path, *path.parents))
 
 
 def remove(session: Session, request: Request) -> int:
@@ -124,11 +132,12 @@ def link(session: Session, request: Request) -> int:
 
     A job would write there, its output for one, through it, or read there what another printed.
     """
-    with paths_alone(session):
+    with paths_alone(session), Incoming(session) as incoming:
         source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
         check_sent([str(source)], session)
         target = writable(request["target"], session)
         check_no_job(target, session)
+        incoming.take(ENTRY)
         _clear(target)
         os.symlink(source, target)
     return 0
@@ -136,20 +145,22 @@ def link(session: Session, request: Request) -> int:
 
 def put_tree(session: Session, request: Request) -> int:
     """A tar stream of directories and regular files becomes the directory; what stood there is replaced."""
-    with paths_alone(session):
-        target = Target(request["path"], session)
-        _clear(target.path)
-        target.path.mkdir(mode=0o700, parents=True)
-    stream = _Bounded()
-    try:
-        with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK, tarinfo=PlainHeader) as archive:
-            for count, member in enumerate(archive):
-                if count >= MOST_FILES:
-                    raise Refused(f"more than {MOST_FILES} files come at once")
-                stream.left = min(member.size, MOST_SMALL) + MOST_HEADERS
-                _unpack(archive, member, target)
-    except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
-        raise Refused(f"what came is no tar stream: {error}") from None
+    with Incoming(session) as incoming:
+        with paths_alone(session):
+            target = Target(request["path"], session)
+            incoming.take(_new_entries(target.path))
+            _clear(target.path)
+            target.path.mkdir(mode=0o700, parents=True)
+        stream = _Bounded()
+        try:
+            with tarfile.open(fileobj=stream, mode="r|", bufsize=BLOCK, tarinfo=PlainHeader) as archive:
+                for count, member in enumerate(archive):
+                    if count >= MOST_FILES:
+                        raise Refused(f"more than {MOST_FILES} files come at once")
+                    stream.left = min(member.size, MOST_SMALL) + MOST_HEADERS
+                    _unpack(archive, member, target, incoming)
+        except (tarfile.TarError, EOFError, ValueError, RecursionError) as error:
+            raise Refused(f"what came is no tar stream: {error}") from None
     return 0
 
 
@@ -166,8 +177,9 @@ class _Bounded(io.RawIOBase):
         return block
 
 
-def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Target) -> None:
+def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Target, incoming: Incoming) -> None:
     name = plain(member.name)
+    incoming.take(ENTRY * (name.count("/") + 1))
     if member.size > MOST_SMALL:
         raise Refused(f"{name} is too large to come whole")
     if member.isdir():
@@ -178,7 +190,7 @@ def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Target) ->
         with paths_alone(place.session):
             place.check()
             file = _new(confined(f"{place.path}/{name}", place.path))
-        if (written := _copy(source, file, place)) != member.size:
+        if (written := _copy(source, file, place, incoming)) != member.size:
             raise Refused(f"{name} came with {written} bytes, expected {member.size}")
     else:
         raise Refused(f"{name} is neither a directory nor a regular file, written out")
@@ -190,7 +202,7 @@ def _new(path: Path) -> int:
     return os.open(path, NEW, 0o600)
 
 
-def _copy(source: IO[bytes], file: int, target: Target) -> int:
+def _copy(source: IO[bytes], file: int, target: Target, incoming: Incoming) -> int:
     """Write a stream of at most `MOST_SMALL` bytes into the descriptor, and close it; returns the bytes written."""
     with os.fdopen(file, "wb", buffering=0) as out:
         done = 0
@@ -198,6 +210,7 @@ def _copy(source: IO[bytes], file: int, target: Target) -> int:
             done += len(block)
             if done > MOST_SMALL:
                 raise Refused(f"{target.path} is larger than {MOST_SMALL} bytes, and has to come in pieces")
+            incoming.take(len(block))
             target.check()
             write_all(out.fileno(), block)
         return done
@@ -205,32 +218,36 @@ def _copy(source: IO[bytes], file: int, target: Target) -> int:
 
 def put_file(session: Session, request: Request) -> int:
     """The input becomes a file of at most `MOST_SMALL` bytes; what stood there is replaced."""
-    with paths_alone(session):
-        target = Target(request["path"], session)
-        _clear(target.path)
-        file = _new(target.path)
-    _copy(_input(), file, target)
+    with Incoming(session) as incoming:
+        with paths_alone(session):
+            target = Target(request["path"], session)
+            incoming.take(_new_entries(target.path))
+            _clear(target.path)
+            file = _new(target.path)
+        _copy(_input(), file, target, incoming)
     return 0
 
 
 def put_piece(session: Session, request: Request) -> int:
     """A range of a file that put-tree or put-file made."""
     offset, left = int(request["offset"]), int(request["length"])
-    with paths_alone(session):
-        target = Target(request["path"], session)
-        file = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        while left:
-            block = _input().read(min(BLOCK, left))
-            if not block:
-                raise OSError(f"{target.path}: the connection ended {left} bytes too early")
-            target.check()
-            done = 0
-            while done < len(block):
-                done += os.pwrite(file, block[done:], offset + done)
-            offset, left = offset + len(block), left - len(block)
-    finally:
-        os.close(file)
+    with Incoming(session) as incoming:
+        with paths_alone(session):
+            target = Target(request["path"], session)
+            file = os.open(target.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            while left:
+                block = _input().read(min(BLOCK, left))
+                if not block:
+                    raise OSError(f"{target.path}: the connection ended {left} bytes too early")
+                incoming.take(len(block))
+                target.check()
+                done = 0
+                while done < len(block):
+                    done += os.pwrite(file, block[done:], offset + done)
+                offset, left = offset + len(block), left - len(block)
+        finally:
+            os.close(file)
     _say(f"{ARRIVED}\n")
     return 0
 
@@ -329,11 +346,15 @@ def _give(session: Session, path: Path, offset: int, length: int) -> None:
 def get_tree(session: Session, request: Request) -> int:
     """The files that the input names, below a directory, as a tar stream."""
     place = readable(request["path"], session)
-    files = [(plain(name), readable(f"{place}/{name}", session)) for name in _names()]
-    session.take_out(sum(path.stat().st_size for _, path in files))
+    paths = [(plain(name), readable(f"{place}/{name}", session)) for name in _names()]
+    files = [(name, path, path.stat().st_size) for name, path in paths]
+    session.take_out(sum(size for _, _, size in files))
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.GNU_FORMAT, dereference=True) as archive:
-        for name, path in files:
+        for name, path, size in files:
             with os.fdopen(_open(path), "rb") as file:
-                archive.addfile(archive.gettarinfo(arcname=name, fileobj=file), file)
+                entry = archive.gettarinfo(arcname=name, fileobj=file)
+                if entry.size > size:
+                    raise Refused(f"{path} grew while it was read: {size} bytes of it were counted")
+                archive.addfile(entry, file)
     sys.stdout.flush()
     return 0

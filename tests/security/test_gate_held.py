@@ -287,11 +287,11 @@ def test_a_stream_that_began_before_its_job_adds_nothing_to_its_model(
     stream, done = io.BytesIO(data), []
     real = transfers._copy
 
-    def late(source, file, target):
+    def late(source, file, target, incoming):
         if not done and target.path.name != "model" or len(list(model.iterdir())) == len(files) + 1:
             done.append(True)
             assert queue_job(site, request)
-        return real(source, file, target)
+        return real(source, file, target, incoming)
 
     monkeypatch.setattr(transfers, "_input", lambda: stream)
     monkeypatch.setattr(transfers, "_copy", late)
