@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from facility.exchange.sizes import size as size
+
 
 def span(seconds: float) -> str:
     """`0.4 s`, `42 s`, `3:07 min`, `2:30 h`; a whole number of minutes or hours stands alone: `10 min`, `2 h`.
@@ -18,12 +20,3 @@ def span(seconds: float) -> str:
     if not rest:
         return f"{large:,} {unit}"
     return f"{large}:{rest:02d} min" if unit == "min" else f"{large:,}:{rest // 60:02d} h"
-
-
-def size(count: float) -> str:
-    """Bytes in three digits: `560 B`, `2.05 kB`, `1 GB`."""
-    for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
-        if abs(count) < 999.5:  # rounds to at most 999
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} EB"

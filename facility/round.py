@@ -85,7 +85,11 @@ def first(job: Job) -> int:
         ending = Ending(code=2, reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
-        cause = sentence(located(error, [job.state, Path.cwd()])) if is_storage(error) else report.text_of(error)
+        cause = (
+            sentence(located(error, [job.state, Path.cwd()]), again=False)
+            if is_storage(error)
+            else report.text_of(error)
+        )
         ending = Ending(code=1, reason=f"the round's own command failed: {cause}", tail=tail)
     if ending.code == Outcome.DONE:
         return Outcome.DONE

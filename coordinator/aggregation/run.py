@@ -10,7 +10,6 @@ describe  describe.py    what round.json says
 from __future__ import annotations
 
 import errno
-import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from coordinator.aggregation.state import make_way
 from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
 from facility.exchange.errors import InputError, TransientError, UpdateRefused
+from facility.exchange.files.storage import sentence
 
 
 def run(request: Request) -> RoundRecord:
@@ -61,14 +61,10 @@ def run(request: Request) -> RoundRecord:
 
 @contextmanager
 def _clear_about_space(out: Path) -> Iterator[None]:
-    """A full disk, quota or file-size limit as one sentence."""
+    """A full disk, quota or file-size limit as one sentence, with the disk that it was: the model's, or the state's."""
     try:
         yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        free = shutil.disk_usage(Path(out).absolute().parent).free
-        raise TransientError(
-            f"{out} could not be written: {error.strerror} ({free / 1e6:.0f} MB are free there); nothing was left "
-            "behind, make space and run the same command again"
-        ) from None
+        raise TransientError(f"{sentence(error, out)} (nothing was left behind)") from None

@@ -7,6 +7,7 @@
     │   │   └── UnknownKey        a key that is not declared
     │   ├── CheckpointError       a checkpoint or one of its files
     │   │   └── ManifestError     a directory that is not what its manifest says
+    │   ├── NotWritten            a file system that takes no more; raised on every rank where one of them met it
     │   └── UpdateRefused         an update that may not take part in a round; carries the facility's name
     └── TransientError            the same command may succeed later
 
@@ -70,6 +71,10 @@ class ManifestError(CheckpointError):
     """A directory does not hold what its manifest says."""
 
 
+class NotWritten(InputError):
+    """A file system takes no more: full, over a quota, read-only."""
+
+
 class UpdateRefused(InputError):
     """An update may not take part in its round."""
 
@@ -121,7 +126,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise
-        print(f"{ERROR}{shown(sentence(error))}", file=sys.stderr)
+        print(f"{ERROR}{shown(sentence(error, again=not in_job))}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:
         if in_job:

@@ -100,7 +100,7 @@ def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]
         if _needed(directory, state, round, evaluates):
             raise InputError(
                 f"{reason}, which round {round} goes on from: restore it from a copy, or remove {directory} to begin "
-                "without it, from the received model; then give the same command again"
+                "without it, from the received model"
             )
         aside = state / ASIDE / f"{'-'.join(inner.parts)}-{time.strftime('%Y%m%d-%H%M%S')}"
         aside.parent.mkdir(exist_ok=True)

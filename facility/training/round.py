@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import Conversion
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, NotWritten
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
 from facility.exchange.seeds import derive
@@ -213,7 +213,7 @@ class Round:
             tracker.log(overall, **loss_figures, gradient_norm=result.gradient_norm, learning_rate=result.rate)
             trace.step()
             if training.limits.save_every and progress.done % training.limits.save_every == 0 and engine.together:
-                self._checkpoint()
+                self._save_on_the_way()
         finished = sync.finish()
         self._go_on_with(sync.members)
         average_statistics(engine.assembly.statistics, self.ranks, self._averaging(finished))
@@ -313,6 +313,14 @@ class Round:
         if finished or self.engine.together:
             return self.ranks.group
         return self.engine.assembly.model_group
+
+    def _save_on_the_way(self) -> None:
+        """Write a mid-round checkpoint. A full disk costs the round that checkpoint alone: the one before stays."""
+        try:
+            self._checkpoint()
+        except NotWritten as error:
+            done, steps = self.progress.done, self.request.training.steps
+            log.warning("after step %d of %d no checkpoint was written, and the round goes on: %s", done, steps, error)
 
     def _checkpoint(self) -> None:
         """Write a mid-round checkpoint of every replica."""

@@ -365,7 +365,8 @@ def test_a_full_disk_is_one_clear_error(large: list[str], tmp_path: Path):
             [*large, "--out", str(small / "out"), "--state-out", str(small / "state")], capture_output=True, text=True
         )
         assert done.returncode not in (0, 1) and "Traceback" not in done.stderr, done.stderr
-        assert done.stderr.startswith("error: ") and ("space" in done.stderr or "large" in done.stderr)
+        assert done.stderr.startswith(f"error: {small} is full: {small}/" if mounted else f"error: {small}/")
+        assert "nothing was left behind" in done.stderr and ("free now" in done.stderr) == mounted
         assert list(small.iterdir()) == []
     finally:
         if mounted:

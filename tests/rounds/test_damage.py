@@ -143,8 +143,10 @@ def test_a_file_system_that_refuses_is_one_sentence_with_its_place(number: int):
     error = OSError(number, os.strerror(number), "/scratch/a/round-1")
     assert is_storage(error) and not is_storage(ValueError()) and not is_storage(OSError(errno.EIO, "x"))
     said = sentence(error)
-    assert said.startswith("/scratch/a/round-1 ") and "Errno" not in said and "same command again" in said
-    assert sentence(OSError(number, "x"), "/state").startswith("/state ")
+    assert "/scratch/a/round-1 " in said and "Errno" not in said and said.endswith("same command again")
+    assert said.startswith("/ is full: " if number == errno.ENOSPC else "/scratch/a/round-1 ")
+    assert "/state " in sentence(OSError(number, "x"), "/state")
+    assert "command" not in sentence(error, again=False), "no person gives a job's command"
 
 
 def test_a_state_directory_that_cannot_be_made_is_no_bare_number(tmp_path: Path):

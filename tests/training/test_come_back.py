@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import resource
 import signal
 import time
 from pathlib import Path
@@ -19,8 +20,9 @@ from facility.rounds.sealed import check_kept, flaw, replace_directory, seal
 from facility.training import finish
 from facility.training.state import state
 from facility.training.stop import Stop
+from tests.distributed import run_distributed
 from tests.training.federation import largest_difference, started, write_dataset
-from tests.training.layouts import TWO, arguments, rounds_in
+from tests.training.layouts import TWO, arguments, rounds_in, run_rounds
 
 
 @pytest.fixture
@@ -81,6 +83,39 @@ def test_what_was_saved_in_a_round_stays_until_its_update_is_complete(
     assert (tmp_path / "state/round-0").is_dir() and not (tmp_path / "out").exists()
     assert "resuming after step 2" in rounds_in([("again", arguments(tmp_path, pico_llama, dataset))])["again"][0]
     assert not (tmp_path / "state/paused").exists()
+
+
+def with_small_files(rank: int, world: int, cases: list[tuple[str, list[str]]], most: int) -> list[Any]:
+    """`run_rounds`, where the kernel lets the last rank write no file beyond `most` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == world - 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, before[1]))
+    try:
+        return run_rounds(rank, world, cases)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_disk_without_room_for_a_mid_round_checkpoint_costs_the_round_that_checkpoint_alone(
+    tmp_path: Path, pico_llama: Path, dataset: Path, ranks: int
+):
+    """The whole round was lost, at the one rank that met it and at those that lost contact with it."""
+    quiet = arguments(tmp_path / "quiet", pico_llama, dataset)
+    full = arguments(tmp_path / "full", pico_llama, dataset, limits={"save_every": 2})
+    rounds_in([("quiet", quiet)], ranks=ranks)
+    update, checkpoint = (pico_llama / "model.safetensors").stat().st_size, 3
+    most = int(update * (checkpoint - 0.5))  # the update and both moments have room, with the weights they have none
+    if ranks == 1:
+        results = [with_small_files(0, 1, [("full", full)], most)]
+    else:
+        results = run_distributed(with_small_files, ranks, [("full", full)], most)
+    assert [code for ((_, code, _),) in results] == [0] * ranks, results
+    ((_, _, said),) = results[0]
+    assert "after step 2 of 3 no checkpoint was written, and the round goes on" in said
+    assert "may not grow so large" in said and "same command" not in said
+    assert largest_difference(tmp_path / "quiet/out", tmp_path / "full/out") == 0.0
+    assert sorted(path.name for path in (tmp_path / "full/state").iterdir() if path.name[0] != "s") == ["round-0"]
 
 
 def test_a_kill_as_one_state_takes_the_place_of_another_leaves_a_whole_one(

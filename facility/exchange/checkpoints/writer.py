@@ -115,6 +115,7 @@ class TensorWriter:
         self.directory = Path(directory)
         self.places: dict[str, tuple[int, int, Planned]] = {}
         self._descriptors: dict[int, Path] = {}
+        self._sizes: dict[int, int] = {}
         self._hashed, self._digest, self._as_listed = hashed, digest, as_listed
         self._digests: dict[int, StreamedDigest] = {}
         metadata = {"format": "pt"} if metadata is None else dict(metadata)
@@ -135,8 +136,9 @@ class TensorWriter:
         header, starts, size = header_of(ordered, metadata)
         descriptor = os.open(self.directory / file, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         self._descriptors[descriptor] = self.directory / file
+        self._sizes[descriptor] = size
         self._write_exactly(descriptor, memoryview(header), 0)
-        with naming(self.directory / file):
+        with naming(self.directory / file, needed=size):
             os.ftruncate(descriptor, size)
         if self._hashed:
             self._digests[descriptor] = StreamedDigest(self.directory / file, size, self._digest)
@@ -170,6 +172,6 @@ class TensorWriter:
     def _write_exactly(self, descriptor: int, content: memoryview, offset: int) -> None:
         """A full disk is told with this file's name: several directories may be written side by side."""
         done = 0
-        with naming(self._descriptors[descriptor]):
+        with naming(self._descriptors[descriptor], needed=self._sizes[descriptor]):
             while done < len(content):
                 done += os.pwrite(descriptor, content[done:], offset + done)

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeGuard
 
+from facility.exchange.sizes import size
+
 PROBE_BYTES = 1 << 16
 TEMPORARY = re.compile(r"\.(.+)\.[^.]+\.tmp")
 """Name under which a file or directory is written before it appears (`facility.exchange.files.durable`)."""
@@ -46,7 +48,7 @@ def is_storage(error: BaseException) -> TypeGuard[OSError]:
 
 def refuses_writes(error: BaseException) -> TypeGuard[OSError]:
     """True where a file system takes no more: a fault of this machine, whatever was read from elsewhere."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def is_path(error: BaseException) -> TypeGuard[OSError]:
@@ -54,15 +56,49 @@ def is_path(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in PATHS and isinstance(error.filename, str | bytes | os.PathLike)
 
 
-def sentence(error: OSError, place: str | Path = "") -> str:
-    """`PATH is full: free some room, then give the same command again`. `place`: where the error names no file."""
+def sentence(error: OSError, place: str | Path = "", *, again: bool = True) -> str:
+    """`DISK is full: PATH could not be written (1.2 MB free now, 3.4 MB needed); free some room, then ...`.
+
+    `place`: where the error names no file. `again`: False in a job, whose command no person gives.
+    """
     named = error.filename2 or error.filename or place
     whole = os.path.abspath if error.errno not in PATHS else str  # as it was given: it may name a program
     where = lasting(whole(os.fsdecode(named))) if named and not isinstance(named, int) else "a file system"
-    told = (WORDS | PATHS).get(error.errno or 0, f"cannot be used: {error}")
+    words = _words(error)
+    if error.errno == errno.ENOSPC and (disk := disk_of(where)):
+        room = ", ".join([free_on(disk), *getattr(error, "__notes__", ())])
+        where, words = disk, f"is full: {where} could not be written ({room}); free some room"
+    return f"{where} {words}{SAME_COMMAND if again else ''}"
+
+
+def _words(error: OSError) -> str:
     if error.errno == errno.ENOTEMPTY and not error.filename2:  # it was to be removed
-        told = "is written to, or holds files that are still open, while it is removed: let what uses it end"
-    return f"{where} {told}{SAME_COMMAND}"
+        return "is written to, or holds files that are still open, while it is removed: let what uses it end"
+    return (WORDS | PATHS).get(error.errno or 0, f"cannot be used: {error.strerror or error}")
+
+
+def disk_of(path: str) -> str:
+    """Where the file system of a path is mounted, by its nearest folder that is there; '' where that cannot be read."""
+    if not os.path.isabs(path):
+        return ""
+    try:
+        while not os.path.isdir(path):
+            path = os.path.dirname(path)
+        path = os.path.realpath(path)
+        while not os.path.ismount(path):
+            path = os.path.dirname(path)
+        os.statvfs(path)
+    except OSError:
+        return ""
+    return path
+
+
+def free_on(disk: str) -> str:
+    """What this account may still write there, in words."""
+    found = os.statvfs(disk)
+    if found.f_files and not found.f_favail:
+        return "no inodes free now"
+    return f"{size(found.f_bavail * found.f_frsize)} free now"
 
 
 def lasting(path: str) -> str:
@@ -75,14 +111,16 @@ OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)\s*$")
 
 
 @contextmanager
-def naming(place: Path) -> Iterator[None]:
+def naming(place: Path, *, needed: int = 0) -> Iterator[None]:
     """What a file system refuses within names `place`, where the error names no file, as those of open files do, and
-    is an `OSError`, also where a library raises one of its own."""
+    is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, told beside."""
     try:
         yield
     except OSError as error:
         if is_storage(error) and not (error.filename or error.filename2):
             error.filename = str(place)
+            if needed:
+                error.add_note(f"{size(needed)} needed")
         raise
     except Exception as error:
         number = int(found[1]) if (found := OF_A_LIBRARY.search(str(error))) else 0
@@ -101,7 +139,7 @@ def unwritable(folders: Sequence[Path]) -> str:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            return sentence(OSError(error.errno, error.strerror), folder)
+            return f"{os.path.abspath(folder)} {_words(error)}{SAME_COMMAND}"  # without a figure that changes
     return ""
 
 

@@ -16,8 +16,19 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.addresses import LOOPBACK
-from facility.exchange.errors import ConfigurationError, CrossFedError, InputError, TransientError, exit_on_error
+from facility.exchange.errors import (
+    ConfigurationError,
+    CrossFedError,
+    InputError,
+    NotWritten,
+    TransientError,
+    exit_on_error,
+)
+from facility.exchange.files.storage import is_storage, sentence
 from facility.training.processes.exchange import all_gather_json, broadcast_json
+
+KINDS: dict[str, type[CrossFedError]] = {kind.__name__: kind for kind in (NotWritten, TransientError)}
+"""Errors that keep their kind from rank to rank; any other is an `InputError` there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +99,24 @@ def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -
 
 @contextmanager
 def together(ranks: Ranks) -> Iterator[None]:
-    """Run a part of work that may refuse its input: what one rank refuses, every rank refuses, each once."""
+    """Run a part of work that may refuse its input, or whose file system may refuse what is written: what one rank
+    refuses, every rank refuses, each once."""
     mine: CrossFedError | None = None
     try:
         yield
     except CrossFedError as error:
         mine = error
+    except OSError as error:
+        if not is_storage(error):
+            raise
+        mine = NotWritten(sentence(error, again=False))
     if ranks.world > 1:
-        found = all_gather_json(None if mine is None else [str(mine), isinstance(mine, TransientError)], ranks.group)
+        name = next((name for name, kind in KINDS.items() if isinstance(mine, kind)), "")
+        found = all_gather_json(None if mine is None else [str(mine), name], ranks.group)
         for number, item in enumerate(found):
             if item is not None and mine is None:
-                message, again = item
-                raise (TransientError if again else InputError)(f"rank {number}: {message}")
+                message, name = item
+                raise KINDS.get(name, InputError)(f"rank {number}: {message}")
     if mine is not None:
         raise mine
 

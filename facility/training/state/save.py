@@ -25,6 +25,7 @@ from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_s
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import as_umask_allows
+from facility.exchange.files.storage import naming
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.training.shards import PIECE_BYTES, LocalShard
 
@@ -82,10 +83,11 @@ def create_files(
     for slot in slots.values():
         ends[slot.file] = max(ends[slot.file], slot.start + slot.size)
     for file, header in headers.items():
-        with open(directory / file, "wb") as handle:
+        whole = max(ends[file], len(header))
+        with naming(directory / file, needed=whole), open(directory / file, "wb") as handle:
             handle.write(header)
-            handle.truncate(max(ends[file], len(header)))
-        hashed[file] = StreamedDigest(directory / file, max(ends[file], len(header)), digest)
+            handle.truncate(whole)
+        hashed[file] = StreamedDigest(directory / file, whole, digest)
         hashed[file].feed(0, header)
         os.chmod(directory / file, as_umask_allows(0o644))
     layout: dict[str, list[Planned]] = {file: [] for file in headers}
@@ -127,11 +129,13 @@ def write_shards(
                 digest = hashed[slot.file] if hashed else None
                 for start, piece in _pieces(elements, run.start, part.name, torch_dtype(slot.dtype)):
                     content = memoryview(piece.view(torch.uint8).numpy().data)
-                    _write(opened[slot.file], slot.start + start * piece.element_size(), content, digest)
+                    with naming(directory / slot.file, needed=os.fstat(opened[slot.file]).st_size):
+                        _write(opened[slot.file], slot.start + start * piece.element_size(), content, digest)
                     if norms is not None and slot.dtype in FLOATS:
                         norms.take(run.tensor, slot.dtype, start, np.frombuffer(content, STORAGE[slot.dtype]))
-        for descriptor in opened.values():
-            os.fsync(descriptor)
+        for file, descriptor in opened.items():
+            with naming(directory / file):
+                os.fsync(descriptor)
     finally:
         for descriptor in opened.values():
             os.close(descriptor)

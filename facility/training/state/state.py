@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -18,14 +19,13 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, NewerFormat
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import check_format, parse, validated
 from facility.rounds.kept import OF_A_ROUND, latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
 from facility.training.optimizers.protocol import Optimizer, Shape
-from facility.training.processes.ranks import Ranks, barrier, broadcast, together
+from facility.training.processes.ranks import Ranks, broadcast, together
 from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
 from facility.training.state.step_counts import count_alike, decay_alike
@@ -234,29 +234,29 @@ def publish(
     parts: Sequence[LocalShard],
     message: RoundState | MidRoundCheckpoint,
 ) -> None:
-    """Write float32 tensors, of which every rank holds some rows, and `state.json`; replaces `path` atomically."""
+    """Write float32 tensors, of which every rank holds some rows, and `state.json`; replaces `path` atomically.
+
+    Raises `NotWritten` on every rank where a file system refuses one of them; then `path` stays as it is.
+    """
     slots, headers = plan_files([(name, "F32", shape) for name, shape in tensors])
-
-    def write_mine(temporary: Path, hashed: dict[str, StreamedDigest] | None = None) -> dict[str, str]:
-        barrier(ranks)
+    new, hashed = path.with_name(path.name + NEW), None
+    with ExitStack() as stack:
+        temporary = ""
         with together(ranks):
-            return write_shards(temporary, slots, parts, hashed=hashed)
-
-    if not ranks.first:
-        write_mine(Path(broadcast(ranks, None)))
-        barrier(ranks)
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(path.name + NEW)
-    discard(new)
-    with new_directory(new) as temporary:
-        broadcast(ranks, str(temporary))
-        hashed = create_files(temporary, slots, headers if tensors else {}, Checksum)
-        known = write_mine(temporary, hashed if ranks.world == 1 else None)
-        write_json(temporary / NAME, dataclasses.asdict(message))
-        seal(temporary, known)
-    replace_directory(path, new)
-    barrier(ranks)
+            if ranks.first:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                discard(new)
+                temporary = str(stack.enter_context(new_directory(new)))
+                hashed = create_files(Path(temporary), slots, headers if tensors else {}, Checksum)
+        directory = Path(broadcast(ranks, temporary))
+        with together(ranks):
+            known = write_shards(directory, slots, parts, hashed=hashed if ranks.world == 1 else None)
+        with together(ranks):
+            if ranks.first:
+                write_json(directory / NAME, dataclasses.asdict(message))
+                seal(directory, known)
+                stack.close()
+                replace_directory(path, new)
 
 
 def save_state(
