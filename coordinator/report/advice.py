@@ -60,8 +60,9 @@ ADVICE: Sequence[tuple[str, str]] = (
         "(`training.layout`), or ask for larger nodes in the template",
     ),
     (
-        r"No space left|disk quota|Quota exceeded|is full",
-        "a file system is full: free room at the facility, or move `workdir` to another file system",
+        r"No space left|disk quota|Quota exceeded|is full|over its quota|grow so large|Read-only file|mounted read-only",
+        "a file system takes no more: free room at the facility (or have its quota, its `ulimit -f` or its mounting "
+        "changed), or move `workdir` to another",
     ),
     (
         r"dataset .* is not a directory|dataset.*not (found|there)|dataset\.json",

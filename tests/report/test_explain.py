@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 
@@ -12,7 +14,9 @@ from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.explain import explain_words
+from coordinator.report.advice import advice_for
 from facility.exchange.errors import InputError
+from facility.exchange.files.storage import sentence
 from tests.report.made import BEGIN, made_archive
 
 
@@ -37,6 +41,14 @@ def test_a_facility_that_failed_is_explained_with_its_log_and_a_way_out(federati
     assert "It took part in 2 of 3 complete rounds" in text and "Rounds without it: 0 (failed)" in text
     assert "is out of round 0: rank 3: torch.OutOfMemoryError" in text
     assert "| Traceback (most recent call last):" in text and "micro_batch_sequences" in text
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
+def test_a_facility_whose_file_system_takes_no_more_is_advised_so_in_our_words_and_in_its_own(number: int):
+    error = OSError(number, os.strerror(number), "/scratch/a/update")
+    assert advice_for(sentence(error, again=False)).startswith("a file system takes no more")
+    if number != errno.EFBIG:  # which no command of a login node meets
+        assert advice_for(f"tar: a: Cannot write: {os.strerror(number)}").startswith("a file system takes no more")
 
 
 def test_a_round_is_explained_facility_by_facility(federation: Federation):
