@@ -30,7 +30,7 @@ meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and th
     ( while sleep 25 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($((SECONDS - began)) s)" >&2; done ) &
     beat=$!
     "$@" || code=$?
-    kill "$beat" 2>/dev/null; wait "$beat" 2>/dev/null || true
+    kill "$beat" 2>/dev/null && wait "$beat" 2>/dev/null || true
     return "$code"
 }
 

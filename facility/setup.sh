@@ -33,6 +33,7 @@ TEXT
 }
 
 say() { printf 'setup: %s\n' "$*"; }
+room() { df -Pk "$home" 2>/dev/null | { read -r _ && read -r _ _ _ free _ disk && echo "$((free / 1024)) MB free on $disk"; } || echo "its free room is not known"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
 again() { printf 'error: %s\n' "$*" >&2; exit 75; }  # nothing is to be changed: the same command may succeed later
 meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and then on stderr that it goes on
@@ -41,7 +42,7 @@ meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and th
     ( while sleep 25 >/dev/null 2>&1 && kill -0 $$ 2>/dev/null; do say "$what ($((SECONDS - began)) s)" >&2; done ) &
     beat=$!
     "$@" || code=$?
-    kill "$beat" 2>/dev/null; wait "$beat" 2>/dev/null || true
+    kill "$beat" 2>/dev/null && wait "$beat" 2>/dev/null || true
     return "$code"
 }
 
@@ -127,6 +128,7 @@ if [ -n "$conda" ]; then
     python=python
 fi
 set -eu
+trap 'fail "a command of setup.sh ended with code $?, see above; what is written goes to $home ($(room))"' ERR
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
 python=$(command -v "$python")
 [[ $python = /* ]] || python=$PWD/$python
@@ -159,7 +161,7 @@ else
     if ! "$run" -I -c 'import pip' 2>/dev/null; then  # not there, not finished, or the Python that it was made with is gone
         say "making $home/venv with $("$python" --version)"
         rm -f "$home"/.setup-stamp "$home"/.imports "$home"/.self-check  # they are of another one
-        "$python" -m venv --clear "$home/venv" || fail "$python could not make $home/venv, see above; is there room for it (disk, quota)? Else name another by --python, load one by --module, or use one that has the packages by --as-is"
+        "$python" -m venv --clear "$home/venv" || fail "$python could not make $home/venv, see above; is there room for it (disk, quota; $(room))? Else name another by --python, load one by --module, or use one that has the packages by --as-is"
     fi
 fi
 
@@ -184,6 +186,19 @@ PLACE='import platform, sys; libc, version = platform.libc_ver(); recent = libc 
 IMPORTS='import torch, transformers, safetensors, facility.round'
 lists=("$here/pyproject.toml" "$here/constraints.txt" "$here/facility/requirements.lock")
 [ ! -f "$wheelhouse/requirements.txt" ] || lists+=("$wheelhouse/requirements.txt")  # of another bundle in the same place
+install() {  # what pip says passes by, and of a file system that took no more ends the set-up: no index lacks anything
+    local code=0 refused= free=
+    { refused=$(
+        set -o pipefail +e; trap - ERR
+        meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 >&3 | while IFS= read -r line; do
+            printf '%s\n' "$line" >&4
+            case "$line" in *"No space left on device"*|*"Disk quota exceeded"*|*"File too large"*) echo "$line" ;; esac
+        done
+    ) || code=$?; } 3>&1 4>&2
+    case "$refused" in *quota*|'') free= ;; *) free=" ($(room))" ;; esac  # a quota leaves less than a file system has
+    [ "$code" = 0 ] || [ -z "$refused" ] || again "pip found no room: ${refused##*Errno*] }; free some$free, then run this again"
+    return "$code"
+}
 stamp=$( { echo "$torch $torch_index $wheelhouse $run"; "$run" --version; cat "${lists[@]}"; } | cksum)
 if [ -n "$as_is" ]; then
     say "packages: those of $run, as they are"
@@ -196,26 +211,26 @@ else
 import sys, tomllib
 print("\n".join(tomllib.load(open(sys.argv[1], "rb"))["project"]["dependencies"]))
 PYTHON
-    pip=(meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check -c "$here/constraints.txt")
+    pinned=(-c "$here/constraints.txt")
     if [ -f "$wheelhouse/requirements.txt" ]; then
-        meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "pip could not install the wheelhouse, see above: $home has no room (disk, quota), or the wheelhouse does not fit $("$run" --version) on $(uname -m) or is not what its digests say; then bundle again with that --python-version and --platform"
+        install -r "$wheelhouse/requirements.txt" --require-hashes --no-deps --no-index --find-links "$wheelhouse" || fail "pip could not install the wheelhouse, see above: the wheelhouse does not fit $("$run" --version) on $(uname -m) or is not what its digests say; then bundle again with that --python-version and --platform"
     elif [ -n "$wheelhouse" ]; then
-        "${pip[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "pip could not install, see above: $home has no room (disk, quota), or the wheelhouse lacks a package for $("$run" --version) on $(uname -m); then bundle again with that --python-version and --platform"
+        install "${pinned[@]}" -r "$home/.requirements" --no-index --find-links "$wheelhouse" || fail "pip could not install, see above: the wheelhouse lacks a package for $("$run" --version) on $(uname -m); then bundle again with that --python-version and --platform"
     else
         got=yes lock=$here/facility/requirements.lock
         if grep -q "^# for:.* $("$run" -c "$PLACE")\( \|$\)" "$lock"; then
             say "packages: by the digests in $lock; torch has none there, since its build is this site's choice"
-            meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check --require-hashes --no-deps --only-binary=:all: --retries 2 -r "$lock" || got=
+            install --require-hashes --no-deps --only-binary=:all: --retries 2 -r "$lock" || got=
         else
             say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
         fi
-        if [ -n "$got" ] && [ -n "$torch_index" ] && ! "${pip[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
-            [ "$torch" = cpu ] || again "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index, or make room in $home"
+        if [ -n "$got" ] && [ -n "$torch_index" ] && ! install "${pinned[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
+            [ "$torch" = cpu ] || again "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index"
             say "packages: $torch_index gives none; taking the default index's torch, which runs on CPUs too"
         fi
-        if [ -z "$got" ] || ! "${pip[@]}" -r "$home/.requirements" --retries 2; then
+        if [ -z "$got" ] || ! install "${pinned[@]}" -r "$home/.requirements" --retries 2; then
             base=$python
-            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || again "pip could not install, see above: $home has no room (disk, quota), or an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
+            [ -z "$conda" ] && PYTHONPATH=$here "$base" -c "$IMPORTS" 2>/dev/null || again "pip could not install, see above: an index gave something else than the digests say; on a host without internet use --wheelhouse (crossfed bundle makes one)"
             say "packages: pip could not install what is asked for, see above; using those of $base, which has what a facility needs (as --as-is does)"
             run=$base as_is=yes
         fi

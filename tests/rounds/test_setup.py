@@ -682,6 +682,28 @@ def test_a_python_without_what_a_facility_needs_is_told_in_one_line(tmp_path: Pa
     assert "lacks what a facility needs (ModuleNotFoundError: No module named 'torch'); leave --as-is" in result.stderr
 
 
+@pytest.mark.parametrize("words", ["Disk quota exceeded", "No space left on device"])
+def test_a_disk_without_room_for_the_packages_is_no_index_that_lacks_them(tmp_path: Path, python: Path, words: str):
+    """The Python that was named was taken as it is, without the packages that were asked for."""
+    said = f"ERROR: Could not install packages due to an OSError: [Errno 1] {words}: '/home/a/venv/torch.so'"
+    full = f'test ! -e "{tmp_path}/full" || {{ echo "{said}" >&2; exit 1; }}; echo'
+    python.write_text(PYTHON.replace('"-m pip") echo', f'"-m pip") {full}'))
+    (tmp_path / "full").touch()
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--torch", "cpu", "--no-self-check"]
+    result = setup("facility", *options)
+    assert result.returncode == 75 and "using those of" not in result.stdout, result.stdout
+    assert said in result.stderr and f"error: pip found no room: {words}: '/home/a/venv/torch.so'; " in result.stderr
+    assert (" MB free on /" in result.stderr) == ("quota" not in words) and not (tmp_path / "home" / "env.sh").exists()
+    (tmp_path / "full").unlink()
+    assert setup("facility", *options).returncode == 0 and (tmp_path / "home" / "env.sh").is_file()
+
+
+def test_what_the_shell_cannot_write_ends_with_a_sentence(tmp_path: Path, python: Path):
+    (tmp_path / "home" / ".setup-stamp").mkdir(parents=True)  # as a full disk does: no file is written there
+    result = setup("facility", "--home", str(tmp_path / "home"), "--python", str(python), "--no-self-check")
+    assert result.returncode == 2 and "error: a command of setup.sh ended with code 1, see above" in result.stderr
+
+
 @pytest.mark.parametrize("what", ["a key more", "options", "the private key"])
 def test_a_gate_lets_one_key_in_and_nothing_beside_it(tmp_path: Path, gate: list[str], what: str):
     """A second line of the coordinator's file would be a line of authorized_keys by itself, and a whole shell."""
