@@ -4,7 +4,8 @@ A facility returns kept * v + (1 - kept) * g, with v the second moments that cam
 (`facility.exchange.checkpoints.second_moments.kept_share`). Beside updates in time v would count once more, as it was
 rounds ago, and be judged by limits that are those of the present v (`coordinator.aggregation.moment_limits`). So the
 present one takes its place: kept * (v now - v then) is added. What was not received in both rounds, or not in the same
-form, stays as it was sent.
+form, stays as it was sent; the file names the parameters whose row and column means did not, since of them alone the
+facility's own gradients can be told (`coordinator.aggregation.squared_gradients`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def rebase_moments(trained: Checkpoint, started: Checkpoint, present: Checkpoint
     if (kept := _kept(trained.directory)) and all(has_factors(one.directory) for one in all_of):
         (sent, steps), (then, _), (now, _) = (read_factors(one.directory, shapes_in(one)) for one in all_of)
         moved = {name: _moved(one, then.get(name), now.get(name), kept) for name, one in sent.items()}
-        write_factors(out, moved, steps=steps, kept=kept)
+        rebased = [name for name, one in moved.items() if one is not sent[name]]
+        write_factors(out, moved, steps=steps, kept=kept, rebased=rebased)
         written.add(FACTORS)
     if all(has_moments(one.directory) for one in all_of):
         stored = [StoredMoments(one.directory, shapes_in(one)) for one in all_of]

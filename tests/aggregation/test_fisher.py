@@ -240,7 +240,7 @@ def test_what_no_second_moments_are_is_its_facilitys_absence(tmp_path: Path):
         assert [one.facility for one in record.participants] == ["b", "c"] and record.combiner == "fisher"
 
 
-def test_of_a_late_update_nothing_is_known(tmp_path: Path):
+def test_of_a_late_update_that_was_not_moved_to_the_present_round_nothing_is_known(tmp_path: Path):
     """It began with other second moments than went out with the present model."""
     _, base, _, paths, squares = federation_of(tmp_path, "ab")
     late = Update(facility="a", directory=paths[0], checkpoint=open_checkpoint(paths[0]), report=None, staleness=1)

@@ -63,7 +63,7 @@ class Rounds:
         return path, {
             "step": {n: after[n].double().numpy() - before[n].double().numpy() for n in SHAPES},
             "weight": tokens / math.sqrt(1 + late),
-            "squares": {n: 0 * pair[0] if late else pair[0] for n, pair in means.items()},
+            "squares": {n: pair[0] for n, pair in means.items()},
             "sent": sent,
         }
 

@@ -52,7 +52,7 @@ class Server:
     ) -> dict[str, torch.Tensor]:
         """The next model, each tensor in the base's dtype. `base` is the model that the updates started from.
 
-        `squares`: mean squared gradients by facility and tensor, by row; nothing is known of a late facility.
+        `squares`: mean squared gradients by facility and tensor, by row; nothing is known of one that is missing.
         """
         import torch
 
@@ -135,7 +135,7 @@ class Squares:
     """A rule's `SquaredGradients`, of what is in memory."""
 
     def __init__(self, updates: Sequence[Mapping[str, Any] | None], base: Mapping[str, torch.Tensor]) -> None:
-        """`updates`: None for a late one, of whose gradients nothing is known."""
+        """`updates`: None for one of whose gradients nothing is known."""
         self._updates, self._base = updates, base
 
     def of(self, tensor: str) -> RowSquares | None:

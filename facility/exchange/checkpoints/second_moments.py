@@ -14,7 +14,7 @@ Tensors of more than two dimensions count as matrices of their first dimension b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,8 @@ FOLDER = "second_moments"
 ROWS, COLUMNS, VALUES = "::rows", "::columns", "::values"
 AGREEMENT = 1e-2
 """Relative difference of the mean of row means and that of column means, which rounding alone makes."""
+REBASED = "rebased"
+"""In the header of a late update's, once they were moved to the present round: the parameters, one a line."""
 PIECE_VALUES = 4 << 20
 """Values read at once."""
 
@@ -124,10 +126,18 @@ def kept_share(beta2: float, *, before: int, steps: int) -> float:
     return beta2 ** (steps - before) * (1 - beta2**before) / (1 - beta2**steps)
 
 
-def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: float, kept: float = 0.0) -> None:
+def write_factors(
+    directory: Path,
+    factors: Mapping[str, Factors],
+    *,
+    steps: float,
+    kept: float = 0.0,
+    rebased: Collection[str] | None = None,
+) -> None:
     """Write `directory`/second_moments. `steps`: steps that the moments have seen (their mean, where averaged).
 
-    `kept`: `kept_share` of the received ones in an update's.
+    `kept`: `kept_share` of the received ones in an update's; `rebased`: parameters of a late update whose received ones
+    are those of the round that averages it (`coordinator.aggregation.rebase_moments`).
     """
     folder = Path(directory) / FOLDER
     folder.mkdir()
@@ -138,7 +148,8 @@ def write_factors(directory: Path, factors: Mapping[str, Factors], *, steps: flo
         else:
             values[name + ROWS], values[name + COLUMNS] = one.rows, one.columns
     planned = [Planned(name=name, dtype="F32", shape=value.shape) for name, value in values.items()]
-    with TensorWriter(folder, layout_of_shards(planned, 2**31), header(steps, kept)) as writer:
+    stated = header(steps, kept) | ({} if rebased is None else {REBASED: "\n".join(sorted(rebased))})
+    with TensorWriter(folder, layout_of_shards(planned, 2**31), stated) as writer:
         for name, value in values.items():
             writer.write(name, 0, np.ascontiguousarray(value, np.float32).data.cast("B"))
 
@@ -172,6 +183,11 @@ def kept_of(directory: Path) -> float:
     except ValueError:
         return 0.0
     return kept if 0 <= kept <= 1 else 0.0
+
+
+def rebased_of(directory: Path) -> frozenset[str]:
+    """The parameters whose received moments in `directory`/second_moments are those of the present round."""
+    return frozenset(open_checkpoint(Path(directory) / FOLDER).metadata.get(REBASED, "").split("\n"))
 
 
 def read_factors(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Factors], float]:
