@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from facility.exchange.checkpoints.adapters import PREFIX
+from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
 from facility.training import account, memory
 from facility.training.batch_norm import check_variances
-from facility.training.begin_adapters import load_adapters
+from facility.training.begin_adapters import check_scale, load_adapters
 from facility.training.data.images import ImageClassification
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
@@ -121,6 +121,8 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
     rows = setup.head.rows
     held = assemble(skeleton, inputs.task, inputs.checkpoint, layout, ranks, training, clock, structure, rows)
     with together(ranks):
+        if request.round == 0 and training.lora.rank and any(map(is_adapter, inputs.received.tensors)):
+            check_scale(inputs.received.directory, training.lora)
         load_weights(held, inputs, inputs.received, request.settings.seed)
         verify_loaded(inputs)
         check_variances(held.statistics)
@@ -140,7 +142,7 @@ def load_weights(held: Assembly, inputs: RoundInputs, received: Checkpoint, seed
     hashed = {digest.path: digest for digest in inputs.unverified.values()} if base is inputs.received else None
     load_shards([*weights, *held.buffers, *held.quantized], base, names.conversion, hashed=hashed)
     if adapters:
-        log.info("%s", load_adapters(held.parts, received, base, names, seed))
+        log.info("%s", load_adapters(held.parts, received, base, names, seed, trained=held.shapes))
 
 
 def verify_loaded(inputs: RoundInputs) -> None:

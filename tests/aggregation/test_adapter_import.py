@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,11 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["q_proj"], "target_parameters": BOTH[1:]},
         LORA | {"targets": ["q_proj"], "parameters": BOTH[1:]},
     ),
+    "some blocks": (
+        "llama",
+        {"layers_to_transform": [2, 3]},
+        LORA | {"targets": [f"model.layers.{n}.{of}" for n in (2, 3) for of in ("self_attn.q_proj", "mlp.down_proj")]},
+    ),
     "a head trained whole": ("llama", {"modules_to_save": ["lm_head"]}, LORA | {"modules_to_save": ["lm_head"]}),
 }
 """Family, what its publisher asked peft for, and the settings that go on from it."""
@@ -71,9 +77,28 @@ def test_the_first_round_goes_on_from_a_published_adapter(tmp_path: Path):
     with torch.no_grad():
         assert report.loss_received == pytest.approx(expected(input_ids=ids, labels=ids).loss.item(), abs=1e-5)
     assert report.loss_returned < report.loss_received
-    more = arguments(tmp_path / "more", tmp_path / "model", dataset, lora=LORA | {"targets": [*TARGETS, "v_proj"]})
-    (said,) = rounds_in([("more", more)], expect=2)["more"]
-    assert "holds adapters, but none for" in said and "v_proj" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"targets": [*TARGETS, "v_proj"]}, r"holds adapters, but none for .*v_proj"),
+        (
+            {"targets": ["q_proj"]},
+            r"holds adapters, and '\S+down_proj\S+' \(\d+ in all\) is none that training.lora asks",
+        ),
+        ({"alpha": 16.0}, "holds adapters of alpha 8, and training.lora.alpha is 16, so that another model"),
+        ({"rslora": True}, r"of alpha 8, and training.lora.alpha is 8 with rslora.* by 4 there and by 5.66 here"),
+    ],
+)
+def test_another_model_than_was_received_is_not_trained(tmp_path: Path, changes: dict[str, Any], reason: str):
+    """Adapters that the settings do not name would be left out, and others count more or less than they did."""
+    base, dataset = save_pico(tmp_path / "base"), write_dataset(tmp_path / "data")
+    import_adapter(published(tmp_path / "adapter", base), base=base, out=tmp_path / "model")
+    (said,) = rounds_in(
+        [("one", arguments(tmp_path / "one", tmp_path / "model", dataset, lora=LORA | changes))], expect=2
+    )["one"]
+    assert re.search(reason, said)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
@@ -103,6 +128,11 @@ def test_every_kind_that_peft_saves_goes_on(tmp_path: Path, kind: str):
         ({"rank_pattern": {"q_proj": 3}}, "several ranks"),
         ({"alpha_pattern": {"q_proj": 3}}, "several scales"),
         ({"bias": "all"}, "bias is 'all'"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"alora_invocation_tokens": [5], "task_type": "CAUSAL_LM"}, "begins to count at certain tokens"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"embed_tokens\.lora_embedding_A.*which no facility trains"),
+        ({"target_modules": ["q_proj", "lm_head"]}, r"no federation can go on.*\['lm_head'\].*modules_to_save"),
     ],
 )
 def test_adapters_of_another_kind_are_refused_with_the_reason(tmp_path: Path, changes: dict[str, Any], reason: str):
