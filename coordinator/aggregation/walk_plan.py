@@ -33,6 +33,7 @@ WEIGHTS = "weights"
 LEAST_RATES = 0.05
 """An update whose learning rates sum up to less than this share of the median is not counted: its walk would be its
 step many times over."""
+ANEW = "the mean walk begins anew after the next round"
 LONGEST_WALK = 3.0
 """Times the median of steps over learning rates: what is longer is not counted, for it would steer the others."""
 
@@ -92,14 +93,14 @@ def plan_walk(
     """
     reports = [drift_of(update.report) if update.staleness == 0 else None for update in updates]
     if not any(reports):
-        return None
+        return _as_it_was(updates, members, facilities)
     middle = median(one.rates for one in reports if one is not None)
     counted = [one if one is not None and one.rates >= LEAST_RATES * middle else None for one in reports]
     if norms is not None:
         counted = _of_usual_length(counted, norms)
     nothing = WalkPlan(kept=0.0, sent=0.0, coefficients=[0.0] * len(updates), members=Members(), reason="")
     if reason := _left(members, facilities) or _contradiction(updates, reports, counted, members):
-        return WalkPlan(**vars(nothing) | {"reason": f"{reason}: the mean walk begins anew after the next round"})
+        return WalkPlan(**vars(nothing) | {"reason": f"{reason}: {ANEW}"})
     pairs = [(update.facility, share) for update, share in zip(updates, shares, strict=True)]
     weights, scale = dict(members.weights), _scale(pairs, members)
     for (name, share), one in zip(pairs, counted, strict=True):
@@ -121,6 +122,18 @@ def plan_walk(
         members=Members(rounds=dict(members.rounds) | fresh, weights=weights),
         reason=f"the mean walk holds {len(weights)} facilities, {len(fresh)} of this round",
     )
+
+
+def _as_it_was(updates: Sequence[Update], members: Members, facilities: Collection[str] | None) -> WalkPlan | None:
+    """The plan of a round whose updates are all late, which keeps the last mean; None where no update reports a walk,
+    or there is no mean."""
+    if not members.rounds or not all(update.staleness and drift_of(update.report) for update in updates):
+        return None
+    none = [0.0] * len(updates)
+    if reason := _left(members, facilities):
+        return WalkPlan(kept=0.0, sent=0.0, coefficients=none, members=Members(), reason=f"{reason}: {ANEW}")
+    held = f"the mean walk holds {len(members.rounds)} facilities, 0 of this round"
+    return WalkPlan(kept=1.0, sent=0.0, coefficients=none, members=members, reason=held)
 
 
 def _scale(pairs: Sequence[tuple[str, float]], members: Members) -> float:

@@ -48,7 +48,7 @@ def test_the_mean_stays_that_of_the_members_walks_whoever_is_there(seed: int):
                 own[name] = walk
         plan = plan_walk(updates, shares, members, number=number)
         if plan is None:
-            assert all(late.values())
+            assert all(late.values()) and not members.rounds
             continue
         if not plan.makes_mean:
             assert plan.reason == "no update counts"
@@ -80,6 +80,18 @@ def test_whoever_leaves_the_federation_ends_the_mean():
     assert absent is not None and absent.members.weights == members.weights
     left = plan_walk(there, [0.5, 0.5], members, number=4, facilities=["a", "b"])
     assert left is not None and not left.makes_mean and left.reason.startswith("c left the federation: the mean walk")
+
+
+def test_a_round_of_late_updates_alone_keeps_the_mean():
+    """It was lost with the first such round: where rounds wait for one update, there was never a correction."""
+    members = Members(rounds={"a": 3, "b": 3}, weights={"a": 0.4, "b": 0.6})
+    late = [update("b", corrected=True, staleness=1)]
+    plan = plan_walk(late, [1.0], members, number=4, facilities=["a", "b"])
+    assert plan is not None and (plan.kept, plan.sent, plan.coefficients) == (1.0, 0.0, [0.0])
+    assert plan.members == members and plan.makes_mean
+    left = plan_walk(late, [1.0], members, number=4, facilities=["b"])
+    assert left is not None and not left.makes_mean and left.reason.startswith("a left the federation: the mean walk")
+    assert plan_walk(late, [1.0], Members(), number=4) is None
 
 
 def test_rates_far_below_the_others_are_not_counted():
