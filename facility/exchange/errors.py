@@ -26,7 +26,7 @@ from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging
-from facility.exchange.standard_output import answering
+from facility.exchange.standard_output import answering, open_what_is_closed
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 """What moves a cursor or turns a line about; line ends and tabs are kept."""
@@ -115,6 +115,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     log file: it logs `info`. Of other commands, which a person types, a path that does not fit is such a line, too,
     Ctrl-C ends them with a word, and a reader of their output that is gone (`| head -1`) without one.
     """
+    open_what_is_closed()
     configure_logging(default="info" if in_job else level)
     if in_job:
         traceback_again()

@@ -1,4 +1,7 @@
-"""The standard output of a command that a person types: its letters, what is written last, a reader that is gone."""
+"""The standard output of a command that a person types: its letters, what is written last, a reader that is gone.
+
+And the standard streams of any command, where whoever started it closed them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,19 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from facility.exchange.exit_codes import ExitCode
+
+
+def open_what_is_closed() -> None:
+    """Read from and write to nowhere where a standard stream was closed, as by a shell's `>&-`.
+
+    Python's is then None, and the next file that is opened takes its number: what libraries print would go into it.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")
+            setattr(sys, name, stream)
+            if stream.fileno() == number:  # processes that this one starts have it, too
+                os.set_inheritable(number, True)
 
 
 def answering(main: Callable[[], int | None]) -> int:

@@ -49,6 +49,29 @@ def test_output_that_a_full_disk_does_not_take_is_one_sentence(name: str):
     assert code == ExitCode.INPUT and said.startswith("error: ") and "is full" in said and said.count("\n") == 1
 
 
+CLOSED = """
+import subprocess, sys
+from facility.exchange.errors import exit_on_error
+def main():
+    file = open("file", "w")
+    subprocess.run([sys.executable, "-c", "print('of a child')"], check=True)
+    print("to nobody", sys.stdin.read())
+    sys.stdout.buffer.write(b"as bytes")
+sys.exit(exit_on_error(main))
+"""
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "<&- >&-", "<&- >&- 2>&-"])
+def test_a_stream_that_was_closed_is_one_that_leads_nowhere(closed: str, tmp_path: Path):
+    """Else a table was a traceback, and the first file that was opened took the number of standard output."""
+    for command in (CLOSED, TABLE):
+        shell = f'exec "$@" {closed}'
+        words = ["bash", "-c", shell, "-", sys.executable, "-c", command]
+        done = subprocess.run(words, cwd=tmp_path, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
 BROKEN = """
 import sys, typer
 from coordinator.commands.app import app
