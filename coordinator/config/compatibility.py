@@ -13,6 +13,9 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 
+OF_ADAPTERS = ("rank", "alpha", "rslora", "dora", "targets", "parameters", "modules_to_save")
+"""Keys of `training.lora` that say what an adapter's factors are and stand for."""
+
 
 def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: int) -> None:
     """Raise `ConfigurationError`, with the key, for what excludes rounds that close before all have delivered."""
@@ -108,6 +111,17 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
 
 def check_adapters(aggregation: AggregationSettings, training: Mapping[str, TrainingSettings]) -> None:
     """Raise `ConfigurationError`, with the key, where adapters cannot be averaged as the settings ask."""
+    for key in OF_ADAPTERS if any(one.lora.rank for one in training.values()) else ():
+        values = {name: getattr(one.lora, key) for name, one in training.items()}
+        by_text = {str(sorted(value) if isinstance(value, list) else value): name for name, value in values.items()}
+        if len(by_text) > 1:
+            given = " and ".join(f"{text} for {name!r}" for text, name in by_text.items())
+            raise _error(
+                f"training.lora.{key}",
+                f"lora.{key} is {given}; expected the same at all facilities, whose adapters are averaged (a `lora` of "
+                "a facility's own takes the place of the federation's as a whole; trained_rank, dropout, base and "
+                "quantize_base may differ)",
+            )
     stated = {one.lora.base_sha256: name for name, one in training.items() if one.lora.base_sha256}
     if len(stated) > 1:
         both = " and ".join(f"{digest[:16]}... for {name!r}" for digest, name in stated.items())
