@@ -19,6 +19,7 @@ from coordinator.certificates import lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
+from coordinator.config.settings import ClaimSettings
 from coordinator.console import on_stderr, told_meanwhile
 from coordinator.engine.render import render
 from coordinator.memory.figures import ModelFigures
@@ -101,7 +102,8 @@ def check(
         here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
     here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
-    return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *check_alike(datasets), *same]
+    alike = check_alike(datasets) + check_claims(federation.claims, datasets)
+    return [*rows, *here, *(row for rows_of_site, _ in found for row in rows_of_site), *alike, *same]
 
 
 def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]) -> list[Answer]:
@@ -154,6 +156,25 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
                 )
             )
     return rows
+
+
+def check_claims(claims: ClaimSettings, datasets: dict[str, dict[str, Any]]) -> list[Row]:
+    """Facilities whose blocks are longer than `claims.sequence_tokens` says would claim too much in every round.
+
+    `datasets`: as for `check_alike`.
+    """
+    longest = claims.sequence_tokens if claims.action != "off" else 0
+    return [
+        fail(
+            name,
+            "claims",
+            f"its blocks have {answer['block_tokens']} tokens, claims.sequence_tokens allows {longest}: no update of "
+            "it would count as it is",
+            f"set claims.sequence_tokens to {answer['block_tokens']} or more, or to 0",
+        )
+        for name, answer in datasets.items()
+        if longest and answer.get("block_tokens", 0) > longest
+    ]
 
 
 def check_facility(
