@@ -50,6 +50,7 @@ def submit(session: Session, request: Request) -> int:
         job = reserve(session, name, directory, run=approved.run, reads=approved.reads)
         with paths_alone(session):
             check_places(session, job, approved.model, approved.roster)
+        still_reserved(session, job)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
@@ -95,8 +96,17 @@ def clear_update(directory: Path) -> None:
         shutil.rmtree(update, ignore_errors=True)
 
 
+def still_reserved(session: Session, job: JobEntry) -> None:
+    """Raise `Refused` where a gate that was taken for a killed one has lost its hours to other jobs meanwhile."""
+    with changed(session.ledger) as (ledger, now):
+        entry = ledger.job(job.id)
+        if entry is None or entry.ended:
+            raise Refused(f"the request took {now - job.submitted:.0f} s, and its node-hours are no longer reserved")
+
+
 def enqueue(session: Session, text: str, job: JobEntry) -> str:
-    """Submit the script of a job that has its entry in the ledger; returns its id. Raises `Refused`."""
+    """Submit the script of a job that has its entry in the ledger; returns its id. Raises `Refused`, and what
+    `queue.enqueue` raises where the job may be there: its entry stays, and is found by its name."""
     try:
         id = queue.enqueue(session, text, job.name, Path(job.directory))
     except Refused:
@@ -105,7 +115,7 @@ def enqueue(session: Session, text: str, job: JobEntry) -> str:
         raise
     with changed(session.ledger) as (ledger, _):
         if (entry := ledger.job(job.id)) is not None:
-            entry.id = id
+            entry.id, entry.ended = id, 0.0
     session.write("submitted", job=id, name=job.name, directory=job.directory)
     return id
 

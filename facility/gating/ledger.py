@@ -115,6 +115,16 @@ class Ledger:
             None,
         )
 
+    def settle(self, now: float) -> None:
+        """What is entered for later than now, by a clock that was ahead and was set back, is entered for now.
+
+        It counts for a day, neither until that later time has come nor not at all.
+        """
+        for job in self.jobs:
+            if (ahead := job.submitted - now) > 0:
+                job.submitted, job.ended = now, max(0.0, job.ended - ahead)
+        self.out, self.into, self.commands = (settled(one, now) for one in (self.out, self.into, self.commands))
+
     def forget(self, now: float) -> None:
         """Drop what is oldest. What counts stays, however many requests were refused since."""
         others = [job for job in self.jobs if not self._counts(job, now)]
@@ -129,10 +139,13 @@ class Ledger:
         """It counts for the day's node-hours, waits for its round, or is under way and reads a model."""
         return bool(job.id) and (now - job.submitted < DAY or not job.ended)
 
-    def note_ended(self, name: str, active: Collection[str], now: float) -> None:
-        """Jobs of this name that are in no queue any more have ended by now."""
+    def note_ended(self, name: str, known: Collection[str], active: Collection[str], now: float) -> None:
+        """Jobs of this name that are in no queue any more have ended by now.
+
+        `known`: ids of before the queue was asked; a job that another gate has submitted meanwhile is in no answer.
+        """
         for job in self.jobs:
-            if job.id not in active and job.name == name and not job.ended and not job.id.startswith(RESERVED):
+            if job.id in known and job.id not in active and job.name == name and not job.ended:
                 job.ended = now
 
     def note_killed(self, name: str, now: float) -> None:
@@ -146,6 +159,16 @@ class Ledger:
 def hour_of(now: float) -> str:
     """The key of an hour's count."""
     return str(int(now // 3600))
+
+
+def settled(hours: dict[str, int], now: float) -> dict[str, int]:
+    """Counts by hour, in which those of later hours are of this one."""
+    here, known = int(now // 3600), {int(hour): count for hour, count in hours.items()}
+    if not (later := [hour for hour in known if hour > here]):
+        return hours
+    return {str(hour): count for hour, count in known.items() if hour < here} | {
+        str(here): sum(known[hour] for hour in [*later, here] if hour in known)
+    }
 
 
 def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
@@ -179,6 +202,7 @@ def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tupl
     try:
         take_lock(lock, path)
         ledger = read_ledger(path)
+        ledger.settle(clock())
         try:
             yield ledger, clock()
         finally:

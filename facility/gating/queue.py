@@ -13,15 +13,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from facility.exchange.errors import TransientError
 from facility.exchange.job_names import MARK
 from facility.gating.grammar import Request
-from facility.gating.ledger import changed, read_ledger
+from facility.gating.ledger import RESERVED, changed, read_ledger
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
 OUTPUT_BYTES = 1 << 16
 SECONDS = 120
+UNANSWERED = 124
+"""Exit code that stands for a program which did not answer in time."""
 OUTPUT = "crossfed-job.log"
 
 
@@ -141,7 +144,7 @@ def call(command: Sequence[str], text: str | None = None, cwd: Path | None = Non
     except FileNotFoundError:
         return 127, f"there is no {command[0]} command on this gate's PATH ({os.environ.get('PATH', '')})\n"
     except subprocess.TimeoutExpired:
-        return 124, f"{command[0]} did not answer within {SECONDS} s\n"
+        return UNANSWERED, f"{command[0]} did not answer within {SECONDS} s\n"
     return result.returncode, result.stdout.decode(errors="replace")
 
 
@@ -292,8 +295,9 @@ def note_ends(session: Session) -> None:
     processes. Those that a gate was about to submit, or to run, when it was killed are over once nothing of their name
     is left."""
     scheduler = session.policy.scheduler
-    known = {job.name for job in read_ledger(session.ledger).jobs if job.id and not job.ended}
-    for name in [one for one in session.names() if one in known]:
+    under_way = [job for job in read_ledger(session.ledger).jobs if job.id and not job.ended]
+    known = {job.id for job in under_way if not job.id.startswith(RESERVED)}
+    for name in [one for one in session.names() if one in {job.name for job in under_way}]:
         if scheduler == "ssh":
             code, there = 0, [str(pid) for pid in processes(name)]
         else:
@@ -301,17 +305,20 @@ def note_ends(session: Session) -> None:
         if code:
             continue
         with changed(session.ledger) as (ledger, now):
-            ledger.note_ended(name, there, now)
+            ledger.note_ended(name, known, there, now)
             if not there:
                 ledger.note_killed(name, now)
 
 
 def enqueue(session: Session, script: str, name: str, directory: Path) -> str:
-    """Submit a script of the site's own making; returns the job's id. Raises `Refused` with the scheduler's words."""
+    """Submit a script of the site's own making; returns the job's id. Raises `Refused` with the scheduler's words, and
+    `TransientError` where it did not answer: the job may be there."""
     commands = table(session)
     command = words(commands.submit, values_of(session.policy, name=name, directory=str(directory)))
     code, text = call(command, text=script, cwd=directory)
     ids = [word.split(";")[0] for word in text.split() if re.fullmatch(commands.id, word.split(";")[0])]
+    if code == UNANSWERED:
+        raise TransientError(text.strip())
     if code or not ids:
         raise Refused(f"{command[0]} took no job (code {code}): {' '.join(text.split())[-300:]}")
     return ids[-1]
