@@ -323,6 +323,8 @@ if [ -n "$gate" ]; then
         echo '    case $name in BASH_*|ENV|IFS|PS4|LD_*|PYTHON*|CROSSFED_*|SLURM_*|SBATCH_*|SQUEUE_*|SCANCEL_*|SACCT_*|SCONTROL_*|PBS_*|FLUX_*|HF_*|TRANSFORMERS_*|TORCH*|TRITON_*|CUDA_*|NCCL_*|RCCL_*|GLOO_*) unset "$name" ;; esac'
         echo '    case $name in TMPDIR|TMP|TEMP|XDG_*_HOME|XDG_*_DIRS|CC|CXX|*FLAGS|GCONV_PATH|LOCPATH|PERL*|SSL_*|OPENSSL_*|SSH_ASKPASS*|*_proxy|*_PROXY) unset "$name" ;; esac'
         echo '    case $name in WANDB_*|MLFLOW_*|MASTER_*|RANK|LOCAL_RANK|WORLD_SIZE) unset "$name" ;; esac'
+        echo '    case $name in MODULE*|LMOD_*|_LM*|LOADEDMODULES|SINGULARITY*|APPTAINER*|PODMAN_*|DOCKER_*|CONDA_*|VIRTUAL_ENV*|EASYBUILD_*|SPACK_*) unset "$name" ;; esac'
+        echo '    case $name in OMPI_*|PMIX_*|PRTE_*|PMI_*|MPICH_*|I_MPI_*|UCX_*|FI_*|ROCR_*|HIP_*|HSA_*|HOSTALIASES|LOCALDOMAIN|RES_OPTIONS|KRB5_*|MUNGE_*) unset "$name" ;; esac'
         echo 'done'
         for name in SLURM_CONF PBS_CONF_FILE PBS_EXEC PBS_SERVER FLUX_URI; do  # where the scheduler is, as it is known here
             [ -z "${!name:-}" ] || echo "export $name=$(quote "${!name}")"

@@ -104,7 +104,7 @@ class Incoming:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         if not self.left:
             return
         with changed(self.session.ledger) as (ledger, _):

@@ -321,6 +321,13 @@ def what_a_client_sends_reaches_nothing(place: Path, setup: list[str]) -> None:
         "GCONV_PATH": str(evil),
         "https_proxy": f"http://{evil}",
         "WANDB_BASE_URL": f"http://{evil}",
+        "MODULEPATH": str(evil),
+        "LMOD_RC": f"{evil}/lmodrc.lua",
+        "SINGULARITY_BIND": str(evil),
+        "APPTAINERENV_PYTHONPATH": str(evil),
+        "CONDA_PREFIX": str(evil),
+        "OMPI_MCA_mca_base_component_path": str(evil),
+        "HOSTALIASES": f"{evil}/hosts",
     }
     done = subprocess.run([home / "crossfed-gate", policy["keys"][0]], env=sent, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
