@@ -23,6 +23,10 @@ from facility.gating.session import Session
 
 OUTPUT_BYTES = 1 << 16
 SECONDS = 120
+GRACE_SECONDS = 20
+"""Between SIGTERM and SIGKILL."""
+SPARE_SECONDS = 5.0
+"""By which a gate is earlier to end what runs on its host."""
 UNANSWERED = 124
 """Exit code that stands for a program which did not answer in time."""
 OUTPUT = "crossfed-job.log"
@@ -337,9 +341,13 @@ def processes(name: str) -> list[int]:
 
 
 def on_this_host(session: Session, script: str, name: str, directory: Path, *, seconds: float = 0.0) -> int:
-    """Run a script here until it ends, its time is over (0: a job's), or the connection is gone."""
+    """Run a script here until it ends, its time is over (0: a job's), or the connection is gone.
+
+    `timeout` ends it as well: a gate that was killed ends nothing.
+    """
+    seconds = seconds or session.policy.hours * 3600
     process = subprocess.Popen(
-        ["bash", "-s"],
+        ["timeout", f"--kill-after={GRACE_SECONDS}", f"{seconds + SPARE_SECONDS:.3f}", "bash", "-s"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -366,10 +374,10 @@ def on_this_host(session: Session, script: str, name: str, directory: Path, *, s
             pass
         if not ended.is_set():
             end()
-            if not ended.wait(20):
+            if not ended.wait(GRACE_SECONDS):
                 end(hard=True)
 
-    limit = threading.Timer(seconds or session.policy.hours * 3600, end)
+    limit = threading.Timer(seconds, end)
     limit.daemon = True
     limit.start()
     threading.Thread(target=tether, daemon=True).start()

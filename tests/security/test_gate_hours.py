@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from facility.gating import jobs, queue
 from facility.gating.ledger import DAY, RESERVED_SECONDS, JobEntry, Ledger, changed, read_ledger
+from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate
 
@@ -116,3 +122,34 @@ def test_a_job_that_the_scheduler_may_have_taken_counts_though_it_did_not_answer
 def test_a_program_that_is_silent_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(queue, "SECONDS", 0.1)
     assert queue.call(["sleep", "60"])[0] == queue.UNANSWERED
+
+
+def test_what_runs_on_a_host_without_a_queue_ends_in_time_though_its_gate_was_killed(tmp_path: Path):
+    """`hours` bounds it, and nothing else does there."""
+    program = f"""
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from facility.gating import queue
+queue.SPARE_SECONDS = 0.0
+session = SimpleNamespace(policy=SimpleNamespace(hours=1 / 3600, job_output=True))
+script = "echo $BASHPID > begun.new; mv begun.new begun; while true; do sleep 0.1; done"
+queue.on_this_host(session, script, "crossfed-test", Path({str(tmp_path)!r}))
+"""
+    gate = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    begun = tmp_path / "begun"
+    for _ in range(300):
+        if begun.exists() or gate.poll() is not None:
+            break
+        time.sleep(0.1)
+    gate.kill()
+    gate.wait()
+    job = Path("/proc") / begun.read_text().strip()
+    for _ in range(300):
+        if not job.exists():
+            return
+        time.sleep(0.1)
+    os.kill(int(job.name), signal.SIGKILL)
+    pytest.fail("it went on without a limit")
