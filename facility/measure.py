@@ -18,7 +18,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import add_log_options
 from facility.measuring.names import DISTRIBUTIONS, TASKS
 
-MOST_THREADS = 4096
+BOUNDS = {"threads": (0, 4096), "repeats": (1, 10_000), "warmup": (0, 10_000)}
+"""Least and most of numbers of the command line: beyond, nothing would ever come of a measurement."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure; the first rank writes. Raises `CrossFedError` for bad input."""
     options = parser().parse_args(arguments)
-    if not 0 <= options.threads <= MOST_THREADS:
-        raise ConfigurationError(f"--threads is {str(options.threads):.20}, expected 0 to {MOST_THREADS}")
+    for name, (least, most) in BOUNDS.items():
+        if not least <= (given := getattr(options, name)) <= most:
+            raise ConfigurationError(f"--{name} is {str(given):.20}, expected {least} to {most}")
     from facility.measuring.allocation import measure_allocation  # imports torch and transformers, which takes seconds
 
     return measure_allocation(options)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import is_storage, located, private, sentence
+from facility.exchange.files.storage import is_storage, located, sentence
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
@@ -33,7 +33,7 @@ from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
 from facility.rounds.failing import earliest, fail
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
-from facility.rounds.kept import default_directory
+from facility.rounds.kept import default_directory, made
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
 from facility.rounds.released import check_remembered
@@ -178,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
             dataset=dataset,
             notes=Notes(Path(os.environ.get(PLACE) or Path.cwd()), tasks.job, attempt_of(os.environ)),
             meter=Meter(tasks),
-            state=private(arguments.state or default_directory(settings, dataset)),
+            state=made(arguments.state or default_directory(settings, dataset)),
         )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:

@@ -16,12 +16,11 @@ from pathlib import Path
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import private
 from facility.exchange.masking.unmasking import read_request, write_answer
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.answering import answer_request
 from facility.masking.site_rules import site_rules
-from facility.rounds.kept import default_directory
+from facility.rounds.kept import default_directory, made
 from facility.rounds.login_command import add_arguments, ending
 
 
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
-        unmask(settings, a.request, private(a.state or default_directory(settings, dataset)), a.out)
+        unmask(settings, a.request, made(a.state or default_directory(settings, dataset)), a.out)
 
     return ending(work, a.settings, a.round, a.out)
 

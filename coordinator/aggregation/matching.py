@@ -67,6 +67,6 @@ def _check_alike(name: str, own: TensorEntry, entry: TensorEntry, facility: str)
     if own.dtype not in FLOATS and not same_bytes(own, entry):
         raise UpdateRefused(
             facility,
-            f"tensor {name!r} ({own.dtype}) differs from the base's; only floating-point tensors can be averaged, "
-            "exclude it by a pattern if it is personal",
+            f"tensor {name!r} ({own.dtype}) differs from the base's; only tensors of {', '.join(sorted(FLOATS))} can "
+            "be averaged, exclude it by a pattern if it is personal",
         )

@@ -60,8 +60,7 @@ ADVICE: Sequence[tuple[str, str]] = (
         "(`training.layout`), or ask for larger nodes in the template",
     ),
     (
-        r"No space left|disk quota|Quota exceeded|is full|over its quota|grow so large|Read-only file"
-        r"|mounted read-only",
+        r"No space left|disk quota|Quota exceeded|is full|over its quota|grow so large|read-only",
         "a file system takes no more: free room at the facility (or have its quota, its `ulimit -f` or its mounting "
         "changed), or move `workdir` to another",
     ),

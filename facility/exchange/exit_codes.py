@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 BROKE = 255
@@ -30,3 +31,11 @@ class ExitCode(IntEnum):
 def ended_by_signal(code: int) -> bool:
     """Whether a program with this exit code was ended by a signal: below 0 as Python says so, above 128 as a shell."""
     return code < 0 or code > 128
+
+
+def name_of_signal(number: int) -> str:
+    """`SIGTERM`; of a signal that has no name, as most of the real-time ones, `signal 40`."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

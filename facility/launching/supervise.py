@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from facility.exchange.child import end_with_parent
 from facility.exchange.errors import ERROR, error_line
-from facility.exchange.exit_codes import ExitCode
+from facility.exchange.exit_codes import ExitCode, name_of_signal
 from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import output_leaves
 from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
@@ -162,7 +162,7 @@ class _Run:
         for rank in self.living():
             _signal(rank, number)
         if number in (signal.SIGTERM, signal.SIGINT):
-            self.cause = self.cause or (128 + number, f"was asked to end ({signal.Signals(number).name})")
+            self.cause = self.cause or (128 + number, f"was asked to end ({name_of_signal(number)})")
             self._kill_after(self.limits.save)
 
     def turn(self) -> None:
@@ -318,7 +318,7 @@ def _sentence(rank: _Rank, ranks: int) -> str:
     code = rank.code or 0
     if code == -signal.SIGKILL:
         return f"{who} was killed (SIGKILL): out of memory, or ended by the scheduler"
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    how = f"was ended by {name_of_signal(-code)}" if code < 0 else f"ended with exit code {code}"
     said = error_line(rank.tail)
     if said and not said.startswith(ERROR) and not output_leaves():
         said = said.partition(":")[0]  # of an error that is not ours, whose text may quote the data

@@ -33,6 +33,8 @@ from facility.training.devices import device_id, device_name, free_bytes
 from facility.training.processes.ranks import Ranks, barrier, from_environment, together
 from facility.training.processes.rendezvous import own_address, start
 
+MOST_SAMPLES = 1 << 20
+"""Sequences of a micro-batch."""
 TURNS = itertools.count(1)
 """Gatherings through the store, each under keys of its own."""
 
@@ -91,13 +93,13 @@ def measure_allocation(options: argparse.Namespace) -> int:
 def _wanted(options: argparse.Namespace, ranks: Ranks) -> Wanted:
     """Read and check the options. Raises `CrossFedError`."""
     emulated = read_emulated(options.pretend, options.pretend_devices, ranks.world, options.seed)
-    samples = _sizes(options.samples)
+    samples = sizes_of(options.samples)
     settings = LayerSettings(
         tokens=_tokens(options),
         samples=samples,
         dtype=getattr(torch, options.dtype),
-        warmup=max(0, options.warmup),
-        repeats=max(1, options.repeats),
+        warmup=options.warmup,
+        repeats=options.repeats,
         task=options.task,
         cpu_seconds=options.clock == "cpu" and ranks.device.type == "cpu",
     )
@@ -160,13 +162,15 @@ def _details(
     }
 
 
-def _sizes(text: str) -> tuple[int, ...]:
+def sizes_of(text: str) -> tuple[int, ...]:
     try:
         sizes = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
     except ValueError:
         sizes = ()
-    if not sizes or min(sizes) < 1:
-        raise ConfigurationError(f"--samples is {text!r}, expected whole numbers of 1 or more, such as 1,2,4")
+    if not sizes or min(sizes) < 1 or max(sizes) > MOST_SAMPLES:
+        raise ConfigurationError(
+            f"--samples is {text[:40]!r}, expected whole numbers of 1 to {MOST_SAMPLES}, such as 1,2,4"
+        )
     return sizes
 
 

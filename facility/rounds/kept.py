@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from facility.exchange.errors import InputError
+from facility.exchange.files.storage import sentence
 from facility.exchange.messages.settings import FacilitySettings
 
 OWN_MODELS = "own_models"
@@ -14,6 +16,16 @@ OF_A_ROUND = re.compile(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?")
 """Name of a directory that the trainer leaves of a round, and of what a killed one was writing or replacing."""
 UPDATE = "update-"
 """Begins the name under which the update of a round is kept."""
+
+
+def made(state: Path) -> Path:
+    """The state directory, made for its owner alone where it is missing. Raises `InputError` where it cannot be."""
+    try:
+        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        why = sentence(error, state, again=False)
+        raise InputError(f"the state directory {state} cannot be made: {why}") from None
+    return state
 
 
 def default_directory(settings: FacilitySettings, dataset: Path) -> Path:

@@ -96,7 +96,7 @@ def test_a_counter_that_moved_is_refused_unless_it_is_personal(tmp_path: Path):
     base = make.model(tmp_path / "m0", sent)
     moved = make.moved(sent, 1) | {"norm.num_batches_tracked": COUNTER + 1}
     path = make.update(tmp_path / "a", moved, base=base, facility="a")
-    with pytest.raises(UpdateRefused, match="only floating-point tensors can be averaged"):
+    with pytest.raises(UpdateRefused, match="only tensors of BF16, F16, F32, F64 can be averaged"):
         aggregate(base=base, updates=[path], out=tmp_path / "m1", settings=AggregationSettings(rule="mean"))
     bare = {"conv.weight": moved["conv.weight"]}
     path = make.update(tmp_path / "b", bare, base=base, facility="b")

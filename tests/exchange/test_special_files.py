@@ -35,7 +35,7 @@ from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.template_inheritance import find_template, read_template
 from facility.gating.policy import read_policy
-from facility.measuring.allocation import check_out
+from facility.measuring.allocation import check_out, sizes_of
 from facility.preparing.shared_signatures import read_salt
 from tests.federations import write_dataset
 from tests.publishing.made import made_federation
@@ -243,10 +243,19 @@ def test_where_a_profile_cannot_be_written_nothing_is_measured(out: str, tmp_pat
         check_out(sound)
 
 
-@pytest.mark.parametrize("threads", ["-1", "9" * 400])
-def test_threads_that_cannot_be_are_one_error(threads: str):
-    with pytest.raises(ConfigurationError, match="--threads is .* expected 0 to"):
-        measure.main(["--model", "m", "--out", "o", "--threads", threads])
+@pytest.mark.parametrize("option", ["--threads", "--repeats", "--warmup"])
+@pytest.mark.parametrize("number", ["-1", "9" * 400], ids=["negative", "huge"])
+def test_numbers_with_which_no_measurement_ends_are_one_error(option: str, number: str):
+    with pytest.raises(ConfigurationError, match=f"{option} is .* expected [01] to"):
+        measure.main(["--model", "m", "--out", "o", option, number])
+
+
+@pytest.mark.parametrize(
+    "samples", ["0", "1,x", "9" * 400, "1," + "9" * 5000], ids=["none", "no number", "huge", "beyond what Python reads"]
+)
+def test_sizes_of_a_micro_batch_that_no_tensor_has_are_one_error(samples: str):
+    with pytest.raises(ConfigurationError, match="--samples is .{,50}, expected whole numbers of 1 to"):
+        sizes_of(samples)
 
 
 @pytest.mark.parametrize("kind", ["device", "deep", "bytes"])

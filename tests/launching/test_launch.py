@@ -35,6 +35,8 @@ if f"late{rank}" in what:
 for word in what:
     if word.startswith("code"):
         sys.exit(int(word[4:]))
+if "real-time" in what:
+    os.kill(os.getpid(), 40)
 if "deaf" in what:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if "usr1" in what:
@@ -125,6 +127,12 @@ def test_the_first_failure_is_told_and_ends_the_others(tmp_path: Path):
 def test_a_rank_that_does_not_listen_is_killed_in_the_stated_time(tmp_path: Path):
     code, _ = finish(launch(tmp_path, ["--ranks", "2", "--grace", "2"], ["fail1", "deaf", "stay"]))
     assert code == 1 and left_in(tmp_path) == []
+
+
+def test_a_signal_without_a_name_is_told_by_its_number(tmp_path: Path):
+    """The launcher ended with a traceback, and the ranks that were left with nothing to watch over them."""
+    code, output = finish(launch(tmp_path, ["--ranks", "2", "--grace", "1"], ["real-time"]))
+    assert code == 128 + 40 and "was ended by signal 40" in output and "Traceback" not in output
 
 
 @pytest.mark.parametrize("code", [0, 7, 85, 3])

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import signal
 from pathlib import Path
 
 import numpy
@@ -15,10 +16,14 @@ from facility.dataset import DatasetError
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.messages.outcome import WARNING, Outcome
+from facility.exchange.messages.report import read_failure
+from facility.round import main as run_round
 from facility.rounds import sealed
 from facility.rounds.dataset_check import RECORD, check_dataset
 from facility.rounds.sealed import SEAL, UNCHANGED, check_kept, flaw, seal
 from tests.federations import write_dataset
+from tests.training.federation import write_settings
 
 
 def test_a_dataset_is_read_wholly_once_and_again_after_every_change(tmp_path: Path):
@@ -147,6 +152,23 @@ def test_a_file_system_that_refuses_is_one_sentence_with_its_place(number: int):
     assert said.startswith("/ is full: " if number == errno.ENOSPC else "/scratch/a/round-1 ")
     assert "/state " in sentence(OSError(number, "x"), "/state")
     assert "command" not in sentence(error, again=False), "no person gives a job's command"
+
+
+def test_a_round_whose_state_directory_cannot_be_made_says_so_in_a_sentence(tmp_path: Path, monkeypatch):
+    """It ended with a traceback, and the table with `NotADirectoryError(20, 'Not a directory')`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("a file")
+    settings = write_settings(tmp_path / "settings.json")
+    command = f"--model m --dataset d --settings {settings} --round 0 --out update --state {tmp_path}/file/state"
+    before = {number: signal.getsignal(number) for number in WARNING}
+    try:
+        assert run_round(command.split()) == Outcome.SKIPPED
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = read_failure(tmp_path / "update")
+    assert said is not None and said.log_tail == "", said
+    assert said.reason.startswith(f"the state directory {tmp_path}/file/state cannot be made: ")
 
 
 def test_a_state_directory_that_cannot_be_made_is_no_bare_number(tmp_path: Path):
