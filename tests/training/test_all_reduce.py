@@ -147,7 +147,7 @@ def timed_and_not(
     said = run_rounds(rank, world, timed)
     assemble.time_all_reduce = assemble.time_collectives = lambda *_, **__: None  # type: ignore[assignment]
     for name, code, text in said + run_rounds(rank, world, plain):
-        assert code == 0, f"{name}:\n{text}"
+        assert code == 0 and "Warning" not in text, f"{name}:\n{text}"
 
 
 @pytest.mark.parametrize(

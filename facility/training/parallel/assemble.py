@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,14 +195,16 @@ def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: i
     if sharder.layout.copies:
         assert sharder.mesh is not None
         among = sharder.mesh["replica"].get_group()
-        replicated = DistributedDataParallel(
-            model,
-            process_group=among,
-            broadcast_buffers=False,
-            init_sync=False,
-            gradient_as_bucket_view=True,
-            find_unused_parameters=True,
-        )
+        with warnings.catch_warnings():  # torch 2.13 has another name for it, with which buffers are sent at first
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            replicated = DistributedDataParallel(
+                model,
+                process_group=among,
+                broadcast_buffers=False,
+                init_sync=False,
+                gradient_as_bucket_view=True,
+                find_unused_parameters=True,
+            )
         time_all_reduce(replicated, among, sharder.clock)
     return Whole(model, task, sharder.precision, sharder.clock, replicated=replicated, chunked=chunked)
 
