@@ -19,9 +19,11 @@ import signal
 import ssl
 import subprocess
 import sys
+import tempfile
 import tomllib
 import urllib.error
 import urllib.request
+import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -33,6 +35,7 @@ from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.files.storage import unwritable
 from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
@@ -91,9 +94,12 @@ def bundle(
         ask_index(index)
     extras = ("eval",) if tasks else ()
     (out / COMPLETE).unlink(missing_ok=True)  # of an earlier one, until this one is whole
+    remove_cut_off(wheelhouse)
     command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
     code = (run or run_pip)(command)
     if code != 0:
+        if full := unwritable([wheelhouse, Path(tempfile.gettempdir())]):
+            raise TransientError(f"pip download ended with {code}: {full}")
         raise TransientError(
             f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
         )
@@ -114,6 +120,13 @@ def bundle(
     }
     write_json(out / COMPLETE, what)
     return what
+
+
+def remove_cut_off(wheelhouse: Path) -> None:
+    """Remove wheels of which a full disk or a kill left the beginning: pip takes them if an index has no digests."""
+    for path in wheelhouse.glob("*.whl"):
+        if not zipfile.is_zipfile(path):  # what says so is a wheel's end
+            path.unlink()
 
 
 def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:

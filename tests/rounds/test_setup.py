@@ -460,6 +460,25 @@ def test_a_bundle_whose_making_anew_was_interrupted_is_none(
         _send(Deployment(host="login.invalid", type="ssh", workdir="/w"), tmp_path, out)
 
 
+def test_a_bundle_on_a_full_disk_says_so_and_keeps_no_half_of_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It asked whether there was a network; the next pip took the half for the wheel if an index has no digests."""
+    wheelhouse, options = tmp_path / "b" / "wheelhouse", {"python": "3.11", "platform": "manylinux_2_28_x86_64"}
+    seen: list[list[str]] = []
+
+    def cut_off(command: list[str]) -> int:
+        seen.append(sorted(path.name for path in wheelhouse.iterdir()))
+        whole = tiny_wheel(wheelhouse)
+        (wheelhouse / "half-1.0-py3-none-any.whl").write_bytes(whole.read_bytes()[:-30])
+        return 2
+
+    with monkeypatch.context() as context, pytest.raises(TransientError, match=r"ended with 2: \S+ is full: free some"):
+        context.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
+        bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
+    with pytest.raises(TransientError, match="is there a network"):
+        bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
+    assert seen == [[], ["tiny_thing-1.2-py3-none-any.whl"]]
+
+
 CUT_OFF = """#!/bin/bash
 for to; do :; done
 [ ! -d "$to" ] || to=$to/hub/data
