@@ -299,6 +299,8 @@ if [ -n "$check" ]; then
     digest=$( { echo "$stamp ${fills[*]-}"; cat "$home/env.sh" ${template:+"$template"}; } | cksum)
     if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
     else
+        where=here; [ -z "$template" ] || where="in a job of the queue"
+        say "self-check: a small model takes three steps $where, which is a minute once it begins"
         set +eu; . "$home/env.sh"; set -eu  # as in a job
         result=$(meanwhile "self-check: its job waits or runs" "$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"

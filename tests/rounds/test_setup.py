@@ -724,6 +724,16 @@ def test_a_disk_without_room_for_the_packages_is_no_index_that_lacks_them(tmp_pa
     assert setup("facility", *options).returncode == 0 and (tmp_path / "home" / "env.sh").is_file()
 
 
+@pytest.mark.parametrize("through", ["here", "a queue"])
+def test_a_self_check_says_that_it_begins_before_it_is_waited_for(tmp_path: Path, python: Path, through: str):
+    """A minute on a login node that computes, and however long in a queue, went by without a word."""
+    template = ["--template", str(ROOT / "templates" / "ssh.sh")] if through != "here" else []
+    python.write_text(PYTHON.replace("esac\n", '    "-m facility.selfcheck") echo passed ;;\nesac\n'))
+    result = setup("facility", "--home", str(tmp_path / "home"), "--python", str(python), "--as-is", *template)
+    begins, passed = (line for line in result.stdout.splitlines() if "self-check" in line)
+    assert ("in a job of the queue" in begins) == (through != "here") and passed == "setup: self-check: passed"
+
+
 def test_what_the_shell_cannot_write_ends_with_a_sentence(tmp_path: Path, python: Path):
     (tmp_path / "home" / ".setup-stamp").mkdir(parents=True)  # as a full disk does: no file is written there
     result = setup("facility", "--home", str(tmp_path / "home"), "--python", str(python), "--no-self-check")
