@@ -65,16 +65,17 @@ class PrivateTraining:
             self.bound = math.log(max(2, len(inputs.dataset.manifest.classes)))
         self.expected = request.training.batch_sequences
         rows = rows_of(request.training.micro_batch_sequences, sum(part.tensor.numel() for part in engine.parts))
+        assert isinstance(engine.compute, Whole)
+        model = engine.compute.modules[0]
         self.readers, self.counts = {}, {}
         for split in ("train", "validation"):
             units = units_of(inputs.dataset, split, settings.unit, most=settings.blocks_per_document)
             self.counts[split] = len(units)
-            self.readers[split] = RowReader(inputs.dataset, split, units, inputs.task, most_rows=rows)
+            self.readers[split] = RowReader(inputs.dataset, split, units, inputs.task, model, most_rows=rows)
             self._tell_left_out(split, units)
         self.sampling_rate = sampling_rate(self.expected, self.counts["train"], settings)
-        assert isinstance(engine.compute, Whole)
         self.gradients = RecordGradients(
-            engine.compute.modules[0],
+            model,
             [part.parameter for part in engine.parts],
             inputs.task,
             engine.compute.precision,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from facility.dataset import PreparedDataset
 from facility.training.data.tasks import IGNORED, Task
@@ -34,10 +35,13 @@ class Rows:
 class RowReader:
     """Reads the units of one split."""
 
-    def __init__(self, dataset: PreparedDataset, split: str, units: Units, task: Task, *, most_rows: int) -> None:
-        """`most_rows` of one forward pass; a unit of more pieces has one of its own."""
+    def __init__(
+        self, dataset: PreparedDataset, split: str, units: Units, task: Task, model: nn.Module, *, most_rows: int
+    ) -> None:
+        """`most_rows` of one forward pass of `model`; a unit of more pieces has one of its own."""
         self.dataset, self.split, self.units, self.task, self.most = dataset, split, units, task, most_rows
         self.cut = dataset.manifest.documents != "joined" and dataset.manifest.task != "classification"
+        self.least_width = dataset.manifest.block_tokens if looks_at_lengths(model) else 0
 
     def read(self, chosen: Sequence[int] | np.ndarray, seed: int = 0) -> Iterator[Rows]:
         """The units `chosen`, in order. `seed`: for tasks that draw."""
@@ -63,8 +67,9 @@ class RowReader:
         return Rows(inputs=inputs, targets=targets, record=record, records=len(units))
 
     def _cut(self, pieces: np.ndarray) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Each piece alone at the beginning of a row: what follows it is seen by none of its tokens."""
-        width = int((pieces[:, 2] - pieces[:, 1]).max())
+        """Each piece alone at the beginning of a row: what follows it is seen by none of its tokens, and how long that
+        is by no model that would compute otherwise."""
+        width = max(self.least_width, int((pieces[:, 2] - pieces[:, 1]).max()))
         ids, targets = torch.zeros(len(pieces), width, dtype=torch.int64), torch.full((len(pieces), width), IGNORED)
         tokens, marks = self.dataset.split(self.split).reshape(-1), self.dataset.marks(self.split).reshape(-1)
         block_tokens = self.dataset.manifest.block_tokens
@@ -75,3 +80,16 @@ class RowReader:
             ids[row, : end - first] = own
             targets[row, : end - first - 1] = torch.where(borne[1:], own[1:], IGNORED)
         return {"input_ids": ids}, targets
+
+
+def looks_at_lengths(model: nn.Module) -> bool:
+    """Whether a row's values depend on how long the rows of its forward pass are, filling included.
+
+    So it is with rotary positions of the kinds `dynamic` and `longrope` (transformers' `dynamic_rope_update`): were the
+    rows as long as the longest, one record would change the gradients of those beside it.
+    """
+    kinds: set[str] = set()
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds.update(map(str, found.values() if isinstance(found, dict) else [found]))
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from facility.dataset import open_dataset
+from facility.dataset import LOSS, open_dataset
 from facility.exchange.errors import InputError
 from facility.training.data.tasks import CausalLM
 from facility.training.parallel.compute import Precision
@@ -88,7 +90,7 @@ def test_the_sum_is_that_of_the_records_one_at_a_time(family: str, limit: float,
     expected = oracle(model, rows, limit)
     for vectorise, most in ((True, 2), (True, 32), (False, 3)):
         gradients = gradients_of(model, vectorise=vectorise)
-        reader = RowReader(dataset, "train", units, CausalLM(), most_rows=most)
+        reader = RowReader(dataset, "train", units, CausalLM(), model, most_rows=most)
         assert_equal(gradients.clipped_sum(reader.read(chosen), limit), expected)
         assert gradients.vectorise == vectorise, "a family that transformers can vectorise no more"
 
@@ -103,27 +105,25 @@ def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) / 8)
-    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), most_rows=4)
+    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4)
     rows = [[torch.from_numpy(dataset.split("train")[i].astype("int64"))] for i in range(6)]
     assert_equal(gradients_of(model).clipped_sum(reader.read(range(6)), 0.3), oracle(model, rows, 0.3))
 
 
 def test_a_document_of_several_pieces_is_clipped_as_one(dataset: Any):
-    import numpy as np
-
     model = model_of("llama")
     pieces = np.array([[0, 0, 8], [1, 0, 8], [2, 0, 8], [5, 0, 8]])
     units = Units(pieces=pieces, offsets=np.array([0, 3, 4]))
     block = [torch.from_numpy(row.astype("int64")) for row in dataset.split("train")[:6]]
     for most in (1, 4):
-        reader = RowReader(dataset, "train", units, CausalLM(), most_rows=most)
+        reader = RowReader(dataset, "train", units, CausalLM(), model, most_rows=most)
         found = gradients_of(model).clipped_sum(reader.read([0, 1]), 0.5)
         assert_equal(found, oracle(model, [block[:3], [block[5]]], 0.5))
 
 
 def test_an_empty_sample_is_a_sum_of_nothing(dataset: Any):
     model = model_of("llama")
-    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), most_rows=4)
+    reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4)
     found = gradients_of(model).clipped_sum(reader.read([]), 1.0)
     assert [tuple(one.shape) for one in found] == [tuple(p.shape) for p in model.parameters()]
     assert all(not one.any() for one in found)
@@ -156,9 +156,48 @@ def test_the_pieces_of_documents_attend_to_nothing_else(tmp_path: Path):
     for prepared in (apart, alone):
         units = units_of(prepared, "train", "document", most=1)
         assert len(units) == 20 and units.left_out == 0
-        reader = RowReader(prepared, "train", units, CausalLM(marked=True), most_rows=4)
+        reader = RowReader(prepared, "train", units, CausalLM(marked=True), model, most_rows=4)
         found.append(gradients_of(model).clipped_sum(reader.read(range(20)), 0.2))
     assert_equal(*found)
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+KINDS = {
+    "dynamic": ("llama", {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}),
+    "longrope": ("phi3", LONGROPE | {"rope_theta": 1e4, "original_max_position_embeddings": 8}),
+}
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "as they are"])
+def test_a_record_does_not_change_what_becomes_of_those_beside_it(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """However long it is: else a unit more or less would change the sum by more than the clip."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, rotary = KINDS.get(kind, ("llama", {"rope_type": "default", "rope_theta": 1e4}))
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    more = {"num_key_value_heads": 4, "vocab_size": 128, "max_position_embeddings": 8, "pad_token_id": 0}
+    more |= {"max_position_embeddings": 32, "original_max_position_embeddings": 8} if kind == "longrope" else {}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes, **more, rope_parameters=rotary, use_cache=False)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    joined = open_dataset(write_dataset(tmp_path / "data", train=4, block_tokens=32))
+    prepared = dataclasses.replace(joined, manifest=dataclasses.replace(joined.manifest, documents="padded"))
+    monkeypatch.setattr(type(prepared), "marks", lambda self, split: np.full(self.split(split).shape, LOSS, np.uint8))
+    pieces = np.array([[0, 0, 6], [1, 0, 32], [2, 0, 7]])
+    units = Units(pieces=pieces, offsets=np.arange(4))
+
+    def total(chosen: list[int], most: int) -> torch.Tensor:
+        reader = RowReader(prepared, "train", units, CausalLM(), model, most_rows=most)
+        found = gradients_of(model).clipped_sum(reader.read(chosen), 0.5)
+        return torch.cat([one.flatten() for one in found])
+
+    alone = sum(total([unit], 1) for unit in (0, 1, 2))
+    for together in (total([0, 1, 2], 1), total([1, 0, 2], 3), total([0, 2, 1], 2)):
+        assert (together - alone).abs().max() < 1e-5, "the sum is one of what each is alone"
 
 
 def test_a_batch_normalisation_is_refused():

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torch import nn
 
 from facility.dataset import LOSS, REST, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
 from facility.exchange.errors import InputError
@@ -82,7 +83,7 @@ def test_a_document_is_read_on_in_the_next_block_and_its_first_token_there_is_pr
     """Token i has the id i; the document is tokens 3 to 9 of blocks of 4."""
     dataset = marked(tmp_path, [[S | L, L, L, S | L], [R | L, L, L, L], [R | L, L, S | L, L]])
     units = units_of(dataset, "train", "document", most=9)
-    (rows,) = RowReader(dataset, "train", units, CausalLM(), most_rows=9).read([1])
+    (rows,) = RowReader(dataset, "train", units, CausalLM(), nn.Module(), most_rows=9).read([1])
     assert rows.records == 1 and rows.record.tolist() == [0, 0]
     assert rows.inputs["input_ids"].tolist() == [[3, 4, 5, 6], [7, 8, 9, 0]]
     assert rows.targets.tolist() == [[4, 5, 6, IGNORED], [8, 9, IGNORED, IGNORED]]
