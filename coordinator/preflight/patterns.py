@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from coordinator.config.federation import Federation
 from coordinator.memory.figures import ModelFigures, in_update, model_figures
 from coordinator.preflight.row import ME, Row, fail, ok, warning
+from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import InputError
+from facility.exchange.messages.settings import TrainingSettings
 
 CHECK = "patterns"
 
@@ -42,7 +46,18 @@ def check_patterns(federation: Federation) -> list[Row]:
     if averaged and not any(map(aggregation.federated.federated, averaged)):
         found = "aggregation.include and exclude leave no tensor to average"
         rows.append(fail(ME, CHECK, found, f"let them leave some; tensors have names such as {averaged[0]}"))
+    for one in federation.facilities:
+        if _all_frozen(one.training, figures):
+            found = f"training.freeze of {one.name} leaves no parameter to train, so that its jobs would end at once"
+            rows.append(fail(ME, CHECK, found, "freeze fewer"))
     return rows or [ok(ME, CHECK, "each matches some tensor")]
+
+
+def _all_frozen(training: TrainingSettings, figures: ModelFigures) -> bool:
+    """Whether `freeze` matches all that would be trained; of adapters, by the names that they have in peft's model."""
+    names = [name for name, _ in figures.trained_tensors(dataclasses.replace(training, freeze=[]))]
+    within = [f"{name.removesuffix('weight')}default.weight" if is_adapter(name) else name for name in names]
+    return bool(names) and all(matches(name, training.freeze) for name in within)
 
 
 def _averaged(federation: Federation, figures: ModelFigures) -> list[str]:

@@ -55,6 +55,19 @@ def test_patterns_that_leave_nothing_to_average_end_a_run_before_it_begins(tmp_p
     assert "leave no tensor to average" in [row.found for row in check_fitting(federation) if row.verdict == "fail"][0]
 
 
+@pytest.mark.parametrize("lora", [{}, {"lora": {"rank": 2}}])
+@pytest.mark.parametrize(
+    ("freeze", "fails"),
+    [(["*"], True), (["model.*", "lm_head.*"], True), (["*norm*"], False), ([], False)],
+)
+def test_what_leaves_nothing_to_train_ends_a_run_before_a_job_finds_out(
+    tmp_path: Path, lora: dict[str, Any], freeze: list[str], fails: bool
+):
+    rows = rows_of(tmp_path, training={"freeze": freeze} | lora)
+    found = [row.found.partition(",")[0] for row in rows if row.verdict == "fail"]
+    assert found == ([f"training.freeze of {name} leaves no parameter to train" for name in "ab"] if fails else [])
+
+
 @pytest.mark.parametrize(
     ("training", "task", "told"),
     [
