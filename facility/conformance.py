@@ -46,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
             folder = arguments.keep.absolute()
             if folder.exists():
                 raise InputError(f"--keep {folder} exists already; remove it or choose another name")
-            folder.mkdir(parents=True)
         for finding in findings(Trial(folder, arguments.module, ranks=arguments.ranks, limit_seconds=arguments.limit)):
             found.append(finding)
             if not arguments.json:

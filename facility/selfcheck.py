@@ -42,8 +42,14 @@ SUBMIT = {
 """How a template with these directives is submitted and waited for."""
 
 
-def material(folder: Path, ranks: int) -> None:
-    """A pico Llama, a prepared dataset of numbers, settings for three steps."""
+def trial_settings(ranks: int) -> FacilitySettings:
+    """Settings for three steps. Raises `ConfigurationError` where ranks cannot be so many."""
+    training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
+    return FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
+
+
+def material(folder: Path, settings: FacilitySettings) -> None:
+    """A pico Llama, a prepared dataset of numbers, the settings."""
     import numpy as np
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -83,8 +89,6 @@ def material(folder: Path, ranks: int) -> None:
         sources=[],
     )
     (data / NAME).write_text(json.dumps(dataclasses.asdict(manifest)), encoding="utf-8")
-    training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
-    settings = FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
     (folder / "settings.json").write_text(json.dumps(dataclasses.asdict(settings)), encoding="utf-8")
 
 
@@ -200,14 +204,17 @@ def main() -> int:
     wrong = [item for item in arguments.fill if "=" not in item]
     if wrong:
         raise InputError(f"--fill is {wrong[0]!r}, expected NAME=VALUE")
+    if not arguments.limit > 0:
+        raise InputError(f"--limit is {arguments.limit:g} s, expected more than 0: how long to wait for the job")
     fill = dict(item.split("=", 1) for item in arguments.fill)
+    settings = trial_settings(arguments.ranks)
     folder = arguments.home.resolve() / f"selfcheck-{uuid.uuid4().hex[:8]}"
     (folder / "job").mkdir(parents=True)
     began = time.monotonic()
     for problem in problems():
         log.warning("%s: a job that needs it may fail", problem)
     try:
-        material(folder, arguments.ranks)
+        material(folder, settings)
         run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)
         print(verdict(folder, time.monotonic() - began))
     except (CrossFedError, OSError, KeyboardInterrupt):

@@ -18,7 +18,7 @@ from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.selfcheck import material
+from facility.selfcheck import material, trial_settings
 
 FEDERATION, FACILITY = "selfcheck", "here"
 ROUNDS, STEPS = 2, 60
@@ -41,10 +41,10 @@ class Ended:
 
 
 class Trial:
-    """Rounds of one module, each in a directory of its own below `folder`.
+    """Rounds of one module, each in a directory of its own below `folder`, which is made.
 
     Raises `InputError` where `module` is not the name of a module, or `ranks` or `limit_seconds`, the longest time of a
-    round, is not above 0.
+    round, is not above 0; nothing is made then.
     """
 
     def __init__(self, folder: Path, module: str, *, ranks: int, limit_seconds: float) -> None:
@@ -52,7 +52,9 @@ class Trial:
             raise InputError(f"--limit is {limit_seconds:g} s, expected more than 0: the longest time of a round")
         TrainerSettings(module=module)
         self.folder, self.module, self.ranks, self.limit = folder, module, ranks, limit_seconds
-        material(folder, ranks)
+        wanted = trial_settings(ranks)
+        folder.mkdir(parents=True, exist_ok=True)
+        material(folder, wanted)
         settings = folder / "settings.json"
         raw = values_in(settings)
         raw["training"] |= {"device": "cpu", "export_dtype": "float32", "steps": STEPS}

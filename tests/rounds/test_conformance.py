@@ -27,7 +27,8 @@ from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.selfcheck import material
+from facility.selfcheck import main as self_check
+from facility.selfcheck import material, trial_settings
 from tests.conftest import ROOT
 from tests.federations import write_federation
 
@@ -106,7 +107,7 @@ def test_the_trial_is_a_process_whose_output_and_exit_code_are_those_of_the_comm
     assert tried_at_the_coordinator([STAND_IN, "--help"]) == 0
     assert capfd.readouterr().out.startswith("usage: python -m facility.conformance")
     assert tried_at_the_coordinator([STAND_IN, "--limit", "0", "--keep", str(tmp_path / "trial")]) == 2
-    assert "--limit is 0 s" in capfd.readouterr().err and (tmp_path / "trial").is_dir()
+    assert "--limit is 0 s" in capfd.readouterr().err and not (tmp_path / "trial").exists()
 
 
 def test_a_folder_to_keep_that_is_not_named_is_asked_for(capsys):
@@ -124,14 +125,24 @@ def test_a_folder_to_keep_that_is_not_named_is_asked_for(capsys):
         (["examples/plain_torch_trainer.py"], "name of a Python module"),
     ],
 )
-def test_what_no_trial_can_be_made_of_is_refused_before_it_begins(arguments, said):
+def test_what_no_trial_can_be_made_of_is_refused_before_it_begins(arguments, said, tmp_path):
+    """It left the folder to keep, so that the corrected command was refused."""
     with pytest.raises(InputError, match=said):
-        conformance(arguments)
+        conformance([*arguments, "--keep", str(tmp_path / "kept" / "trial")])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("word", "said"), [("--ranks", "ranks is 0"), ("--limit", "--limit is 0 s")])
+def test_a_self_check_that_cannot_be_made_leaves_nothing(word, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["selfcheck", "--home", str(tmp_path), word, "0"])
+    with pytest.raises(InputError, match=said):
+        self_check()
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
     (tmp_path / "job").mkdir()
-    material(tmp_path, 1)
+    material(tmp_path, trial_settings(1))
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"trainer": {"module": STAND_IN}}))
     words = ["--model", "../model", "--dataset", str(tmp_path / "data"), "--settings", "../settings.json"]
@@ -150,7 +161,7 @@ def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
 
 
 def test_a_trainer_may_report_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    material(tmp_path, 1)
+    material(tmp_path, trial_settings(1))
     monkeypatch.chdir(tmp_path)
     words = ["--model", "model", "--dataset", "data", "--settings", "settings.json", "--round", "0"]
     handlers = {number: signal.getsignal(number) for number in ENDING}
