@@ -20,7 +20,7 @@ from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.scanner import RoundTripScanner, ScannerError
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import read_bounded
+from facility.exchange.files.typed_text import typed_text
 from facility.exchange.messages.strict_json import LARGEST_WHOLE
 
 MOST_BYTES = 4 << 20
@@ -29,11 +29,6 @@ MOST_VALUES = 100_000
 MOST_LEVELS = 50
 """Of lists and mappings within each other: the parser's time grows with the square of their depth."""
 TOO_DEEP = f"nested too deeply: more than {MOST_LEVELS} lists and mappings within each other"
-MARKS = {
-    b"\xff\xfe": "UTF-16",
-    b"\xfe\xff": "UTF-16",
-    b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
-}
 BOOLEAN, TEXT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:str"
 INTEGER, FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 UNSIGNED = re.compile(r"[eE]\d")
@@ -119,20 +114,13 @@ class Lined:
 
     def _text(self) -> str:
         try:
-            content = read_bounded(self.file, MOST_BYTES)
+            return typed_text(self.file, MOST_BYTES)
         except FileNotFoundError:
             raise ConfigurationError("no such file; `crossfed init` writes a first one", file=self.file) from None
         except IsADirectoryError:
             raise ConfigurationError("is a folder; name the file, such as its federation.yml", file=self.file) from None
         except OSError as error:
             raise ConfigurationError(f"cannot be read: {error.strerror}", file=self.file) from None
-        for mark, name in MARKS.items():
-            if content.startswith(mark):
-                raise ConfigurationError(f"is {name}, expected plain UTF-8: save it so", file=self.file)
-        try:
-            return content.decode()
-        except UnicodeDecodeError as error:
-            raise ConfigurationError(f"is not UTF-8 text: {error}; save it as UTF-8", file=self.file) from None
 
     def _load(self, text: str) -> Any:
         yaml = _yaml()

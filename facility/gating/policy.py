@@ -19,8 +19,9 @@ from typing import Any
 import yaml
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import read_bounded, real
+from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import resolve
+from facility.exchange.files.typed_text import typed_text
 from facility.exchange.messages.signatures import FINGERPRINT
 from facility.exchange.messages.strict_json import HEX
 
@@ -123,11 +124,9 @@ def read_policy(path: Path) -> Policy:
     """Raises `ConfigurationError` with file and line."""
     path = Path(path)
     try:
-        root = yaml.compose(read_bounded(path, MOST_BYTES).decode("utf-8"), Loader=_Loader)
+        root = yaml.compose(typed_text(path, MOST_BYTES), Loader=_Loader)
     except OSError as error:
         raise ConfigurationError(f"cannot be read: {error.strerror}", file=path) from None
-    except UnicodeDecodeError:
-        raise ConfigurationError("is not UTF-8; save it as UTF-8", file=path) from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         what = getattr(error, "problem", None) or "is not YAML"

@@ -11,8 +11,9 @@ import re
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import read_bounded, real
+from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import shipped
+from facility.exchange.files.typed_text import typed_text
 
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
 """What StreamFlow knows when it renders a job template."""
@@ -46,12 +47,16 @@ def read_template(path: Path) -> str:
 
 
 def _text(path: Path) -> str:
+    """With line ends of one kind: a scheduler refuses those of Windows."""
     try:
-        return read_bounded(path, MOST_BYTES).decode()
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"template {str(path)!r} is not UTF-8 text: save it as UTF-8") from None
+        text = typed_text(path, MOST_BYTES).replace("\r\n", "\n")
+    except ConfigurationError as error:
+        raise ConfigurationError(f"template {str(path)!r} {error.message}") from None
     except OSError as error:
         raise ConfigurationError(f"template {str(path)!r} cannot be read: {error.strerror}") from None
+    if "\0" in text:
+        raise ConfigurationError(f"template {str(path)!r} holds a null character, which no script may: save it as text")
+    return text
 
 
 def unfilled(text: str, fill: dict[str, str]) -> list[str]:
