@@ -62,9 +62,22 @@ def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: 
         )
 
 
-def check_facilities(settings: AggregationSettings, names: Sequence[str]) -> None:
+def _check_signing(settings: AggregationSettings, training: Mapping[str, TrainingSettings]) -> None:
+    """Raise `ConfigurationError`, with the key, for a facility that would sign nothing where signatures are needed."""
+    if not settings.allowed_signers:
+        return
+    if unsigned := [name for name, one in training.items() if not one.signing_key]:
+        raise _error(
+            "training.signing_key",
+            f"aggregation.allowed_signers refuses what is not signed, and training.signing_key of {unsigned[0]!r} is "
+            "empty: none of its updates would count; name its key there, or remove allowed_signers",
+        )
+
+
+def check_facilities(settings: AggregationSettings, training: Mapping[str, TrainingSettings]) -> None:
     """Raise `ConfigurationError`, with the key, for updates that could be averaged in no round of these facilities."""
-    least, number = settings.fewest_updates, len(names)
+    _check_signing(settings, training)
+    least, number = settings.fewest_updates, len(training)
     if number < least:
         values = settings.values_of(RULES.get(settings.aggregation_rule))
         how = "".join(f" with {name} {value}" for name, value in values.items())
@@ -73,7 +86,7 @@ def check_facilities(settings: AggregationSettings, names: Sequence[str]) -> Non
             f"aggregation.rule {settings.aggregation_rule}{how} compares {least} updates or more, and the federation "
             f"has {number} {'facility' if number == 1 else 'facilities'}: choose another rule",
         )
-    if isinstance(settings.weights, dict) and (missing := sorted(set(names) - settings.weights.keys())):
+    if isinstance(settings.weights, dict) and (missing := sorted(training.keys() - settings.weights.keys())):
         raise _error(
             "aggregation.weights",
             f"aggregation.weights names {', '.join(sorted(settings.weights)) or 'none'}, expected a number for each "

@@ -267,7 +267,7 @@ def _check_together(federation: Federation, lined: Lined, privacy: Any) -> None:
             model_encoding=federation.sending.encoding,
             dataset_cards=[one.name for one in federation.facilities if one.public.dataset_card],
         )
-    check_facilities(federation.aggregation, list(described))
+    check_facilities(federation.aggregation, described)
     for number, facility in enumerate(federation.facilities):
         if federation.masks and facility.deployment.firecrest.url:
             key = f"facilities[{number}].deployment.type"
