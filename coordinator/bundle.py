@@ -98,11 +98,7 @@ def bundle(
     command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
     code = (run or run_pip)(command)
     if code != 0:
-        if full := unwritable([wheelhouse, Path(tempfile.gettempdir())]):
-            raise TransientError(f"pip download ended with {code}: {full}")
-        raise TransientError(
-            f"pip download ended with {code}: is there a network, and is there a torch for {torch} on {platform}?"
-        )
+        raise no_download(code, wheelhouse, f"a torch for {torch} on {platform}")
     shutil.rmtree(out / CODE, ignore_errors=True)
     copy_code(out / CODE)
     if sbom:
@@ -120,6 +116,12 @@ def bundle(
     }
     write_json(out / COMPLETE, what)
     return what
+
+
+def no_download(code: int, wheelhouse: Path, wanted: str) -> TransientError:
+    """Why pip, which ended with `code`, has not fetched everything: a full disk, or what else it may be."""
+    full = unwritable([wheelhouse, Path(tempfile.gettempdir())])
+    return TransientError(f"pip download ended with {code}: {full or f'is there a network, and is there {wanted}?'}")
 
 
 def remove_cut_off(wheelhouse: Path) -> None:
