@@ -117,7 +117,8 @@ def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path |
     facility, settings, masks = expected.facility, expected.settings, expected.masks
     manifest = read_manifest(update)
     check_run(manifest, sent, facility)
-    check_identity(manifest, None, facility, expected.round, maximum_staleness=settings.maximum_staleness)
+    oldest = settings.maximum_staleness if expected.earlier is not None else 0  # without its model none can be used
+    check_identity(manifest, None, facility, expected.round, maximum_staleness=oldest)
     started = sent.directory
     if manifest.round < expected.round:
         assert expected.earlier is not None and decoded is not None, "a late update needs the archive and a place"

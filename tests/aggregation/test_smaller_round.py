@@ -95,6 +95,17 @@ def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
     assert not (tmp_path / "decoded").exists()
 
 
+def test_where_no_round_takes_late_updates_one_of_an_earlier_round_is_refused_in_words(tmp_path: Path):
+    """`maximum_staleness` without a quorum: no step is told of the archive, and an assertion was the reason."""
+    start = make.random_tensors(0, SHAPES, torch.bfloat16)
+    base = make.model(tmp_path / "base", start)
+    update = make.update(tmp_path / "update", make.moved(start, 1), base=base, facility="alpha")
+    settings = AggregationSettings(maximum_staleness=2)
+    expected = Expected(facility="alpha", round=1, model=base, evaluation=False, settings=settings)
+    told = receive(update, expected, decoded=tmp_path / "decoded")
+    assert told is not None and told.kind == "refused" and told.reason.endswith("it is of round 0, expected round 1")
+
+
 def encoded_update(root: Path) -> tuple[Path, Expected]:
     """A sound update in a few bytes, and what the coordinator expects."""
     settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
