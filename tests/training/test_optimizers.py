@@ -240,3 +240,10 @@ def test_decays_that_are_changed_between_rounds_leave_the_corrected_moments(befo
 
 def ones(found: list[Moment]) -> dict[Moment, Any]:
     return {m: lambda _, n, w=m.width: np.ones((n, w), np.float32) for m in found}
+
+
+@pytest.mark.parametrize("name", ["torch.optim.SGD", "torch.optim:Adam"])
+def test_an_optimizer_that_does_not_say_what_it_keeps_is_refused(name: str) -> None:
+    """It passed `crossfed check` and ended every facility's job in a TypeError."""
+    with pytest.raises(ConfigurationError, match="has no method kept and no shards: expected adafactor, .* or a class"):
+        optimizer_of(shards(), TrainingSettings(optimizer=name))

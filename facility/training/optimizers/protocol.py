@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.shards import LocalShard
@@ -34,6 +35,15 @@ class Optimizer(Protocol):
 
 
 def optimizer_of(parts: Sequence[LocalShard], settings: TrainingSettings) -> Any:
-    """The optimizer that the settings name, over this rank's rows."""
+    """The optimizer that the settings name, over this rank's rows.
+
+    Raises `ConfigurationError` for a class that does not say what it keeps, such as `torch.optim.SGD`.
+    """
     values = OPTIMIZERS.get(settings.optimizer).values(settings.optimizer_parameters)
-    return OPTIMIZERS.load(settings.optimizer)(parts, settings, values)
+    found = OPTIMIZERS.load(settings.optimizer)
+    if isinstance(found, type) and (lacks := [one for one in ("kept", "shards") if not hasattr(found, one)]):
+        raise ConfigurationError(
+            f"training.optimizer is {settings.optimizer!r}, which has no method {' and no '.join(lacks)}: expected "
+            f"{', '.join(OPTIMIZERS.names())}, or a class with the methods of facility/training/optimizers/protocol.py"
+        )
+    return found(parts, settings, values)
