@@ -119,8 +119,8 @@ def probe(session: Session, request: Request) -> int:
     paths = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": paths.rstrip(os.pathsep)}
     reserve = min(int(request["reserve"]), session.policy.bytes_in_per_day)
-    with open(session.state / "probe.lock", "a") as lock:  # one at a time: together they would fill the disk
-        take_lock(lock, Path(lock.name))
+    with open(session.state / "probe.lock", "ab") as lock:  # one at a time: together they would fill the disk
+        take_lock(lock.fileno(), Path(lock.name))
         return subprocess.run(
             [*command, "--reserve", str(reserve)], env=environment, stdin=subprocess.DEVNULL
         ).returncode

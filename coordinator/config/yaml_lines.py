@@ -20,8 +20,8 @@ from ruamel.yaml.resolver import VersionedResolver
 from ruamel.yaml.scanner import RoundTripScanner, ScannerError
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.typed_text import typed_text
 from facility.exchange.messages.strict_json import LARGEST_WHOLE
+from facility.exchange.typed_text import typed_text
 
 MOST_BYTES = 4 << 20
 MOST_VALUES = 100_000

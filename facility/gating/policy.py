@@ -21,9 +21,9 @@ import yaml
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import resolve
-from facility.exchange.files.typed_text import typed_text
 from facility.exchange.messages.signatures import FINGERPRINT
 from facility.exchange.messages.strict_json import HEX
+from facility.exchange.typed_text import typed_text
 
 STATE = "gate"
 """Directory beside the policy that holds the gate's log, its ledger and what its jobs need."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.bounded import real
 from facility.exchange.files.paths import shipped
-from facility.exchange.files.typed_text import typed_text
+from facility.exchange.typed_text import typed_text
 
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
 """What StreamFlow knows when it renders a job template."""
