@@ -207,7 +207,8 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
         return None
     if row.check == "gate" and (found := ask_gate(login)) is not None:
         return found
-    raise refused(row, f"{name}: {row.found}; {row.fix}; then give the same command again")
+    advice = row.fix if row.fix.endswith("?") else f"{row.fix};"
+    raise refused(row, f"{name}: {row.found}; {advice} then give the same command again")
 
 
 def _signing_key(request: Request, dialog: Dialog) -> str:

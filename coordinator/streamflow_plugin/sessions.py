@@ -159,8 +159,7 @@ class _Session(SSHContextManager):
                         else:
                             pause = self._after_refusal(context, connection, before)
                         if pause != LAG_SECONDS:
-                            host = context.get_hostname()
-                            logger.warning(f"{host} gives no session for `{self.command:.60}`: {said}")
+                            logger.warning(f"{context.get_hostname()} gives no session: {said}")
             await self._waiting.pause(pause)
 
     def _after_refusal(self, context: SSHContext, connection: asyncssh.SSHClientConnection, before: int) -> float:
