@@ -128,7 +128,8 @@ if [ -n "$conda" ]; then
     python=python
 fi
 set -eu
-trap 'fail "a command of setup.sh ended with code $?, see above; what is written goes to $home ($(room))"' ERR
+at_error='fail "a command of setup.sh ended with code $?, see above; what is written goes to $home ($(room))"'
+trap "$at_error" ERR
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python, or load one by --module"
 python=$(command -v "$python")
 [[ $python = /* ]] || python=$PWD/$python
@@ -301,7 +302,7 @@ if [ -n "$check" ]; then
     else
         where=here; [ -z "$template" ] || where="in a job of the queue"
         say "self-check: a small model takes three steps $where, which is a minute once it begins"
-        set +eu; . "$home/env.sh"; set -eu  # as in a job
+        trap - ERR; set +eu; . "$home/env.sh"; set -eu; trap "$at_error" ERR  # as in a job
         result=$(meanwhile "self-check: its job waits or runs" "$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
         say "self-check: $result"

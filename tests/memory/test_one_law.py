@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -163,20 +164,26 @@ def profile(blocks: int, memory_megabytes: float = 64.0, devices: int = 2) -> di
 
 
 @pytest.fixture(scope="module")
-def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A facility for each kind of training."""
-    facilities = [
-        {"name": kind, "dataset": "../sites/any/dataset", "training": one | {"micro_batch_sequences": 2}}
-        for kind, one in TRAININGS.items()
-    ]
-    training = {"batch_sequences": 8, "ranks": 2}
-    root = tmp_path_factory.mktemp("federation")
-    return write_federation(root, ["any"], training=training, size=WIDE, facilities=facilities)
+def federations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A federation of one facility for each kind of training."""
+
+    @functools.cache
+    def of(kind: str) -> Path:
+        training = TRAININGS[kind] | {"batch_sequences": 8, "ranks": 2, "micro_batch_sequences": 2}
+        return write_federation(tmp_path_factory.mktemp(kind), [kind], training=training, size=WIDE)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def federation(federations: Callable[[str], Path]) -> Path:
+    return federations("full")
 
 
 @pytest.mark.parametrize("kind", list(TRAININGS))
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_plan_states_what_check_states(tmp_path: Path, federation: Path, kind: str, stages: int):
+def test_a_plan_states_what_check_states(tmp_path: Path, federations: Callable[[str], Path], kind: str, stages: int):
+    federation = federations(kind)
     (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4)))
     command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
     command += ["--federation", federation, "--facility", kind, "--stages", stages, "--replicas", 1]
@@ -206,11 +213,11 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federation: Path, kind:
 @pytest.mark.parametrize("drift", [False, True])
 @pytest.mark.parametrize("shards", [0, 2, 8])
 def test_the_search_never_takes_a_plan_for_smaller_than_it_is(
-    federation: Path, kind: str, replicas: int, drift: bool, shards: int
+    federations: Callable[[str], Path], kind: str, replicas: int, drift: bool, shards: int
 ):
     """What the planner's sums say of a layout, with what leaves the devices beforehand, covers what is stated."""
     raw = profile(blocks=4, devices=4)
-    trained = trained_at(read_federation(federation), kind, raw)
+    trained = trained_at(read_federation(federations(kind)), kind, raw)
     layout = replace(trained.training.layout, shards=shards)
     drift = drift and trained.training.sync.policy == "allreduce"  # other policies exclude it
     trained = replace(trained, training=replace(trained.training, drift_correction=drift, layout=layout))
@@ -283,19 +290,25 @@ def test_a_plan_for_devices_that_ranks_share_is_one_that_the_trainer_takes(tmp_p
         planner.main([str(word) for word in [*command, "--federation", uneven]])
 
 
-def test_too_little_memory_for_the_whole_model_may_do_for_adapters_on_4_bits(tmp_path: Path, federation: Path):
-    """The same devices, one facility's training or another's."""
+def test_too_little_memory_for_the_whole_model_may_do_for_adapters_on_4_bits(
+    tmp_path: Path, federations: Callable[[str], Path]
+):
+    """The same devices, one federation's training or another's."""
     from coordinator.planning.chain import Infeasible
 
-    model, read = model_figures(federation.parent / "../model"), read_federation(federation)
-    few = next(one for one in read.facilities if one.name == "qlora").training
+    read = read_federation(federations("qlora"))
+    model, few = model_figures(read.path(read.model)), read.facilities[0].training
     enough = 1.2 * needed_bytes(model, few, TOKENS, 1, device="cpu") / 1e6
     (tmp_path / "profile.json").write_text(json.dumps(profile(blocks=4, memory_megabytes=enough)))
     command = ["--problem", tmp_path / "profile.json", "--out", tmp_path / "plan.json", "--iterations", 1]
-    command += ["--federation", federation, "--stages", 1, "--replicas", 1, "--facility"]
-    assert planner.main([str(word) for word in [*command, "qlora"]]) == 0
+    command += ["--stages", 1, "--replicas", 1]
+
+    def planned(kind: str) -> int:
+        return planner.main([str(word) for word in [*command, "--federation", federations(kind), "--facility", kind]])
+
+    assert planned("qlora") == 0
     with pytest.raises(Infeasible):
-        planner.main([str(word) for word in [*command, "full"]])
+        planned("full")
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,18 @@ def test_a_job_refuses_before_it_looks_at_any_data(place: Place, attack: str, mo
         json.dumps({"federation": settings.federation, "facility": "alpha", "rounds": 5, "seed": 1})
     )
     monkeypatch.chdir(place.folder)
-    words = ["--model", "model", "--dataset", "/nowhere", "--settings", "alpha.json", "--round", "2", "--out", "update"]
+    words = [
+        "--model",
+        "model",
+        "--dataset",
+        "nowhere/data",
+        "--settings",
+        "alpha.json",
+        "--round",
+        "2",
+        "--out",
+        "update",
+    ]
     if attack == "unsigned":
         monkeypatch.setenv("CROSSFED_COORDINATORS", str(place.signers))
     else:
