@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import zipfile
 from pathlib import Path
 
@@ -952,19 +953,18 @@ def test_an_interrupted_pip_has_ended_and_cleaned_up_before_the_command_ends(tmp
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
-def told_meanwhile(script: str, command: str) -> subprocess.CompletedProcess[str]:
-    """The script's function `meanwhile` with the command, told every tenth of a second in place of every 25 seconds."""
-    text = (ROOT / script).read_text()
-    function = re.search(r"^meanwhile\(\) \{.*?^\}$", text, re.MULTILINE | re.DOTALL)
+def told_meanwhile(script: str, command: str, nap: str = "0.1") -> subprocess.CompletedProcess[str]:
+    """The script's function `meanwhile` with the command, told every `nap` seconds in place of every 25."""
+    function = re.search(r"^meanwhile\(\) \{.*?^\}$", (ROOT / script).read_text(), re.MULTILINE | re.DOTALL)
     assert function and "sleep 25 " in function[0]
-    body = function[0].replace("sleep 25 ", "sleep 0.1 ")
+    body = function[0].replace("sleep 25 ", f"sleep {nap} ")
     return subprocess.run(
-        ["bash", "-euc", f'say() {{ echo "$*"; }}\n{body}\n{command}'], capture_output=True, text=True, timeout=30
+        ["bash", "-euc", f'say() {{ echo "$*"; }}\n{body}\n{command}'], capture_output=True, text=True, timeout=60
     )
 
 
 @pytest.mark.parametrize("script", ["facility/setup.sh", "coordinator/setup.sh"])
-def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(script: str):
+def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(tmp_path: Path, script: str):
     """pip is quiet until all is installed, and a self-check's job may wait in the queue for an hour."""
     done = told_meanwhile(
         script, 'out=$(meanwhile "installing" bash -c "sleep 0.5; echo whole; exit 3") || echo "$? $out"'
@@ -974,3 +974,13 @@ def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(script: s
     assert len(told) >= 2 and all(re.fullmatch(r"installing \(\d+ s\)", line) for line in told)
     assert told_meanwhile(script, 'meanwhile "installing" false; echo went on').returncode == 1
     assert told_meanwhile(script, 'meanwhile "installing" echo "a b"').stdout == "a b\n"
+
+
+@pytest.mark.parametrize("script", ["facility/setup.sh", "coordinator/setup.sh"])
+def test_nothing_that_waits_to_say_so_holds_the_lock_or_the_callers_streams(tmp_path: Path, script: str):
+    """A second set-up was told that another works there, and an ssh session would have stayed open, for 25 seconds."""
+    lock, began = tmp_path / "lock", time.monotonic()
+    done = told_meanwhile(
+        script, f'exec 9>{lock}; flock -n 9; meanwhile "x" sleep 0.5 3>&1; exec 9>&-; flock -n {lock} echo free', "50"
+    )
+    assert done.stdout == "free\n" and time.monotonic() - began < 40
