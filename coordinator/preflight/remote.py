@@ -81,7 +81,7 @@ def answer_of(words: Sequence[str], *, data: bytes | IO[bytes], seconds: float) 
         return Answer(code=124, out="", error=f"no answer within {seconds:.0f} s")
     except TooMuchOutput:
         return Answer(code=125, out="", error=f"more than {MOST_BYTES >> 20} MiB for an answer")
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # the latter where a folder of PATH may not be read
         return Answer(code=127, out="", error=f"there is no {words[0]} command on this machine")
     return Answer(code=code, out=out.decode(errors="replace"), error=error.decode(errors="replace"))
 

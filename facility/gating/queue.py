@@ -145,7 +145,7 @@ def call(command: Sequence[str], text: str | None = None, cwd: Path | None = Non
             timeout=SECONDS,
             cwd=cwd,
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # the latter where a folder of PATH may not be read
         return 127, f"there is no {command[0]} command on this gate's PATH ({os.environ.get('PATH', '')})\n"
     except subprocess.TimeoutExpired:
         return UNANSWERED, f"{command[0]} did not answer within {SECONDS} s\n"

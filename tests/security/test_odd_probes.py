@@ -17,7 +17,10 @@ from coordinator.preflight.check import check_alike, check_facility
 from coordinator.preflight.facility import BEGIN, FORMATS
 from coordinator.preflight.remote import Answer, answer_of
 from facility import __version__
+from facility.exchange.errors import ConfigurationError
+from facility.exchange.messages.signatures import _run
 from facility.exchange.messages.strict_json import printable
+from facility.gating.queue import call
 from tests.federations import write_federation
 
 DATASET: dict[str, Any] = {
@@ -179,3 +182,18 @@ def test_nobody_is_called_odd_without_a_majority(digests: str, told: dict[str, s
         assert words in rows[name]
     values = {name: {"image_size": letter} for name, letter in zip("abcd", digests, strict=False)}
     assert {row.subject for row in check_alike(values)} == set(told)
+
+
+def test_a_program_that_is_not_there_is_told_whatever_folders_of_path_may_not_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As after `su`, which keeps a PATH: the kernel says "not permitted", not that there is no such program."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("no-such-program", "ssh-keygen"):
+        (tmp_path / name).touch(mode=0o600)
+    answer = answer_of(["no-such-program"], data=b"", seconds=200)
+    assert answer.code == 127 and "there is no no-such-program command on this machine" in answer.error
+    code, said = call(["no-such-program"])
+    assert code == 127 and said.startswith("there is no no-such-program command")
+    with pytest.raises(ConfigurationError, match="ssh-keygen is not on the PATH"):
+        _run(["-Y", "sign"], b"", "signing")

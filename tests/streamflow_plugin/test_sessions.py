@@ -240,7 +240,7 @@ def test_a_connection_that_died_unseen_is_noticed(site, tmp_path: Path, monkeypa
 
 
 def below(parent: int) -> list[int]:
-    """Processes whose parent this is (proc(5))."""
+    """Processes that it began, and those began (proc(5)): of an account that is not root, sshd has two for each."""
     found = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -248,7 +248,7 @@ def below(parent: int) -> list[int]:
         except OSError:
             continue
         if int(after[1]) == parent:
-            found.append(int(status.parent.name))
+            found += [int(status.parent.name), *below(int(status.parent.name))]
     return found
 
 

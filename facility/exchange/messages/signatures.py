@@ -105,7 +105,7 @@ def _run(arguments: list[str], text: bytes, what: str) -> str:
             timeout=SECONDS,
             start_new_session=True,
         )
-    except FileNotFoundError:
+    except (FileNotFoundError, PermissionError):  # the latter where a folder of PATH may not be read
         raise ConfigurationError(
             "ssh-keygen is not on the PATH: install OpenSSH 8.2 or newer, or switch signing off"
         ) from None
