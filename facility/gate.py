@@ -28,8 +28,8 @@ from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.several import check_others
 
-VERSION = 1
-"""Of the requests and their answers."""
+VERSION = 2
+"""Of the requests and their answers; 1 did not know `test-settings`."""
 SINK_BYTES = 64 << 20
 
 WHERE = {
@@ -56,6 +56,7 @@ WHERE = {
     "keys": "login_commands:keys",
     "unmask": "login_commands:unmask",
     "test-job": "jobs:test_job",
+    "test-settings": "approval:test_settings",
     "jobs": "queue:jobs",
     "cancel": "queue:cancel",
     "cancel-waiting": "queue:cancel",

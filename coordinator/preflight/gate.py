@@ -7,6 +7,7 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
+from coordinator.engine.render import render
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
@@ -39,7 +40,10 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
     rows = [ok(name, "gate", f"{deployment.host} lets our key through its gate")]
-    rows += _agreed(federation, facility, summary)
+    agreed = _agreed(federation, facility, summary)
+    rows += agreed
+    if not any(row.verdict == "fail" for row in agreed):
+        rows.append(_allowed(federation, facility, summary))
     if deployment.type != "ssh":
         rows.append(_queue(name, deployment))
         hours = jobs_of(federation) * float(summary["nodes"]) * float(summary["hours"])
@@ -89,7 +93,21 @@ def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any])
                 "set `sending: {signing_key: ~/.ssh/id_ed25519}` and give the site its .pub",
             )
         )
-    return rows or [ok(name, "policy", "facility, federation, scheduler and workdir agree; models are signed")]
+    return rows
+
+
+def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]) -> Row:
+    """What the gate says of the facility's settings; one of an earlier version says it of the first job."""
+    name, agreed = facility.name, "facility, federation, scheduler and workdir agree; models are signed"
+    if int(summary["gate"]) < 2:
+        return ok(name, "policy", agreed)
+    text = render(federation)[f"{federation.file.parent.name}/facilities/{name}.json"]
+    words = ("test-settings", "--dataset", facility.dataset)
+    answer = ask(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
+    if answer.code == 0:
+        return ok(name, "policy", f"{agreed}; the policy allows what the settings ask for")
+    said = clean((answer.error or answer.out).strip(), 300) or f"code {answer.code}"
+    return fail(name, "policy", said, "change federation.yml, or ask the site to change policy.yml")
 
 
 def _masks_agreed(federation: Federation, name: str, summary: dict[str, Any]) -> list[Row]:

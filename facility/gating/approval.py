@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_of
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
 from facility.exchange.messages.order import verify_order
+from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating.grammar import Request
 from facility.gating.held import paths_alone, reads_of, sent
@@ -97,16 +99,9 @@ def approve(session: Session, request: Request) -> Approved:
             raise
         except (CrossFedError, OSError, ValueError) as error:
             raise Refused(str(error)) from None
-        check_settings(session, settings)
         module = request.given.get("module", settings.trainer.module)
-        check_module(session, module)
+        dataset = check_asked(session, settings, module, request["dataset"])
         check_model(session, order, settings)
-        dataset = check_dataset(session, request["dataset"])
-        if held_out := settings.evaluation.held_out:
-            check_dataset(session, held_out)
-        check_files(session, settings)
-        check_tasks(session, settings)
-        check_own_code(session, dataclasses.asdict(settings))
         if sha256_of(model / NAME) != manifest:
             raise Refused("the order was exchanged while it was read")
         kept = copy.keep(session)
@@ -125,6 +120,31 @@ def approve(session: Session, request: Request) -> Approved:
         reads=reads,
         roster=roster,
     )
+
+
+def check_asked(session: Session, settings: FacilitySettings, module: str, dataset: str) -> Path:
+    """All that the policy says of settings, apart from the model; returns the dataset's resolved path. Raises
+    `Refused`."""
+    check_settings(session, settings)
+    check_module(session, module)
+    found = check_dataset(session, dataset)
+    if held_out := settings.evaluation.held_out:
+        check_dataset(session, held_out)
+    check_files(session, settings)
+    check_tasks(session, settings)
+    check_own_code(session, dataclasses.asdict(settings))
+    return found
+
+
+def test_settings(session: Session, request: Request) -> int:
+    """Would the policy allow a round with the settings that come on standard input? No model is looked at, nothing is
+    kept and nothing trained."""
+    with settings_copy(session) as copy:
+        copy.write(sys.stdin.buffer.read(SETTINGS_BYTES + 1))
+        settings = copy.read(session)
+    check_asked(session, settings, settings.trainer.module, request["dataset"])
+    print("the policy allows what the settings ask for")
+    return 0
 
 
 def check_length(file: Path, most: int) -> None:

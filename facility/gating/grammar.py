@@ -65,6 +65,7 @@ FORMS = {
     "sink": Form(),
     "probe": Form(options=(("dataset", text), ("reserve", whole))),
     "test-job": Form(),
+    "test-settings": Form(options=(("dataset", text),)),
     "test": Form(words=(("flag", _one_of("-e", "-d", "-f", "-L", "-x")), ("path", _path))),
     "resolve": Form(words=(("path", _path),)),
     "sha1": Form(words=(("path", _path),)),

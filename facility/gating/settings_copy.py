@@ -39,6 +39,12 @@ class SettingsCopy:
             content = read_bounded(source, MOST_BYTES)
         except OSError as error:
             raise Refused(f"the settings cannot be read: {error.strerror}") from None
+        self.write(content)
+
+    def write(self, content: bytes) -> None:
+        """Raises `Refused` where it is too large."""
+        if len(content) > MOST_BYTES:
+            raise Refused(f"the settings have more than {MOST_BYTES} bytes")
         self.path.write_bytes(content)
         self.digest = hashlib.sha256(content).hexdigest()
 

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from coordinator.config.federation import read_federation
+from coordinator.engine.render import render
 from coordinator.preflight import gate
 from coordinator.preflight.remote import Answer
 
@@ -58,4 +59,39 @@ def test_the_policys_demands_are_told_before_a_run(
     monkeypatch.setattr(gate, "ask", ask)
     federation = read_federation(file)
     rows = [row for row in gate.check_gate(federation, federation.facilities[0], link=False) if row.check == "policy"]
-    assert [(row.verdict, words in row.found) for row in rows] == [(verdict, True)], rows
+    assert [(row.verdict, words in row.found) for row in rows[:1]] == [(verdict, True)], rows
+    assert [row.verdict for row in rows[1:]] == (["ok"] if verdict == "warning" else []), rows
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("refuses", [False, True])
+def test_the_gate_is_asked_what_its_policy_says_of_the_settings_that_a_run_would_send(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, refuses: bool
+):
+    """A gate of an earlier version, which does not know the request, says it of the first job."""
+    deployment = {"type": "slurm", "host": "login", "workdir": "/scratch/x", "gate": True}
+    (tmp_path / "workflow").mkdir()
+    file = tmp_path / "workflow" / "federation.yml"
+    facility = {"name": "a", "dataset": "/data/it", "deployment": deployment, "training": {"steps": 7}}
+    content = {"name": "heron", "model": "model", "rounds": 1, "sending": {"signing_key": "key"}}
+    file.write_text(yaml.safe_dump(content | {"facilities": [facility]}))
+    federation = read_federation(file)
+    hello = {"gate": version, "facility": "a", "federations": ["heron"], "scheduler": "slurm", "workdir": "/scratch/x"}
+    asked = []
+
+    def ask(_: object, verb: str, *words: str, data: bytes = b"", **__: object) -> Answer:
+        if verb == "hello":
+            return Answer(code=0, out=json.dumps(hello | {"nodes": 1, "hours": 1.0}), error="")
+        if verb == "test-settings":
+            asked.append((words, data.decode()))
+            said = "refused by the gate: no\x1b[2J" if refuses else ""
+            return Answer(code=77 if refuses else 0, out="", error=said)
+        return Answer(code=0, out="", error="")
+
+    monkeypatch.setattr(gate, "ask", ask)
+    rows = [row for row in gate.check_gate(federation, federation.facilities[0], link=False) if row.check == "policy"]
+    assert asked == (
+        [(("--dataset", "/data/it"), render(federation)["workflow/facilities/a.json"])] if version > 1 else []
+    )
+    assert [row.verdict for row in rows] == ["fail" if refuses and version > 1 else "ok"], rows
+    assert not (refuses and version > 1) or ("refused by the gate: no" in rows[0].found and "\x1b" not in rows[0].found)

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -404,6 +405,14 @@ REFUSALS = {
     "another federation": (lambda s: s.round(), {"federations": ["egret"]}, "the policy allows 'alpha' in egret"),
     "over the day's hours": (lambda s: s.round(), {"node_hours_per_day": 1.0}, "node_hours_per_day is 1"),
 }
+BESIDE_SETTINGS = {
+    "another module",
+    "unsigned",
+    "other settings",
+    "another round",
+    "another base",
+    "over the day's hours",
+}
 
 
 @pytest.mark.parametrize("name", REFUSALS)
@@ -420,6 +429,25 @@ def test_what_the_policy_does_not_allow_is_refused_before_a_node_hour_with_the_r
     assert b"failure.json" in listed, "the coordinator can fetch the reason"
     failure = read_failure(site.workdir / "job" / "update")
     assert failure is not None and reason in failure.reason and failure.facility == "alpha"
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_settings_are_judged_before_any_job_as_they_are_with_one(site: Gate, name: str):
+    """What lies in files beside them apart: the model, its order, and what the site has used of its day."""
+    make, changes, reason = REFUSALS[name]
+    site.policy(**changes)
+    submitting = make(site)
+    settings = (site.workdir / "in" / "alpha.json").read_bytes()
+    dataset = shlex.split(submitting)[shlex.split(submitting).index("--dataset") + 1]
+    log = site.home / "gate"
+    before = {path for path in site.folder.rglob("*") if log not in (path, path.parent)}
+    code, out, error = site.ask(f"crossfed-gate test-settings --dataset {dataset}", settings)
+    if name in BESIDE_SETTINGS:
+        assert (code, out) == (0, b"the policy allows what the settings ask for\n")
+    else:
+        assert code == 77 and reason in error and reason in site.log()[-1]["reason"], error
+    assert site.calls == [] and {path for path in site.folder.rglob("*") if log not in (path, path.parent)} == before
+    assert not list(log.glob("settings*"))
 
 
 ODD = {

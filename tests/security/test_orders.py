@@ -165,7 +165,7 @@ def test_a_job_refuses_before_it_looks_at_any_data(place: Place, attack: str, mo
         "--model",
         "model",
         "--dataset",
-        "nowhere/data",
+        str(place.folder / "nowhere" / "data"),
         "--settings",
         "alpha.json",
         "--round",
