@@ -26,6 +26,7 @@ from coordinator.steps.start import start
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import write_json
 from tests.archive.test_archive import SETTINGS, close
+from tests.engine.harms import flipped
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_a_pruned_or_damaged_start_is_refused_and_nothing_moves(archive: Archive
     with pytest.raises(InputError, match="pruned; rounds to go back to are 0, 2"):
         rewind(archive, 1)
     weights = next((archive.round_directory(1) / "model").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    weights.write_bytes(flipped(weights.read_bytes()))
     with pytest.raises(ManifestError):
         rewind(archive, 2)
     assert archive.rounds() == [0, 1, 2]

@@ -37,6 +37,7 @@ from facility.rounds.sealed import flaw
 from facility.rounds.smaller import drop_pending, pending_residual, residual_path
 from tests.aggregation import make
 from tests.cases import slow_but
+from tests.engine.harms import flipped
 from tests.masking.federation import Masking
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -321,7 +322,7 @@ def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(
         "rest": residual_path(state, 0) / "model.safetensors",
         "seeds": held_place / "held.json",
     }[what]
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    damaged.write_bytes(flipped(damaged.read_bytes()))
     assert not masks.can_make(found)
     job = OneRound.__new__(OneRound)
     job.job, job.finished, job.key, job.masks = Namespace(round=0), Finished(state), KEY, masks  # type: ignore[assignment]

@@ -30,6 +30,7 @@ from facility.rounds.masked import Masked
 from facility.rounds.sealed import UNCHANGED, check_kept, flaw
 from facility.rounds.smaller import unsent
 from tests.aggregation import make
+from tests.engine.harms import flipped
 from tests.masking.federation import Masking, error, mean_of, moved, steps
 from tests.masking.test_masked_moments import RANGE, all_of, close, plainly, shared
 
@@ -275,7 +276,7 @@ def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_tol
     (residual / UNCHANGED).unlink()
     assert flaw(residual) == "", "read again, and as it was"
     (weights,) = residual.glob("*.safetensors")
-    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    weights.write_bytes(flipped(weights.read_bytes()))
     for _ in range(2):
         with pytest.raises(InputError, match=f"{weights.name} was altered, which round 1 goes on from"):
             check_kept(state, 1)

@@ -30,6 +30,7 @@ from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import main as self_check
 from facility.selfcheck import material, trial_settings
 from tests.conftest import ROOT
+from tests.engine.harms import flipped
 from tests.federations import write_federation
 
 EXAMPLES = ROOT / "examples"
@@ -70,7 +71,7 @@ def test_a_trainer_that_trains_nothing_breaks_that_law_and_no_other_of_its_round
     }
     assert refused_updates(tmp_path / "trial") == []
     weights = next((tmp_path / "trial/first/update").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    weights.write_bytes(flipped(weights.read_bytes()))
     assert "round 0" in refused_updates(tmp_path / "trial")[0]
 
 
