@@ -70,7 +70,7 @@ def render(federation: Federation) -> dict[str, str]:
             files[f"{here}/jobs/{facility.name}.sh"] = template
         if federation.masks and facility.deployment.host:
             files[f"{here}/jobs/{facility.name}{LOGIN_SUFFIX}"] = login_template(facility.deployment)
-        files[f"{here}/facilities/{facility.name}.json"] = _facility_settings(federation, facility)
+        files[f"{here}/facilities/{facility.name}.json"] = facility_settings(federation, facility)
     return files
 
 
@@ -182,7 +182,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     if key := federation.sending.signing_key:
         values["sending"]["signing_key"] = _for_a_step(federation.path(key))
         values["settings_sha256"] = {
-            facility.name: hashlib.sha256(_facility_settings(federation, facility).encode()).hexdigest()
+            facility.name: hashlib.sha256(facility_settings(federation, facility).encode()).hexdigest()
             for facility in federation.facilities
         }
     optional = (
@@ -213,7 +213,7 @@ def _aggregation(federation: Federation) -> AggregationSettings:
     return found
 
 
-def _facility_settings(federation: Federation, facility: Facility) -> str:
+def facility_settings(federation: Federation, facility: Facility) -> str:
     """Text of the file that is staged to a facility with every round."""
     settings = FacilitySettings(
         federation=federation.name,

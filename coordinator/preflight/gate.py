@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
-from coordinator.engine.render import render
+from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
@@ -101,8 +101,7 @@ def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]
     name, agreed = facility.name, "facility, federation, scheduler and workdir agree; models are signed"
     if int(summary["gate"]) < 2:
         return ok(name, "policy", agreed)
-    text = render(federation)[f"{federation.file.parent.name}/facilities/{name}.json"]
-    words = ("test-settings", "--dataset", facility.dataset)
+    words, text = ("test-settings", "--dataset", facility.dataset), facility_settings(federation, facility)
     answer = ask(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
     if answer.code == 0:
         return ok(name, "policy", f"{agreed}; the policy allows what the settings ask for")

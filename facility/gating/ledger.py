@@ -83,13 +83,13 @@ class Ledger:
         return sum(job.node_hours for job in self.jobs if job.id and now - job.submitted < DAY)
 
     def bytes_out(self, now: float) -> int:
-        return sum(count for hour, count in self.out.items() if int(hour) * 3600 + 3600 > now - DAY)
+        return sum(of_a_day(self.out, now).values())
 
     def let_out(self, count: int, now: float) -> None:
         self.out = counted(self.out, count, now)
 
     def bytes_in(self, now: float) -> int:
-        return sum(count for hour, count in self.into.items() if int(hour) * 3600 + 3600 > now - DAY)
+        return sum(of_a_day(self.into, now).values())
 
     def let_in(self, count: int, now: float) -> None:
         self.into = counted(self.into, count, now)
@@ -171,10 +171,14 @@ def settled(hours: dict[str, int], now: float) -> dict[str, int]:
     }
 
 
+def of_a_day(hours: dict[str, int], now: float) -> dict[str, int]:
+    """Counts by hour without those that are older than a day."""
+    return {hour: count for hour, count in hours.items() if int(hour) * 3600 + 3600 > now - DAY}
+
+
 def counted(hours: dict[str, int], count: int, now: float) -> dict[str, int]:
     """Counts by hour with `count` more, without those that are older than a day."""
-    recent = {one: n for one, n in hours.items() if int(one) * 3600 + 3600 > now - DAY}
-    hour = hour_of(now)
+    recent, hour = of_a_day(hours, now), hour_of(now)
     return recent | {hour: recent.get(hour, 0) + count}
 
 
