@@ -18,8 +18,7 @@ help: ## List the targets.
 
 env: $(VENV)/.ready ## The environment: facility, coordinator, tests and linters, as pinned in constraints.txt.
 # pip would compile on one core, and says nothing until it has installed all.
-BEAT = while sleep 25 >/dev/null 2>&1 && kill -0 $$PPID 2>/dev/null; do echo "still installing packages" >&2; done & beat=$$!; "$$@"; code=$$?; kill $$beat; exit $$code
-PIP = sh -c '$(BEAT)' pip $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
+PIP = bash facility/meanwhile.sh 'still installing packages' $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"found Python {sys.version.split()[0]}, expected 3.11 or newer: make PYTHON=python3.12 ...")'
 	$(PYTHON) -m venv $(VENV)

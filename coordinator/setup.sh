@@ -24,18 +24,7 @@ TEXT
 
 say() { printf 'setup: %s\n' "$*"; }
 fail() { printf 'error: %s\n' "$*" >&2; exit 2; }
-meanwhile() {  # meanwhile WORDS COMMAND...: run the command, and say now and then on stderr that it goes on
-    local what=$1 began=$SECONDS code=0 beat
-    shift
-    (   # without the lock, and with no sleep left behind that would hold it, or the streams of an ssh session
-        trap 'kill "$nap" 2>/dev/null; exit' TERM
-        while sleep 25 & nap=$!; wait "$nap" && kill -0 $$ 2>/dev/null; do say "$what ($((SECONDS - began)) s)" >&2; done
-    ) 9>&- &
-    beat=$!
-    "$@" || code=$?
-    kill "$beat" 2>/dev/null && wait "$beat" 2>/dev/null || true
-    return "$code"
-}
+meanwhile() { local words=$1; shift; bash "$here/facility/meanwhile.sh" "setup: $words" "$@"; }
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$here/.venv python=python3 wheelhouse= model= out= convert=()

@@ -129,6 +129,12 @@ def test_the_commands_of_a_new_user_work_in_any_folder(installed: Installed, tmp
         "bundle(Path('b'), python='3.11', platform='manylinux_2_28_x86_64', torch='cpu', run=lambda _: 0)"
     )
     installed.run("python", "-c", code, cwd=tmp_path)
-    for name in ("facility/setup.sh", "templates/leonardo.sh", "pyproject.toml", "constraints.txt"):
+    for name in (
+        "facility/setup.sh",
+        "facility/meanwhile.sh",
+        "pyproject.toml",
+        "constraints.txt",
+        "templates/leonardo.sh",
+    ):
         assert (tmp_path / "b" / "crossfed" / name).is_file(), name
     assert not (tmp_path / "b" / "crossfed" / "facility" / "_data").exists()

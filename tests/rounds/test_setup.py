@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -953,34 +954,36 @@ def test_an_interrupted_pip_has_ended_and_cleaned_up_before_the_command_ends(tmp
     assert not Path("/proc", (tmp_path / "pid").read_text()).exists()
 
 
-def told_meanwhile(script: str, command: str, nap: str = "0.1") -> subprocess.CompletedProcess[str]:
-    """The script's function `meanwhile` with the command, told every `nap` seconds in place of every 25."""
-    function = re.search(r"^meanwhile\(\) \{.*?^\}$", (ROOT / script).read_text(), re.MULTILINE | re.DOTALL)
-    assert function and "sleep 25 " in function[0]
-    body = function[0].replace("sleep 25 ", f"sleep {nap} ")
-    return subprocess.run(
-        ["bash", "-euc", f'say() {{ echo "$*"; }}\n{body}\n{command}'], capture_output=True, text=True, timeout=60
-    )
+@pytest.fixture
+def meanwhile(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run bash's command, in which `meanwhile` is the script that says every `nap` seconds, not 25, that it goes on."""
+
+    def run(command: str, nap: str = "0.1") -> subprocess.CompletedProcess[str]:
+        script = (ROOT / "facility/meanwhile.sh").read_text()
+        assert script.count("sleep 25 ") == 1
+        (tmp_path / "meanwhile.sh").write_text(script.replace("sleep 25 ", f"sleep {nap} "))
+        given = f'meanwhile() {{ bash {tmp_path}/meanwhile.sh "$@"; }}\n{command}'
+        return subprocess.run(["bash", "-euc", given], capture_output=True, text=True, timeout=60)
+
+    return run
 
 
-@pytest.mark.parametrize("script", ["facility/setup.sh", "coordinator/setup.sh"])
-def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(tmp_path: Path, script: str):
+def test_while_pip_or_the_queue_takes_long_a_line_now_and_then_says_so(meanwhile):
     """pip is quiet until all is installed, and a self-check's job may wait in the queue for an hour."""
-    done = told_meanwhile(
-        script, 'out=$(meanwhile "installing" bash -c "sleep 0.5; echo whole; exit 3") || echo "$? $out"'
-    )
+    done = meanwhile('out=$(meanwhile "installing" bash -c "sleep 0.5; echo whole; exit 3") || echo "$? $out"')
     assert done.stdout == "3 whole\n", "what a command prints, and its code, are its own"
     told = done.stderr.splitlines()
     assert len(told) >= 2 and all(re.fullmatch(r"installing \(\d+ s\)", line) for line in told)
-    assert told_meanwhile(script, 'meanwhile "installing" false; echo went on').returncode == 1
-    assert told_meanwhile(script, 'meanwhile "installing" echo "a b"').stdout == "a b\n"
+    assert meanwhile('meanwhile "installing" false; echo went on').returncode == 1
+    assert meanwhile('meanwhile "installing" echo "a b"').stdout == "a b\n"
+    for words in ("", '"installing"'):
+        assert meanwhile(f"meanwhile {words}").returncode == 2
 
 
-@pytest.mark.parametrize("script", ["facility/setup.sh", "coordinator/setup.sh"])
-def test_nothing_that_waits_to_say_so_holds_the_lock_or_the_callers_streams(tmp_path: Path, script: str):
+def test_nothing_that_waits_to_say_so_holds_the_lock_or_the_callers_streams(tmp_path: Path, meanwhile):
     """A second set-up was told that another works there, and an ssh session would have stayed open, for 25 seconds."""
     lock, began = tmp_path / "lock", time.monotonic()
-    done = told_meanwhile(
-        script, f'exec 9>{lock}; flock -n 9; meanwhile "x" sleep 0.5 3>&1; exec 9>&-; flock -n {lock} echo free', "50"
+    done = meanwhile(
+        f'exec 9>{lock}; flock -n 9; meanwhile "x" sleep 0.5 3>&1; exec 9>&-; flock -n {lock} echo free', "50"
     )
     assert done.stdout == "free\n" and time.monotonic() - began < 40
