@@ -160,11 +160,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     a = parser().parse_args(arguments)
+    settings = read_settings(a.settings, a.rule, a.weights)
+    settings = dataclasses.replace(settings, maximum_staleness=0)  # a late step counts from a model that is not given
     record = aggregate(
         base=a.base,
         updates=a.update,
         out=a.out,
-        settings=read_settings(a.settings, a.rule, a.weights),
+        settings=settings,
         state_in=a.state_in,
         state_out=a.state_out,
         record=a.record,

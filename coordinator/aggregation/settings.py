@@ -118,7 +118,8 @@ class AggregationSettings:
     """Largest share of the mean that one of three or more facilities may have; the excess goes to the others in
     proportion. 0.5: none outweighs all others together; 1: off."""
     maximum_staleness: NonNegative[int] = 0
-    """Rounds an update may be late; 0 refuses every update of another round."""
+    """Rounds an update may be late; 0 refuses every update of another round. Without effect on a single
+    `python -m coordinator.aggregate`, which refuses them: it is given no model but the round's own."""
     staleness_exponent: Annotated[float, Ge(0), Le(64)] = 0.5
     """An update s rounds late is worth (1 + s) ** -exponent of one in time: to `rounds.grace: auto`, and as its weight
     unless `rounds.late_weight` is `participation`."""

@@ -158,6 +158,22 @@ def test_a_late_update_is_discounted_where_that_is_allowed(tmp_path: Path):
     torch.testing.assert_close(make.read_all(tmp_path / "out")["w"], torch.tensor([2 / 3, 1 / 3]))
 
 
+def test_by_hand_a_late_update_is_refused_whatever_the_settings_say(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Its step counts from the model of its own round: from `--base`, what others learned since was taken back."""
+    before = make.model(tmp_path / "before", {"w": torch.zeros(2)}, round=0)
+    late = make.update(tmp_path / "late", {"w": torch.tensor([0, 1.0])}, base=before, facility="late")
+    base = make.model(tmp_path / "base", {"w": torch.ones(2)}, round=1)
+    fresh = make.update(tmp_path / "fresh", {"w": torch.tensor([2.0, 1])}, base=base, facility="fresh")
+    (tmp_path / "settings.yml").write_text("aggregation: {rule: mean, maximum_staleness: 3}\n")
+    arguments = ["--base", str(base), "--update", str(late), "--update", str(fresh), "--out", str(tmp_path / "out")]
+    arguments += ["--settings", str(tmp_path / "settings.yml")]
+    with pytest.raises(UpdateRefused, match="'late'.*it is of round 0, expected round 1$"):
+        main(arguments)
+    assert main([*arguments, "--drop-refused"]) == 0
+    assert "dropped: late: it is of round 0" in caplog.text
+    assert make.read_all(tmp_path / "out")["w"].tolist() == [2.0, 1.0]
+
+
 @pytest.mark.parametrize("name", ["evil.bin", "evil.PKL", "modeling.py"])
 def test_files_that_run_code_are_refused(round0, name: str):
     base, updates = round0
