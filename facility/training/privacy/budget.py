@@ -3,17 +3,23 @@
 Without a crash the noise is the same in every step, and the last step ends at the stated epsilon. Steps that were lost
 and made again are paid for by slightly more noise in those to come. Where that would be more than `MOST_RAISE` times
 the noise that the plan needs, the facility is out of its budget and takes no further step.
+
+Where the plan needs less noise than before, as with a larger epsilon or fewer rounds, the releases to come get what is
+left of the whole budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.privacy.accounting import Releases, epsilon_of, least_noise
 
 MOST_RAISE = 4.0
+LESS = 0.98
+"""Share of the last noise that must be enough for the whole plan, and for what is left of it, before noise falls."""
 
 
 class OutOfBudget(InputError):
@@ -37,9 +43,10 @@ def choose_noise(
     if before:
         last = before[-1].noise_multiplier
         coming = Releases(count=left, noise_multiplier=last, sampling_rate=sampling_rate)
-        if before[-1].sampling_rate == sampling_rate and epsilon_of(joined(before, coming), settings.delta) <= (
-            settings.epsilon
-        ):
+        fits = before[-1].sampling_rate == sampling_rate and epsilon_of(joined(before, coming), delta) <= epsilon
+        less = replace(coming, noise_multiplier=LESS * last)
+        enough = ([replace(less, count=planned)], [*before, less])
+        if fits and not all(epsilon_of(releases, delta) <= epsilon for releases in enough):
             return last
     plan = least_noise(count=planned, sampling_rate=sampling_rate, epsilon=epsilon, delta=delta)
     needed = plan

@@ -11,10 +11,17 @@ from tests.cases import slow_but
 
 SETTINGS = DifferentialSettings(epsilon=3.0, delta=1e-5)
 RATE, PLANNED = 0.02, 60
+NOISE = 0.72744
+"""What the plan needs."""
 
 
 def choose(before: list[Releases], left: int) -> float:
     return choose_noise(SETTINGS, before, planned=PLANNED, left=left, sampling_rate=RATE, what="steps")
+
+
+def choose_within(epsilon: float, before: list[Releases], planned: int, left: int) -> float:
+    settings = DifferentialSettings(epsilon=epsilon, delta=1e-5)
+    return choose_noise(settings, before, planned=planned, left=left, sampling_rate=RATE, what="steps")
 
 
 def steps(count: int, noise: float) -> Releases:
@@ -37,6 +44,20 @@ def test_steps_that_are_made_again_are_paid_for_by_those_to_come():
     assert noise < more < 1.3 * noise
     assert epsilon_of([*before, steps(40, more)], SETTINGS.delta) <= SETTINGS.epsilon
     assert epsilon_of([*before, steps(40, noise)], SETTINGS.delta) > SETTINGS.epsilon
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "planned", "left"),
+    [(6.0, PLANNED, 40), pytest.param(SETTINGS.epsilon, 30, 10, marks=pytest.mark.slow)],
+    ids=["a larger epsilon", "fewer rounds"],
+)
+def test_what_a_changed_plan_leaves_over_pays_for_the_steps_to_come(epsilon: float, planned: int, left: int):
+    """They kept the noise of the plan before, so that the larger budget bought nothing."""
+    before = [steps(20, NOISE)]
+    less = choose_within(epsilon, before, planned, left)
+    assert less < 0.95 * NOISE
+    assert 0.99 * epsilon < epsilon_of([*before, steps(left, less)], SETTINGS.delta) <= epsilon
+    assert choose_within(epsilon, [*before, steps(left // 2, less)], planned, left - left // 2) == less
 
 
 @pytest.mark.parametrize("before", slow_but([90], [60, 90]))
