@@ -25,11 +25,9 @@ from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_path, is_storage, sentence
 from facility.exchange.interrupts import WORD, traceback_again
-from facility.exchange.logs import configure_logging
+from facility.exchange.logs import configure_logging, visible
 from facility.exchange.standard_output import answering, open_what_is_closed
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
-"""What moves a cursor or turns a line about; line ends and tabs are kept."""
 ERROR = "error: "
 """Begins the line by which a command ends for an error that is meant for its user."""
 ENDS = re.compile(rf"({ERROR}|[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)")
@@ -105,7 +103,7 @@ def error_line(lines: Sequence[str]) -> str:
 
 def shown(text: str) -> str:
     """A message for a terminal: names of files and words of libraries move no cursor, and no address shows a login."""
-    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], hidden_login(text))
+    return visible(hidden_login(text))
 
 
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import sys
 from typing import Any
 
@@ -15,6 +16,21 @@ FORMAT, TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 VARIABLE = "CROSSFED_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
 OURS = ("facility", "coordinator")
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+"""What moves a cursor or turns a line about; line ends and tabs are kept."""
+
+
+def visible(text: str) -> str:
+    """Text for a terminal: what is in `CONTROL` is written as in Python's source."""
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+class Printable(logging.Formatter):
+    """Records hold words of others, such as settings and errors of libraries: none commands the terminal that shows
+    the log."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
 
 
 def log_level(default: str = "warning") -> str:
@@ -35,7 +51,7 @@ def configure_logging(level: str | None = None, *, default: str = "warning") -> 
         logger.setLevel(log_level(default).upper())
         if not logger.handlers:
             handler = logging.StreamHandler(sys.stderr)
-            handler.setFormatter(logging.Formatter(FORMAT, TIME))
+            handler.setFormatter(Printable(FORMAT, TIME))
             logger.addHandler(handler)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it, and it warns of kernels that it lacks
 

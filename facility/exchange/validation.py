@@ -115,9 +115,8 @@ def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None =
     except ValidationError as error:
         found = _translated(error, kind, raw, where, file)
         if update and isinstance(found, UnknownKey):
-            text = (
-                f"{found.key} is a key that is unknown here: a newer CrossFed wrote it, if nobody edited it; {update}"
-            )
+            key, who = _printed(found.key or ""), "a newer CrossFed wrote it, if nobody edited it"
+            text = f"{key} is a key that is unknown here: {who}; {update}"
             raise NewerFormat(text, file=file, key=found.key) from None
         raise found from None
 
@@ -201,7 +200,7 @@ def _translated(
         absent = [str(one["loc"][-1]) for at, one in deepest if one["type"] == "missing" and at == path]
         holder = dataclass_at(kind, path)
         found_in = name or (holder or kind).__name__
-        return ConfigurationError(f"{found_in} lacks {', '.join(absent)}", file=file, key=name)
+        return ConfigurationError(f"{_printed(found_in)} lacks {', '.join(absent)}", file=file, key=name)
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigurationError):
         return _refused(raised, kind, path, where, file)
@@ -209,7 +208,7 @@ def _translated(
     expected = (
         str(raised) if raised is not None else _expected(what, first["input"], hint) + _quotes(hint, first["input"])
     )
-    return ConfigurationError(f"{name} is {first['input']!r:.60}, {expected}", file=file, key=name)
+    return ConfigurationError(f"{_printed(name)} is {first['input']!r:.60}, {expected}", file=file, key=name)
 
 
 def _quotes(hint: Any, value: Any) -> str:
@@ -261,7 +260,12 @@ def _refused(
     first = error.message.split(maxsplit=1)[0]
     field = error.key or (first if first in known else "")
     key = ".".join(filter(None, [place, field]))
-    return ConfigurationError(f"{place}: {error.message}" if place else error.message, file=file, key=key)
+    return ConfigurationError(f"{_printed(place)}: {error.message}" if place else error.message, file=file, key=key)
+
+
+def _printed(key: str) -> str:
+    """A key for a message: settings come from another institution, and its name may hold a line of its own."""
+    return key if key.isprintable() else ascii(key)[1:-1]
 
 
 def _path(loc: Sequence[Any], raw: Any) -> list[Any]:

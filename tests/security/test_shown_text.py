@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import logging
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
@@ -23,6 +27,10 @@ from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.logs import configure_logging
+from facility.exchange.messages.settings import read_facility_settings
+from facility.training.monitor.logs import start_logging
+from facility.training.processes.ranks import Ranks
 
 HOSTILE = {
     "a closing tag": "[/] [/red] [bold]",
@@ -142,3 +150,46 @@ def test_no_facility_takes_the_global_models_place_in_curves_and_tables():
     facilities = [Facility(name=name, dataset="data") for name in ("alpha", "Global")]
     with pytest.raises(ConfigurationError, match="'Global' has the name under which curves"):
         FederationFile(name="f", model="m", rounds=1, facilities=facilities)
+
+
+COMMANDS = "\x1b]52;c;eA==\x07\x9b2J\r\u202e"
+FORGED = f"{COMMANDS}\n12:00:00 INFO facility.round: all is well"
+SETTINGS = {
+    "an unknown key": {"training": {FORGED: 1}},
+    "a key of a mapping": {"masking": {"facilities": ["a"], "signers": {FORGED: 1}}},
+    "an optimizer's": {"training": {"optimizer_parameters": {FORGED: [None]}}},
+    "a value": {"training": {"optimizer": FORGED}},
+    "its name": {"facility": FORGED},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_settings_of_a_coordinator_write_no_line_of_their_own_in_a_facilitys_log(case: str, tmp_path: Path):
+    path = tmp_path / "settings.json"
+    path.write_text(json.dumps({"federation": "f", "facility": "a", "rounds": 1} | SETTINGS[case]))
+    with pytest.raises(ConfigurationError) as caught:
+        read_facility_settings(path)
+    assert str(caught.value).isprintable()
+
+
+def test_what_a_job_logs_of_its_settings_moves_no_cursor(tmp_path: Path):
+    """Whoever reads the job's output at the facility reads it on a terminal."""
+    (tmp_path / "settings.json").write_text(json.dumps({"training": {FORGED: 1}}))
+    words = ["--model", "m", "--dataset", "d", "--settings", "settings.json", "--round", "0", "--out", "out"]
+    done = subprocess.run([sys.executable, "-m", "facility.round", *words], cwd=tmp_path, capture_output=True)
+    said = (done.stdout + done.stderr).decode()
+    assert said.endswith("\n") and said[:-1].isprintable() and "is a key that is unknown here" in said
+
+
+@pytest.mark.parametrize("of", ["commands", "the trainer"])
+def test_a_log_shows_what_others_wrote_as_text(
+    of: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    logger = logging.getLogger("facility")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    alone = Ranks(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
+    configure_logging() if of == "commands" else start_logging(alone, "a")
+    logger.warning("a library said: %s\tthen\nthis", COMMANDS)
+    said = capsys.readouterr().err
+    assert said.endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\nthis\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from facility.exchange.logs import log_level
+from facility.exchange.logs import Printable, log_level
 from facility.training.processes.ranks import Ranks
 
 FORMAT = "%(asctime)s %(levelname)s [{name}] %(message)s"
@@ -15,7 +15,7 @@ def start_logging(ranks: Ranks, name: str, *, speaks: bool | None = None) -> Non
     speaks = ranks.first if speaks is None else speaks
     who = name if speaks else f"{name} rank {ranks.rank}"
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
+    handler.setFormatter(Printable(FORMAT.format(name=who.replace("%", "%%")), datefmt="%H:%M:%S"))
     logger = logging.getLogger("facility")
     logger.handlers = [handler]
     usual = logging.INFO if speaks else logging.WARNING
