@@ -9,19 +9,20 @@ from pathlib import Path
 from facility.exchange.errors import exit_on_error
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.messages.manifest import expected_digest, verify_manifest
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m coordinator.publishing.digest", description=__doc__)
     parser.add_argument("model", type=Path, help="a model's directory with its manifest.json")
-    parser.add_argument("--expect", default="", help="SHA-256 of the weights; exit 1 where they have another")
+    parser.add_argument("--expect", help="SHA-256 of the weights; exit 1 where they have another")
     add_log_options(parser)
     arguments = parser.parse_args()
+    expected = expected_digest(arguments.expect)
     found = verify_manifest(arguments.model).content_sha256
     print(found)
-    if arguments.expect and found != arguments.expect:
-        print(f"{arguments.model} is another model, expected {arguments.expect}", file=sys.stderr)
+    if expected is not None and found != expected:
+        print(f"{arguments.model} is another model, expected {expected}", file=sys.stderr)
         return int(ExitCode.FOUND)
     return 0
 

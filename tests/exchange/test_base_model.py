@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from coordinator.preflight.probe_answer import PROBE_SECONDS
+from coordinator.publishing import digest as digest_of_published
+from facility import base_model as digest_of_base
 from facility import probe
 from facility.exchange.checkpoints import base_model
 from facility.exchange.checkpoints.base_model import NAME, base_digest, check_base, remembered_digest, tensor_files
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.errors import CheckpointError, ConfigurationError, InputError
 from facility.exchange.files.user_cache import user_cache
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
@@ -128,3 +131,24 @@ def test_the_command_prints_it(model: Path, tmp_path: Path):
     assert nothing.returncode == 2 and "is not a directory" in nothing.stderr and "Traceback" not in nothing.stderr
     with pytest.raises(CheckpointError):
         base_digest(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    "command", [digest_of_base.main, digest_of_published.main], ids=["base_model", "publishing.digest"]
+)
+@pytest.mark.parametrize("given", ["", " ", "0" * 63, "0" * 65, "sha256:" + "0" * 64, "\x1b[2J"])
+def test_what_is_no_digest_is_refused_where_one_is_expected(
+    command: Callable[[], int], given: str, model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """With `--expect "$DIGEST"` of a shell that knows no such variable, every model was the expected one."""
+    monkeypatch.setattr(sys, "argv", ["command", str(model), "--expect", given])
+    with pytest.raises(ConfigurationError, match="--expect is .*, expected a SHA-256 of 64 hexadecimal digits"):
+        command()
+
+
+def test_a_digest_in_capital_letters_is_the_same(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(sys, "argv", ["command", str(model), "--expect", base_digest(model).upper()])
+    assert digest_of_base.main() == 0
+    assert capsys.readouterr().out.strip() == base_digest(model)
