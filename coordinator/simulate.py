@@ -23,6 +23,9 @@ from facility.exchange.messages.emulation import Emulation, read_trace
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.seeds import check_seed
 
+MOST_ITERATIONS = 1_000_000
+"""Each is a figure of the summary."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -67,8 +70,8 @@ def main(arguments: list[str] | None = None) -> int:
         return _federation(options)
     if options.problem is None or options.plan is None:
         raise ConfigurationError("give --problem and --plan, or --federation")
-    if options.iterations < 1:
-        raise ConfigurationError(f"--iterations is {options.iterations}, expected 1 or more")
+    if not 1 <= options.iterations <= MOST_ITERATIONS:
+        raise ConfigurationError(f"--iterations is {str(options.iterations):.40}, expected 1 to {MOST_ITERATIONS:,}")
     plan = read_plan(options.plan)
     batch = sum(plan.replica_micro_batches) * plan.micro_batch_samples
     problem = read_problem(options.problem, defaults={"batch_samples": batch})  # which a measured profile lacks

@@ -127,6 +127,7 @@ def test_the_command_writes_summary_trace_and_page(tmp_path: Path, capsys: pytes
         ([], "--problem and --plan"),
         (["--problem", "none.json", "--plan", "none.json"], "none.json"),
         (["--problem", "P", "--plan", "L", "--iterations", "0"], "--iterations"),
+        (["--problem", "P", "--plan", "L", "--iterations", "9" * 400], "--iterations is 9"),
         (["--problem", "P", "--plan", "L", "--factors", "fast"], "--factors"),
         (["--problem", "P", "--plan", "L", "--stall-probability", "2"], "probability"),
     ],

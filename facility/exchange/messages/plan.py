@@ -24,6 +24,8 @@ from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.validation import check_format, parse, validated
 
 FORMAT = 1
+MOST_MICRO_BATCHES = 1 << 20
+"""Of a replica in one iteration: a schedule lists each of them."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -190,9 +192,11 @@ class Plan:
 
     def _check_work(self) -> None:
         """Micro-batches for each replica, and encodings of links of the grid."""
-        if len(self.replica_micro_batches) != self.replicas or min(self.replica_micro_batches) < 1:
+        counts = self.replica_micro_batches
+        if len(counts) != self.replicas or not all(1 <= count <= MOST_MICRO_BATCHES for count in counts):
             raise ConfigurationError(
-                f"micro_batches is {list(self.replica_micro_batches)}, expected {self.replicas} numbers of 1 or more"
+                f"micro_batches is {str(list(counts)):.200}, expected {self.replicas} numbers of 1 to "
+                f"{MOST_MICRO_BATCHES:,}"
             )
         if self.micro_batch_samples < 1:
             raise ConfigurationError(f"micro_batch_samples is {self.micro_batch_samples}, expected 1 or more")
