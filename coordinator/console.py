@@ -12,6 +12,8 @@ from rich.console import Console
 
 TOLD_SECONDS = 10.0
 """Between two lines of a command that has nothing else to say."""
+SAME = 3
+"""As many of these times between two lines that are alike: a log should not fill with one sentence."""
 
 
 def command_console(width: int, stream: TextIO | None = None) -> Console:
@@ -30,13 +32,20 @@ def on_stderr(text: str) -> None:
 @contextmanager
 def told_meanwhile(sentence: Callable[[], str], tell: Callable[[str], None] = on_stderr) -> Iterator[None]:
     """Give `tell` the sentence of that moment every `TOLD_SECONDS`, unless it is empty, until the block ends, which an
-    interrupt ends at once. Both are called in a thread of their own."""
+    interrupt ends at once; one that has not changed, every `SAME` times as long. Both are called in a thread of their
+    own."""
     end = threading.Event()
 
     def tell_now_and_then() -> None:
+        before, since = "", 0
         while not end.wait(TOLD_SECONDS):
-            if text := sentence():
-                tell(text)
+            text = sentence()
+            since = since + 1 if text == before else SAME
+            if since == SAME:
+                since = 0
+                if text:
+                    tell(text)
+            before = text
 
     threading.Thread(target=tell_now_and_then, daemon=True).start()
     try:

@@ -45,6 +45,22 @@ def test_quick_answers_need_no_word():
         assert check.answers({"leonardo": pool.submit(int, 3)}, told.append) == [3] and not told
 
 
+def test_a_sentence_that_does_not_change_is_told_at_every_third_time(monkeypatch: pytest.MonkeyPatch):
+    """In a log nothing takes the place of the line before. A change is told at once, silence in between or not."""
+    monkeypatch.setattr(console, "TOLD_SECONDS", 0.001)
+    sentences = iter(["waiting for a, b"] * 7 + ["waiting for b"] * 2 + ["", "waiting for b", "", ""])
+    all_asked, told = threading.Event(), list[str]()
+
+    def sentence() -> str:
+        if (text := next(sentences, None)) is None:
+            all_asked.set()
+        return text or ""
+
+    with console.told_meanwhile(sentence, told.append):
+        assert all_asked.wait(20)
+    assert told == ["waiting for a, b"] * 3 + ["waiting for b"] * 2
+
+
 def test_a_run_says_that_it_checks_what_it_needs_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Models of many parameters are built without values to compare names, and archives may lie on slow disks."""
     said = threading.Event()
