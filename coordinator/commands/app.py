@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from coordinator.config.locate import find_federation
 from facility import __version__
 from facility.exchange.errors import InputError
 from facility.exchange.logs import LEVELS, VARIABLE, configure_logging
+from facility.exchange.logs import log_level as effective_level
 
 PANELS = SET_UP, RUN, WATCH, PLAN, REHEARSE = "Set up", "Run", "Watch", "Plan", "Rehearse"
 """Panels of `crossfed --help`, in its order."""
@@ -79,3 +81,10 @@ def _root(
     if log_level and log_level not in LEVELS:
         raise InputError(f"--log-level is {log_level!r}, expected one of {', '.join(LEVELS)}")
     configure_logging(log_level or ("info" if verbose else None))
+    logging.getLogger("streamflow").addFilter(_of_the_engine)
+
+
+def _of_the_engine(record: logging.LogRecord) -> bool:
+    """Hide the warnings of connectors that a command uses itself, unless more is asked for: what fails for good is in
+    its answer, by the facility's name. The engine of a run is another process, with a log of its own."""
+    return record.levelno >= logging.ERROR or effective_level() in ("debug", "info")

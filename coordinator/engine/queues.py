@@ -13,7 +13,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +37,10 @@ ANSWER_SECONDS = 60
 """How long one login and one question may take."""
 TRAINS = re.compile(r"/rounds/train_([^/]+)")
 """A facility's training step."""
+
+
+class NoAnswer(TransientError):
+    """A facility's login node did not answer, or refused the login: its scheduler was not asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +112,12 @@ class Queue:
             else:
                 text, code = _here(line)
         except (TimeoutError, subprocess.TimeoutExpired):
-            raise TransientError(
+            raise NoAnswer(
                 f"{self.facility} does not answer: `{command}` did not end within {ANSWER_SECONDS} s; try it by hand "
                 "there, where the login node or its scheduler may hang, then give the same command again"
             ) from None
         except Exception as error:
-            raise TransientError(
-                f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}"
-            ) from None
+            raise NoAnswer(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
         if len(text) > ANSWER_BYTES:
             raise TransientError(f"{self.facility}: `{command}` printed more than {ANSWER_BYTES} bytes")
         if not self.scheduler.is_answer(text, code):
@@ -260,6 +262,8 @@ class Answers:
     """By facility, of those that answered."""
     silent: list[str]
     """Why others did not."""
+    away: dict[str, str] = field(default_factory=dict)
+    """By facility: why its login node did not; these are of `silent` too."""
 
     def log_silent(self) -> None:
         """Log the facilities that did not answer."""
@@ -280,9 +284,9 @@ def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
         return Answers(jobs={}, silent=[])
     with ThreadPoolExecutor(max_workers=min(16, len(queues))) as pool:
         answers = list(pool.map(one, queues))
-    jobs = {
-        queue.facility: answer
-        for queue, answer in zip(queues, answers, strict=True)
-        if not isinstance(answer, TransientError)
-    }
-    return Answers(jobs=jobs, silent=[str(answer) for answer in answers if isinstance(answer, TransientError)])
+    answered = [(queue.facility, answer) for queue, answer in zip(queues, answers, strict=True)]
+    return Answers(
+        jobs={name: answer for name, answer in answered if not isinstance(answer, TransientError)},
+        silent=[str(answer) for answer in answers if isinstance(answer, TransientError)],
+        away={name: str(answer) for name, answer in answered if isinstance(answer, NoAnswer)},
+    )

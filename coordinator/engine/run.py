@@ -37,7 +37,7 @@ from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
 from coordinator.engine.open_files import allow_open_files
 from coordinator.engine.place import RunPlace, login_place, run_place
-from coordinator.engine.progress import Progress
+from coordinator.engine.progress import WAITS_FOR_LOGIN, Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.recorder import Recorder
 from coordinator.engine.render import write
@@ -281,6 +281,7 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         on_event=on_event,
         on_tick=recorder.tick,
         on_stuck=recorder.stuck,
+        waits_for_login=lambda name: run.progress.states.get(name) == WAITS_FOR_LOGIN,
         rounds_done=lambda: len(archive.rounds()),
         unwritable=run.unwritable,
         stopped=run.stopped,

@@ -157,6 +157,8 @@ class Supervisor:
     """Called about twice a second while StreamFlow runs, and while queues are asked."""
     on_stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
     """Gets facility, job, reason and advice of each job that will not begin by itself, once."""
+    waits_for_login: Callable[[str], bool] = lambda facility: False
+    """Is it known already that a facility refuses the login?"""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
     unwritable: Callable[[], str] = str
@@ -173,7 +175,12 @@ class Supervisor:
     def run(self) -> tuple[int, str]:
         """Exit code and reason: 0, 2 where a person has to change something first, StreamFlow's own last code (1: we
         ended it), or 128 + the signal given to `stop`."""
-        watch = Watch(queues=self.queues, stuck=self.on_stuck, every_seconds=self.limits.look_seconds)
+        watch = Watch(
+            queues=self.queues,
+            stuck=self.on_stuck,
+            waits_for_login=self.waits_for_login,
+            every_seconds=self.limits.look_seconds,
+        )
         with watch.going_on():
             return self._run()
 

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
+import socket
 import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from coordinator.engine.queues import Queue
+from coordinator.cli import app
+from coordinator.config.federation import read_federation
+from coordinator.engine.queues import NoAnswer, Queue, read_queues
+from coordinator.engine.render import write
 from coordinator.engine.stuck_jobs import Watch, present
 from coordinator.schedulers.none import SCHEDULER as NONE
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import Job, step_code
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin.ssh import tethered
+from coordinator.streamflow_plugin.waiting import Waiting
 from facility.exchange.errors import TransientError
 from facility.exchange.job_names import MARK
-from tests.engine.messages import engine_messages
+from tests.engine.messages import Collected, engine_messages
+from tests.federations import write_federation
 
 
 @pytest.mark.parametrize(
@@ -118,6 +126,62 @@ def test_a_facility_that_does_not_answer_is_asked_ever_more_rarely():
     for looks[0] in range(70):
         watch.look()
     assert asked == [0, 2, 6, 14, 30, 46, *range(62, 70)] and len(near.ssh["asked"]) == 70
+
+
+def test_a_login_node_that_does_not_answer_is_told_once_and_so_is_its_answer():
+    """The engine's connection takes ten minutes to notice a link that swallows everything. A scheduler that does not
+    answer, and a login that is known to be refused, are reported by the engine."""
+    answers: dict[str, Exception | None] = {}
+
+    class Far(Queue):
+        def _ask(self, command: str) -> str:
+            if (error := answers[self.facility]) is not None:
+                raise error
+            return ""
+
+    away = NoAnswer("lumi does not answer: connection timed out")
+    silent = TransientError("vega: `squeue` ended with code 1: slurm_load_jobs error")
+    refused = NoAnswer("leonardo does not answer: login.leonardo refuses the login")
+    answers |= {"lumi": away, "vega": silent, "leonardo": refused}
+    queues = [Far(facility=name, kind="slurm", job_name="n", directory=Path("/"), ssh={}) for name in answers]
+    said = engine_messages()
+    watch = Watch(queues=queues, waits_for_login=lambda name: name == "leonardo")
+    for _ in range(8):
+        watch.look()
+    assert len(said) == 1 and said[0].startswith(f"{away}; ") and "go on" in said[0]
+    answers |= dict.fromkeys(answers)
+    for _ in range(32):
+        watch.look()
+    assert said[1:] == ["lumi answers again"]
+
+
+def test_the_question_of_a_login_node_that_cannot_be_reached_is_no_answer_of_its_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And the connector's own warnings are not on the console of a command, which says it all by itself."""
+
+    async def at_once(self: Waiting, seconds: float) -> None:
+        return
+
+    monkeypatch.setattr(Waiting, "pause", at_once)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with socket.socket() as closed:  # bound and not listening: nobody else gets this port, and it takes no connection
+        closed.bind(("127.0.0.1", 0))
+        there = {"type": "slurm", "host": f"127.0.0.1:{closed.getsockname()[1]}", "user": "u", "workdir": "/w"}
+        (tmp_path / "job.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+        facility = {"name": "lumi", "dataset": "/d", "deployment": there | {"template": str(tmp_path / "job.sh")}}
+        file = write_federation(tmp_path, ["a"], facilities=[facility])
+        write(read_federation(file))
+        engine = Collected([])
+        logging.getLogger("streamflow").addHandler(engine)
+        try:
+            result = CliRunner().invoke(app, ["status", "--queues", "-f", str(file)])
+        finally:
+            logging.getLogger("streamflow").removeHandler(engine)
+        [queue] = read_queues(file.parent / "streamflow.yml")
+        with pytest.raises(NoAnswer, match="lumi does not answer: 127.0.0.1"):
+            queue.jobs()
+    assert "lumi does not answer" in result.output and engine.messages == []
 
 
 def test_status_shows_jobs_reasons_and_silent_facilities():
