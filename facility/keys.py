@@ -23,7 +23,7 @@ from facility.exchange.masking.walks import sequences_of, told_of, walk_of
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import site_rules
-from facility.rounds.kept import default_directory, made
+from facility.rounds.kept import state_directory
 from facility.rounds.login_command import add_arguments, ending
 
 
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
         settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
         if a.round >= settings.rounds:
             raise ConfigurationError("the final evaluation needs no keys")
-        draw_keys(settings, dataset, made(a.state or default_directory(settings, dataset)), a.round, a.out)
+        draw_keys(settings, dataset, state_directory(a.state, settings, dataset), a.round, a.out)
 
     return ending(work, a.settings, a.round, a.out)
 

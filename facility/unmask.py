@@ -20,7 +20,7 @@ from facility.exchange.masking.unmasking import read_request, write_answer
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.answering import answer_request
 from facility.masking.site_rules import site_rules
-from facility.rounds.kept import default_directory, made
+from facility.rounds.kept import state_directory
 from facility.rounds.login_command import add_arguments, ending
 
 
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
-        unmask(settings, a.request, made(a.state or default_directory(settings, dataset)), a.out)
+        unmask(settings, a.request, state_directory(a.state, settings, dataset), a.out)
 
     return ending(work, a.settings, a.round, a.out)
 

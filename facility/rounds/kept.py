@@ -18,8 +18,16 @@ UPDATE = "update-"
 """Begins the name under which the update of a round is kept."""
 
 
-def made(state: Path) -> Path:
-    """The state directory, made for its owner alone where it is missing. Raises `InputError` where it cannot be."""
+def state_directory(given: Path | None, settings: FacilitySettings, dataset: Path) -> Path:
+    """The state directory, made for its owner alone where it is missing: the one that is given, else that beside the
+    dataset. Raises `InputError` where it cannot be, and where there is no dataset for it to lie beside: a path that is
+    wrong is no matter of the state."""
+    if given is None and not os.path.exists(dataset):
+        raise InputError(
+            f"there is no dataset {dataset} here, or this account may not look for it: expected the path of one that "
+            "`python -m facility.prepare` made at this facility; correct `dataset` in federation.yml"
+        )
+    state = given or default_directory(settings, dataset)
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -16,7 +16,7 @@ from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings, read_facility_settings
-from facility.rounds.kept import default_directory, made
+from facility.rounds.kept import state_directory
 
 if TYPE_CHECKING:
     from facility.rounds.masked import Masked
@@ -103,7 +103,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     planned = settings.training.layout.plan
     plan = arguments.plan or (resolve(planned) if planned else None)
     manifest = manifest_if_any(arguments.model)
-    state = made(arguments.state or default_directory(settings, arguments.dataset))
+    state = state_directory(arguments.state, settings, arguments.dataset)
     bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None
     return RoundRequest(
         settings=settings,

@@ -18,9 +18,11 @@ from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.report import read_failure
+from facility.exchange.messages.settings import read_facility_settings
 from facility.round import main as run_round
 from facility.rounds import sealed
 from facility.rounds.dataset_check import RECORD, check_dataset
+from facility.rounds.kept import state_directory
 from facility.rounds.sealed import SEAL, UNCHANGED, check_kept, flaw, seal
 from tests.federations import write_dataset
 from tests.training.federation import write_settings
@@ -169,6 +171,18 @@ def test_a_round_whose_state_directory_cannot_be_made_says_so_in_a_sentence(tmp_
     said = read_failure(tmp_path / "update")
     assert said is not None and said.log_tail == "", said
     assert said.reason.startswith(f"the state directory {tmp_path}/file/state cannot be made: ")
+
+
+def test_a_dataset_that_is_not_there_is_no_matter_of_the_state_directory(tmp_path: Path):
+    """`/nowhere` in federation.yml was told as a state directory that an account may not make, and a path below a
+    folder of the account's own left that directory there."""
+    (tmp_path / "file").write_text("a file")
+    settings = read_facility_settings(write_settings(tmp_path / "settings.json"))
+    for path in (tmp_path / "wrong" / "dataset", tmp_path / "file" / "dataset", Path("/nowhere")):
+        with pytest.raises(InputError, match=f"there is no dataset {path} here"):
+            state_directory(None, settings, path)
+    assert [one.name for one in sorted(tmp_path.iterdir())] == ["file", "settings.json"]
+    assert state_directory(tmp_path / "state", settings, Path("/nowhere")).is_dir()
 
 
 def test_a_state_directory_that_cannot_be_made_is_no_bare_number(tmp_path: Path):
