@@ -12,15 +12,17 @@ import re
 import shlex
 import subprocess
 from collections.abc import Callable, Collection
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import yaml
 
+from coordinator.archive.many import names_of
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
+from coordinator.console import told_meanwhile
 from coordinator.events.event import quoted
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
@@ -33,6 +35,8 @@ from facility.exchange.job_names import job_name, waiting_name
 
 log = logging.getLogger("coordinator.engine")
 
+TICK_SECONDS = 0.5
+"""Between two ticks while queues are asked."""
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
 TRAINS = re.compile(r"/rounds/train_([^/]+)")
@@ -265,10 +269,10 @@ class Answers:
     away: dict[str, str] = field(default_factory=dict)
     """By facility: why its login node did not; these are of `silent` too."""
 
-    def log_silent(self) -> None:
+    def log_silent(self, what_follows: str = "") -> None:
         """Log the facilities that did not answer."""
         for sentence in self.silent:
-            log.warning(sentence)
+            log.warning("%s%s", sentence, what_follows)
 
 
 def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
@@ -290,3 +294,26 @@ def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:
         silent=[str(answer) for answer in answers if isinstance(answer, TransientError)],
         away={name: str(answer) for name, answer in answered if isinstance(answer, NoAnswer)},
     )
+
+
+def asked_meanwhile(
+    queues: list[Queue], act: Callable[[Queue], list[Job]], doing: str, on_tick: Callable[[], object]
+) -> Answers:
+    """`at_all`; `on_tick` is called about twice a second, and who has not answered is logged by name now and then,
+    after what is `doing`: a login node that is away may take minutes."""
+    missing = [queue.facility for queue in queues]
+
+    def one(queue: Queue) -> list[Job]:
+        try:
+            return act(queue)
+        finally:
+            missing.remove(queue.facility)
+
+    def sentence() -> str:
+        return f"{doing}, waiting for {names_of(names)}" if (names := list(missing)) else ""
+
+    with ThreadPoolExecutor(1) as pool, told_meanwhile(sentence, log.info):
+        asking = pool.submit(at_all, queues, one)
+        while not wait([asking], timeout=TICK_SECONDS).done:
+            on_tick()
+    return asking.result()

@@ -18,13 +18,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from coordinator.engine.open_files import out_of_files
-from coordinator.engine.queues import Answers, Queue, at_all
+from coordinator.engine.queues import Answers, Queue, asked_meanwhile
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
@@ -38,6 +37,8 @@ log = logging.getLogger("coordinator.engine")
 
 TICK_SECONDS = 0.5
 """How often events are looked for."""
+LEFT = "; a job of ours may go on there, which the next run waits for or cancels"
+"""What follows of a facility that does not answer at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,6 +296,7 @@ class Supervisor:
                 self._signal(signal.SIGTERM)
                 watched.killed_at = now
             elif self._stopped:
+                log.info("stopping; what waits or runs at the facilities is cancelled then")
                 watched.killed_at = now
             elif watched.refused and now - max(watched.heard, watched.refused_at) > self.limits.refused_seconds:
                 if self._at_work(process):
@@ -316,7 +318,7 @@ class Supervisor:
         """True if a job of ours is queued or running, locally or remotely; a silent facility counts as busy."""
         if children(process.pid):
             return True
-        found = self._asked(lambda one: one.jobs())
+        found = self._asked(lambda one: one.jobs(), "jobs are being looked for")
         return bool(found.silent) or any(found.jobs.values())
 
     def _clear_waiting(self) -> None:
@@ -324,7 +326,7 @@ class Supervisor:
 
         One that is ahead of its model keeps its place: the connector gives it its round.
         """
-        self._asked(lambda one: one.cancel(waiting_only=True, ahead=False))
+        self._asked(lambda one: one.cancel(waiting_only=True, ahead=False), "jobs that wait are being cancelled")
 
     def _end(self, code: int, reason: str, queues: list[Queue] | None = None) -> tuple[int, str]:
         """Cancel and report this federation's jobs in the queues; in all of them unless some are named."""
@@ -335,18 +337,15 @@ class Supervisor:
                 log.info("cancelled job %s (%s) at %s", job.id, job.state, one.facility)
             return gone
 
-        self._asked(cancel, queues)
+        self._asked(cancel, "jobs are being cancelled", queues, silent=LEFT)
         return code, reason
 
-    def _asked(self, act: Callable[[Queue], list[Job]], queues: list[Queue] | None = None) -> Answers:
-        """What all queues answer, or those named. A facility that is away is waited for, and is no end of this run:
-        ticks go on meanwhile."""
-        with ThreadPoolExecutor(1) as pool:
-            asking = pool.submit(at_all, self.queues if queues is None else queues, act)
-            while not wait([asking], timeout=TICK_SECONDS).done:
-                self.on_tick()
-        found = asking.result()
-        found.log_silent()
+    def _asked(
+        self, act: Callable[[Queue], list[Job]], doing: str, queues: list[Queue] | None = None, *, silent: str = ""
+    ) -> Answers:
+        """What all queues answer, or those named. `silent`: what follows of one that does not."""
+        found = asked_meanwhile(self.queues if queues is None else queues, act, doing, self.on_tick)
+        found.log_silent(silent)
         return found
 
     def _signal(self, number: int) -> None:

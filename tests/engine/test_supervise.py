@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator import console
 from coordinator.engine.open_files import out_of_files
-from coordinator.engine.queues import Queue, read_queues
+from coordinator.engine.queues import NoAnswer, Queue, read_queues
 from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
 from coordinator.events.event import KINDS, VARIABLE, Event
 from coordinator.events.follow import EventFile
@@ -91,6 +92,41 @@ def test_a_failing_run_starts_again_and_then_is_given_up(tmp_path: Path):
     one = supervisor(tmp_path, "raise SystemExit(3)")
     code, reason = one.run()
     assert code == 3 and "2 starts" in reason and len(one.attempts) == 2
+
+
+def test_a_run_that_is_stopped_says_so_and_names_who_keeps_it_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Over a link that was down, Ctrl-C was followed by more than a minute without a word, and people gave it again."""
+
+    class Away(Queue):
+        def _ask(self, command: str) -> str:
+            deadline = time.monotonic() + 60
+            while stopping.is_set() and not any("waiting for lumi" in one for one in said):
+                assert time.monotonic() < deadline, said
+                time.sleep(0.01)
+            raise NoAnswer("lumi does not answer: connection timed out")
+
+    class Near(Queue):
+        def _ask(self, command: str) -> str:
+            return ""
+
+    stopping = threading.Event()
+    monkeypatch.setattr(console, "TOLD_SECONDS", 0.05)
+    queues = [
+        kind(facility=name, kind="slurm", job_name="n", directory=tmp_path, ssh={})
+        for kind, name in ((Away, "lumi"), (Near, "vega"))
+    ]
+    one = supervisor(tmp_path, "import time; print('up', flush=True); time.sleep(100)", queues)
+    said = engine_messages()
+
+    def stop(line: str) -> None:
+        stopping.set()
+        one.stop(signal.SIGINT)
+
+    one.on_line = stop
+    assert one.run() == (128 + signal.SIGINT, "stopped")
+    words = [text for text in said if "vega" not in text]
+    assert words[1].startswith("stopping") and words[-2] == "jobs are being cancelled, waiting for lumi"
+    assert words[-1].startswith("lumi does not answer: connection timed out; a job of ours may go on there")
 
 
 def test_a_hanging_run_is_killed_even_when_it_ignores_sigterm(tmp_path: Path):
