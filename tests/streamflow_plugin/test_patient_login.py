@@ -153,6 +153,19 @@ def test_login_runs_the_sites_command_and_then_tries(site, tmp_path, monkeypatch
     assert run_there(read_deployment(described, "d"), "echo in\n").out.strip() == "in"
 
 
+def test_a_host_that_is_away_is_told_by_its_facilitys_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """An address says nothing to an operator of twelve facilities. Once, and once that it is back."""
+    events = EventFile(tmp_path / "events.jsonl")
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    login = patient_login.PatientLogin(facility="lumi-ssh")
+    for _ in range(2):
+        login.tell_unreachable("10.0.0.2", TimeoutError("timed out"))
+    for _ in range(2):
+        login.tell_reached("10.0.0.2")
+    away, back = [str(one["text"]) for one in events.new()]
+    assert away.startswith("lumi: 10.0.0.2 cannot be reached (timed out)") and back.startswith("lumi: 10.0.0.2 can be")
+
+
 def test_the_state_before_comes_back_and_the_sentence_says_what_to_do():
     progress = Progress(["a"], 2)
     progress.feed(Event(kind="submitted", fields={"step": "/rounds/train_a", "job": "7"}))
