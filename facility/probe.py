@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import facility
 from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.files import present
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
@@ -122,10 +123,10 @@ def documents(manifest: DatasetManifest) -> dict[str, int]:
 def disk(path: Path, reserve: int) -> dict[str, Any]:
     """Free space at `path` or its nearest existing parent; allocates `reserve` bytes to detect a quota."""
     folder = path
-    while not (folder.exists() or folder.is_symlink()) and folder != folder.parent:
+    while not (present.exists(folder) or folder.is_symlink()) and folder != folder.parent:
         folder = folder.parent
     answer: dict[str, Any] = {
-        "exists": path.is_dir(),
+        "exists": present.is_dir(path),
         "writable": folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
         "free": shutil.disk_usage(folder if folder.exists() else "/").free,
     }

@@ -29,6 +29,7 @@ from facility.exchange.checkpoints.mean_walk import (
 )
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError
+from facility.exchange.files import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def last_mean(aggregation: Aggregation) -> LastMean:
     It is of no use where the state was lost, or other tensors are federated than before.
     """
     base, state = Path(aggregation.request.base), aggregation.request.state_in
-    if state is None or not has_mean_walk(base) or not (Path(state) / FOLDER).is_dir():
+    if state is None or not has_mean_walk(base) or not present.is_dir(Path(state) / FOLDER):
         return LastMean()
     exact = open_checkpoint(Path(state) / FOLDER)
     sent, rounds = open_mean_walk(base)

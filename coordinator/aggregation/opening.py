@@ -15,6 +15,7 @@ from coordinator.aggregation.verify import check_variances
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError, UpdateRefused
+from facility.exchange.files import present
 from facility.exchange.messages.manifest import NAME, read_manifest, tensor_files, verify_manifest
 
 
@@ -24,7 +25,7 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     if request.verify_base:
         verify_manifest(request.base, later=tensor_files(read_manifest(request.base)))
     aggregation.whole = aggregation.source = whole = open_checkpoint(request.base)
-    aggregation.sent = read_manifest(request.base) if (Path(request.base) / NAME).exists() else None
+    aggregation.sent = read_manifest(request.base) if present.exists(Path(request.base) / NAME) else None
     found = open_updates(request.updates, whole, aggregation.sent, settings, aggregation.drop)
     aggregation.check_enough(found)
     aggregation.with_adapters, found = agreed_encoding(found, request.adapters, aggregation.drop)

@@ -24,6 +24,7 @@ from facility.exchange.checkpoints.delta_parts import as_bytes, parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files import present
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import (
@@ -65,7 +66,7 @@ def open_state(
     if sources is not None:
         sources.promise(Path(state), manifest, later)
     try:
-        return {name: open_checkpoint(Path(state) / name) for name in names if (Path(state) / name).is_dir()}
+        return {name: open_checkpoint(Path(state) / name) for name in names if present.is_dir(Path(state) / name)}
     except CheckpointError:
         verify_manifest(state)  # damage is named as such
         raise

@@ -11,6 +11,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_identity, check_tokenizer, open_update
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
+from facility.exchange.files import present
 from facility.exchange.files.bounded import real
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING
@@ -77,8 +78,8 @@ def _open(
             raise CheckpointError(f"{directory} is not a directory")
         if failure := read_failure(directory):
             raise UpdateRefused(known or failure.facility, f"it reports a failure: {failure.reason}")
-        manifest = read_manifest(directory) if (directory / NAME).exists() else None
-        report = read_report(directory) if (directory / REPORT).exists() else None
+        manifest = read_manifest(directory) if present.exists(directory / NAME) else None
+        report = read_report(directory) if present.exists(directory / REPORT) else None
         facility = known or (manifest and manifest.facility) or (report and report.facility) or facility
         if report and report.facility != facility:
             raise UpdateRefused(facility, f"its report.json is of facility {report.facility!r}")

@@ -40,6 +40,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.companions import OWN
 from facility.exchange.errors import InputError, ManifestError, NewerFormat
+from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.storage import is_storage, sentence
@@ -224,7 +225,7 @@ class Archive:
 
     def rounds(self) -> list[int]:
         """Numbers of the complete rounds, ascending. Raises `InputError` when one is missing in between."""
-        if not self.path.is_dir():
+        if not present.is_dir(self.path):
             return []
         found = sorted(int(m[1]) for entry in self.path.iterdir() if (m := ROUND.fullmatch(entry.name)))
         if found != list(range(len(found))):
@@ -292,7 +293,7 @@ class Archive:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         initial = self.path / "initial"
         given = _manifest_of(model)
-        if not initial.exists():
+        if not present.exists(initial):
             with new_directory(initial) as temporary:
                 copy_tree(model, temporary / "model", leave=OWN)
                 _describe(temporary / "model", federation)
@@ -373,7 +374,7 @@ def _unreadable(path: Path, error: OSError | ValueError, otherwise: str) -> Inpu
 
 
 def _manifest_of(model: Path) -> Manifest | None:
-    return read_manifest(model) if (model / "manifest.json").exists() else None
+    return read_manifest(model) if present.exists(model / "manifest.json") else None
 
 
 def _describe(model: Path, federation: str) -> None:

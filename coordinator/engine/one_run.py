@@ -15,6 +15,7 @@ from typing import IO
 
 from coordinator.config.federation import Federation
 from facility.exchange.errors import TransientError
+from facility.exchange.files import present
 from facility.exchange.files.locks import take_lock
 
 log = logging.getLogger("coordinator.engine")
@@ -79,8 +80,8 @@ def only_renderer(federation: Federation) -> Iterator[tuple[int, ...]]:
 def only_renderer_where_runs_are(federation: Federation) -> Iterator[None]:
     """Hold the locks of `only_one` and `only_renderer` where they exist: a command that runs nothing leaves no lock."""
     with (
-        only_one(federation) if lock_of(federation).exists() else nullcontext(),
-        only_renderer(federation) if (federation.file.parent / RENDERED_LOCK).exists() else nullcontext(),
+        only_one(federation) if present.exists(lock_of(federation)) else nullcontext(),
+        only_renderer(federation) if present.exists(federation.file.parent / RENDERED_LOCK) else nullcontext(),
     ):
         yield
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.archive.rounds import Archive
+from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
 from facility.exchange.masking.roster import base_of, read_agreement
@@ -46,7 +47,7 @@ class Pending:
 
     def find(self, model: Path) -> bool:
         """Whether there is a request for the round that `model` begins; one for another model is removed."""
-        if not self.directory.exists():
+        if not present.exists(self.directory):
             return False
         agreement = read_agreement(self.request / ROSTER)
         if (agreement.run, agreement.base_sha256, agreement.round) == base_of(model):

@@ -9,6 +9,7 @@ from coordinator.archive.rounds import CLIPS, Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
+from facility.exchange.files import present
 from facility.exchange.files.paths import resolve
 from facility.exchange.json_values import values_in
 from facility.exchange.masking.roster import (
@@ -110,4 +111,4 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
 def _clips(archive: Archive, number: int) -> dict[str, float]:
     """By tensor, from the step of the round before; {} where there is none."""
     path = archive.round_directory(number - 1) / CLIPS
-    return dict(values_in(path)) if number and path.exists() else {}
+    return dict(values_in(path)) if number and present.exists(path) else {}

@@ -25,6 +25,7 @@ from coordinator.preflight.row import ME, Row, fail, ok, warning
 from coordinator.rounds.verification import averages_encoded
 from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.files.links import can_link
 from facility.exchange.files.paths import shipped
 
@@ -188,7 +189,7 @@ def _is_open(folder: Path) -> bool:
 
 def _existing(folder: Path) -> Path:
     """The folder itself, or the nearest one above that exists."""
-    while not folder.is_dir():
+    while not present.is_dir(folder):
         folder = folder.parent
     return folder
 

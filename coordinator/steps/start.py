@@ -31,6 +31,7 @@ from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
 from coordinator.steps.telling import tell_untold
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
+from facility.exchange.files import present
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
 
@@ -146,7 +147,7 @@ def verify_whole(archive: Archive, following: int) -> None:
     state = archive.state_for(following)
     try:
         verify_manifest(archive.model_for(following))
-        if state is not None and state.is_dir():
+        if state is not None and present.is_dir(state):
             verify_manifest(state)
     except ManifestError as error:
         if not following:
@@ -157,7 +158,7 @@ def verify_whole(archive: Archive, following: int) -> None:
 def check_state_is_there(archive: Archive, following: int) -> None:
     """Raise `ManifestError` when round `following` could not be closed for want of its state, before it is begun."""
     state = archive.state_for(following)
-    if state is not None and not state.is_dir():
+    if state is not None and not present.is_dir(state):
         raise ManifestError(f"{state} is missing; {way_back(archive, following)}")
 
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.masking.roster import AGREEMENT, FOLDER, KEYS
 from facility.exchange.masking.roster import MOST_BYTES as MOST_AGREEMENT
 from facility.exchange.masking.shares import MOST_BYTES as MOST_SHARES
@@ -74,7 +75,7 @@ def _files_of_roster(roster: Path) -> Iterator[tuple[str, int]]:
 
 
 def _names(directory: Path) -> list[str]:
-    names = sorted(os.listdir(directory)) if directory.is_dir() else []
+    names = sorted(os.listdir(directory)) if present.is_dir(directory) else []
     if len(names) > MOST_MEMBERS:
         raise InputError(f"{directory} has {len(names)} entries, expected at most {MOST_MEMBERS}")
     return names

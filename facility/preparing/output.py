@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, SourceEntry, open_dataset
+from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
 from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
@@ -78,10 +79,10 @@ def published(out: Path) -> Iterator[Path]:
     were it empty, hands on its group and mode.
     """
     out = Path(os.path.realpath(out))
-    before = out.stat() if out.is_dir() else None
+    before = out.stat() if present.is_dir(out) else None
     if out.is_dir() and not any(out.iterdir()):
         out.rmdir()
-    if not out.exists():
+    if not present.exists(out):
         with new_directory(out, mode=0o700) as directory:
             _open_as(before, directory)
             yield directory
@@ -114,7 +115,7 @@ def finish_replacement(out: Path) -> None:
     """
     out = Path(os.path.realpath(out))
     newer, older = _beside(out)
-    if not out.exists() and newer.is_dir() and older.is_dir():
+    if not present.exists(out) and newer.is_dir() and older.is_dir():
         os.rename(newer, out)
         shutil.rmtree(older)
 
@@ -180,7 +181,7 @@ def recognised(
 ) -> PreparedDataset | None:
     """The dataset at `out` if the same request made it; None if replaceable, or if there is none; else an error naming
     the differences. `also`: what differs that the manifest does not say."""
-    if not request.out.exists() or (request.out.is_dir() and not any(request.out.iterdir())):
+    if not present.exists(request.out) or (request.out.is_dir() and not any(request.out.iterdir())):
         return None
     if not (request.out / NAME).is_file():
         raise DatasetError(f"{request.out} exists and is not a prepared dataset: choose another --out")

@@ -14,6 +14,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, open_checkpoint
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.links import link_file, link_tree
 from facility.exchange.json_values import values_in
@@ -151,7 +152,7 @@ def work_alone(job: Job) -> Work:
     done = own.rounds or 0
     whole = own.place / "whole"
     return Work(
-        model=whole if whole.is_dir() else own.model(done),
+        model=whole if present.is_dir(whole) else own.model(done),
         settings=own.place / "settings.json",
         round=done,
         out=trained_at(job),

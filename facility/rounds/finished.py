@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
+from facility.exchange.files import present
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.locks import take_lock
@@ -92,7 +93,7 @@ def key_of(base_sha256: str, settings: Path, dataset: Path) -> str:
     manifest = dataset / NAME
     given = json.dumps(_given(read_facility_settings(settings)), sort_keys=True)
     digest = hashlib.sha256(given.encode()).hexdigest()
-    parts = [base_sha256, digest, sha256_of(manifest) if manifest.is_file() else "-"]
+    parts = [base_sha256, digest, sha256_of(manifest) if present.is_file(manifest) else "-"]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

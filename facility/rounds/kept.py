@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.files.storage import sentence
 from facility.exchange.messages.settings import FacilitySettings
 
@@ -48,8 +49,9 @@ def shared_directory(dataset: Path) -> Path:
 
 
 def by_round(directory: Path, prefix: str = "round-") -> dict[int, Path]:
-    """Entries of `directory` under the prefix and a round's number."""
-    found = {path.name.removeprefix(prefix): path for path in directory.glob(f"{prefix}*")}
+    """Entries of `directory` under the prefix and a round's number. Raises `OSError` where it cannot be listed."""
+    names = os.listdir(directory) if present.is_dir(directory) else []
+    found = {name.removeprefix(prefix): directory / name for name in names if name.startswith(prefix)}
     return {int(number): path for number, path in found.items() if number.isdigit()}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files import present
 from facility.exchange.files.links import link_tree
 from facility.exchange.messages.manifest import KEEPS, NAME, Manifest, read_manifest, with_extra
 
@@ -32,7 +33,7 @@ class Models:
         return self.directory / digest[:32]
 
     def holds(self, digest: str) -> bool:
-        return (self.place(digest) / NAME).is_file() and read_manifest(self.place(digest)).content_sha256 == digest
+        return present.is_file(self.place(digest) / NAME) and read_manifest(self.place(digest)).content_sha256 == digest
 
     def whole(self, received: Path) -> Path:
         """Keep the received model; returns the full model's directory. Raises `InputError` without its reference."""

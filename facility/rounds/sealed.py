@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.files.checksum import checksum_of, is_checksum
 from facility.exchange.files.durable import fsync_directory, write_json
 from facility.exchange.json_values import note_in, values_in
@@ -74,7 +75,7 @@ def flaw(directory: Path) -> str:
         promised, noted = values_in(directory / SEAL), unchanged(directory)
         for name, digest in promised.items():
             path = directory / name
-            if not path.is_file():
+            if not present.is_file(path):
                 return f"{path} is missing"
             if noted.get(name) != identity(path) and not _has(path, digest):
                 return f"{path} was altered"
@@ -134,7 +135,7 @@ def _finish_replacements(state: Path) -> None:
     """Where a kill came between the two moves of `replace_directory`, make the second."""
     for new in sorted(state.rglob(f"*{NEW}")):
         path = new.with_name(new.name.removesuffix(NEW))
-        if path.with_name(path.name + OLD).is_dir() and not path.exists() and not flaw(new):
+        if present.is_dir(path.with_name(path.name + OLD)) and not present.exists(path) and not flaw(new):
             os.rename(new, path)
 
 

@@ -20,6 +20,7 @@ from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import FULL, fading_of, trained_from
 from facility.exchange.errors import InputError
+from facility.exchange.files import present
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.kept import by_round, latest_before
@@ -90,7 +91,7 @@ def drop_pending(state: Path) -> None:
 
 def keep_pending(state: Path, round: int) -> None:
     """Make what the trainer sealed the residual of `round`. Raises `InputError` where it left none."""
-    if not (pending_residual(state) / SEAL).is_file():
+    if not present.is_file(pending_residual(state) / SEAL):
         raise InputError(
             f"the update is a difference, but {pending_residual(state)} does not hold what it leaves out: "
             "run the round again"
@@ -136,7 +137,7 @@ def residual_path(state: Path, round: int) -> Path:
 def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = None) -> None:
     """Seal what `round` left unsent, and remove those of rounds before, but the last: it is needed if this round is
     repeated. `known`: checksums of files, made as they were written."""
-    if (directory := residual_path(state, round)).is_dir():
+    if present.is_dir(directory := residual_path(state, round)):
         seal(directory, known)
     _drop_before(state, round)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
 from facility.exchange.errors import InputError, ManifestError
+from facility.exchange.files import present
 from facility.exchange.files.durable import write_json
 from facility.exchange.masking.weights import scaled
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, verify_manifest, write_manifest
@@ -191,7 +192,7 @@ def read_roster(directory: Path, settings: MaskingSettings, signers: Path) -> Ro
     keys: dict[str, Keys] = {}
     digests: dict[str, str] = {}
     signed_with: dict[str, str] = {}
-    for path in sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []:
+    for path in sorted((directory / FOLDER).iterdir()) if present.is_dir(directory / FOLDER) else []:
         one, signed_with[path.name] = read_keys(path, signers)
         if one.facility != path.name or one.facility not in settings.facilities:
             raise ManifestError(f"{path} holds the keys of {one.facility!r}, expected one of {settings.facilities}")

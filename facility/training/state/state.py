@@ -17,6 +17,7 @@ import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, NewerFormat
+from facility.exchange.files import present
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.json_values import values_in
@@ -149,7 +150,7 @@ def read_state(directory: Path, settings: FacilitySettings, round: int) -> tuple
 
 def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | None, str]:
     """What one round left in its directory `path`, or None, and the reason."""
-    if not (path / NAME).is_file():
+    if not present.is_file(path / NAME):
         return None, f"{path} is absent (this facility sat out that round, or its state was moved)"
     try:
         raw = values_in(path / NAME)
@@ -342,7 +343,7 @@ def read_checkpoint(
 ) -> MidRoundCheckpoint | None:
     """What an interrupted attempt at this round left; None when there is none, or it began from another model."""
     file = directory / PAUSED / NAME
-    if not file.is_file():
+    if not present.is_file(file):
         return None
     try:
         raw = values_in(file)
