@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+PATIENT = "PerSourcePenalties no"
+"""For an sshd that turns away, from OpenSSH 9.8 on, an address whose logins fail one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +50,16 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
         f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"
         f"{getattr(request, 'param', '')}\n"
     )
+    Path("/run/sshd").mkdir(exist_ok=True) if getpass.getuser() == "root" else None
+    knows = subprocess.run([SSHD, "-t", "-f", tmp_path / "sshd_config", "-o", PATIENT], capture_output=True)
+    patient = ["-o", PATIENT] if not knows.returncode else []
     (tmp_path / ".ssh").mkdir(mode=0o700)
     key = " ".join((tmp_path / "host.pub").read_text().split()[:2])
     (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{port} {key}\n")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
-    Path("/run/sshd").mkdir(exist_ok=True) if getpass.getuser() == "root" else None
     with open(tmp_path / "sshd.log", "w") as log:
-        process = subprocess.Popen([SSHD, "-D", "-e", "-f", tmp_path / "sshd_config"], stderr=log)
+        process = subprocess.Popen([SSHD, "-D", "-e", "-f", tmp_path / "sshd_config", *patient], stderr=log)
     try:
         for _ in range(4000):
             with socket.socket() as probe:
