@@ -58,8 +58,17 @@ def fork_server_from_here() -> None:
 
 
 def _serve_in_a_fork(_: bytes, arguments: list[str], kept: Sequence[int]) -> int:
-    """Start `python -c code` with the descriptors `kept` and the standard ones, as a fork; returns its process."""
-    return in_a_fork(lambda: exec(arguments[-1], {}), kept)
+    """Start `python -c code WORD...` with the descriptors `kept` and the standard ones, as a fork; returns its process.
+
+    The words are this process's own: Python 3.14 gives them to the server so, those before it within the code.
+    """
+    at = arguments.index("-c") + 1
+
+    def serve() -> None:
+        sys.argv = ["-c", *arguments[at + 1 :]]
+        exec(arguments[at], {})
+
+    return in_a_fork(serve, kept)
 
 
 def in_a_fork(serve: Callable[[], object], kept: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 import execnet
 import pytest
 
-from tests import forked_workers
+from tests import distributed, forked_workers
 from tests.conftest import ROOT
 
 ASK = """
@@ -31,6 +31,17 @@ def test_a_gateway_is_a_fork_while_there_are_some_then_a_new_python_and_all_end(
     for process in (first, second):
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_a_server_that_is_a_fork_runs_its_code_with_the_words_after_it():
+    """Python 3.14 starts the server of `multiprocessing` with the words of this process, such as those of pytest."""
+    reads, writes = os.pipe()
+    code = f"import os, sys; os.write({writes}, repr(sys.argv).encode())"
+    child = distributed._serve_in_a_fork(b"", ["python", "-X", "dev", "-c", code, "-m", "not slow"], (writes,))
+    os.close(writes)
+    os.waitpid(child, 0)
+    with open(reads) as answer:
+        assert answer.read() == "['-c', '-m', 'not slow']"
 
 
 def test_no_worker_is_forked_where_a_test_began_a_thread_as_it_was_imported(monkeypatch: pytest.MonkeyPatch):
