@@ -37,9 +37,11 @@ SUBMIT = {
     "#SBATCH": ["sbatch", "--wait", "--time=00:10:00", "--job-name=crossfed-selfcheck"],
     "#PBS": ["qsub", "-W", "block=true", "-j", "oe"],
     "#$ ": ["qsub", "-sync", "y", "-j", "y", "-cwd"],
-    "#flux:": ["flux", "batch", "--wait", "--time-limit=10m"],
+    "#flux:": ["flux", "batch", "--time-limit=10m"],
 }
-"""How a template with these directives is submitted and waited for."""
+"""How a template with these directives is submitted. All but `flux batch` wait for the job's end."""
+WAIT = {"flux": ["flux", "job", "status"]}
+"""What waits for the end of the job whose id follows, and ends with its exit code."""
 
 
 def trial_settings(ranks: int) -> FacilitySettings:
@@ -119,26 +121,41 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             raise InputError(
                 f"{template.name} is for {words[0]}, which is not on the PATH here: run this on a login node"
             )
-    try:
-        result = subprocess.run(
-            words,
-            input=text,
-            text=True,
-            errors="replace",
-            capture_output=True,
-            cwd=folder / "job",
-            timeout=limit_seconds,
-        )
-    except subprocess.TimeoutExpired:
-        raise InputError(
-            f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is "
-            f"{folder}"
-        ) from None
+    result = submitted(words, text, folder, limit_seconds)
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():
         said = result.stderr.strip() or printed(folder / "job") or result.stdout
         last = shown(" ".join(said.strip().splitlines()[-3:]))
         raise InputError(f"the job left no update ({words[0]} ended with {result.returncode}): {last}")
+
+
+def submitted(words: list[str], text: str, folder: Path, limit_seconds: float) -> subprocess.CompletedProcess[str]:
+    """What the scheduler said of the script `text` until its job had ended. Raises `InputError` after the limit."""
+    began = time.monotonic()
+
+    def said(words: list[str], given: str) -> subprocess.CompletedProcess[str]:
+        left = max(limit_seconds - (time.monotonic() - began), 1)
+        return subprocess.run(
+            words,
+            input=given,
+            text=True,
+            errors="replace",
+            capture_output=True,
+            cwd=folder / "job",
+            timeout=left,
+        )
+
+    try:
+        result = said(words, text)
+        if result.returncode == 0 and words[0] in WAIT:
+            log.info("submitted as job %s", id := result.stdout.strip())
+            result = said([*WAIT[words[0]], id], "")
+    except subprocess.TimeoutExpired:
+        raise InputError(
+            f"the job did not end within {limit_seconds:.0f} s (it may still wait in the queue); its directory is "
+            f"{folder}"
+        ) from None
+    return result
 
 
 def printed(job: Path, attempts: int = 20) -> str:

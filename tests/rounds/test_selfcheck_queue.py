@@ -12,6 +12,7 @@ import pytest
 
 from facility.exchange.errors import InputError
 from facility.selfcheck import removed, run
+from tests.schedulers.recordings import recorded
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 STAND_IN = """#!/bin/sh
@@ -19,6 +20,16 @@ STAND_IN = """#!/bin/sh
 cat >"$ASKED.job"
 mkdir update
 """
+FLUX = """#!/bin/sh
+case "$*" in
+    *--wait*) printf '%s' "$REFUSED" >&2; exit 2 ;;
+    'job status fake1') [ -s "$ASKED.job" ] && mkdir update; exit ;;
+esac
+{ echo "$0 $*"; pwd; } >"$ASKED"
+cat >"$ASKED.job"
+echo fake1
+"""
+"""`flux batch` prints the job's id and waits for nothing; `flux job status ID` waits for the job's end."""
 
 
 @pytest.mark.parametrize(
@@ -26,7 +37,7 @@ mkdir update
     [
         ("slurm", {"account": "x", "partition": "p"}, "sbatch --wait "),
         ("pbs", {"account": "x", "queue": "q"}, "qsub -W block=true -j oe"),
-        ("flux", {"bank": "x", "queue": "q"}, "flux batch --wait "),
+        ("flux", {"bank": "x", "queue": "q"}, "flux batch --time-limit=10m "),
         ("gridengine", {"account": "x", "queue": "q"}, "qsub -sync y -j y -cwd"),
     ],
 )
@@ -34,13 +45,14 @@ def test_the_script_itself_is_submitted_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, fill: dict[str, str], words: str
 ):
     """`flux submit` of a shell around it would be no nested instance, whose `flux run` waits for the site's for ever
-    (recorded: `flux-jobs-selfcheck-deadlock`)."""
+    (recorded: `flux-jobs-selfcheck-deadlock`). `flux batch` has no `--wait`: every set-up of a Flux site failed."""
     programs, folder = tmp_path / "bin", tmp_path / "selfcheck"
     programs.mkdir()
     (folder / "job").mkdir(parents=True)
     program = programs / words.split()[0]
-    program.write_text(STAND_IN)
+    program.write_text(FLUX if template == "flux" else STAND_IN)
     program.chmod(0o700)
+    monkeypatch.setenv("REFUSED", recorded("flux-batch-wait").err)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
     run(folder, TEMPLATES / f"{template}.sh", fill, tmp_path / "home", 60.0)
