@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 from facility.dataset import LOSS, START, PreparedDataset
+from facility.exchange.errors import InputError
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.report import read_report
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields
+from facility.training.data.documents import check_lengths, trial
+from facility.training.model import read_config
 from tests.pico import save_pico
 from tests.preparing.chats import chats, save_chat_tokenizer
 from tests.preparing.corpora import sentences, write_json_lines
@@ -113,8 +117,6 @@ def test_joined_documents_do_see_each_other(tmp_path: Path):
 
 def test_plain_text_keeps_its_documents_apart_too(tmp_path: Path):
     """Loss on the validation blocks: that of every piece of a document computed alone by transformers."""
-    from transformers import AutoModelForCausalLM
-
     tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
     texts = [{"text": text} for text in sentences(200)]
     request = Request(
@@ -159,6 +161,33 @@ def test_a_family_that_reads_a_block_as_one_text_is_refused(tmp_path: Path):
         assert "--documents padded" in said[name][0] and "Traceback" not in said[name][0], said[name][0]
     rounds_in([(f"{n}-alone", arguments(tmp_path / n / "alone", m, alone.directory)) for n, m in models.items()])
     assert weights(tmp_path / "mamba/alone/out").keys() == weights(models["mamba"]).keys()
+
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+def test_a_document_beyond_the_original_length_would_change_the_positions_of_the_others(tmp_path: Path):
+    """The trial before the first step is too short to see it; the trainer refuses such blocks before it begins."""
+    rotary = LONGROPE | {"short_factor": [1.0] * 4, "long_factor": [2.0, 3.0, 4.0, 5.0]}
+    sizes = SIZE | {"hidden_size": 32, "num_attention_heads": 4, "original_max_position_embeddings": 64}
+    model = save_tiny(tmp_path / "model", "phi3", **sizes, rope_parameters=rotary)
+    net = AutoModelForCausalLM.from_pretrained(model)
+    for parameter in net.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    net.config.use_cache = False
+    last, short, long = (torch.randint(VOCABULARY, (count,)) for count in (10, 20, 70))
+    with torch.no_grad():
+        after = [net(**trial(first, last).inputs).logits[0, -10:] for first in (short, long)]
+        alone = net(**trial(last).inputs).logits[0]
+    assert torch.allclose(after[0], alone, atol=1e-4) and not torch.allclose(after[1], alone, atol=1e-2)
+    config = read_config(model)
+    check_lengths(config, 64)
+    with pytest.raises(InputError, match="longer than 64 tokens a phi3 .* prepare the dataset with --block-tokens 64"):
+        check_lengths(config, 65)
+    dataset, padded = prepare_chats(tmp_path / "data"), prepare_chats(tmp_path / "padded", documents="padded")
+    refused = rounds_in([("longrope", arguments(tmp_path / "longrope", model, dataset.directory))], expect=2)
+    assert "documents share blocks of 256 tokens" in refused["longrope"][0] and "Traceback" not in refused["longrope"][0]
+    rounds_in([("padded", arguments(tmp_path / "taken", model, padded.directory))])
 
 
 def test_a_step_without_anything_to_predict_has_no_part_in_the_training_loss(tmp_path: Path):

@@ -34,6 +34,25 @@ def check_positions(config: Any, factory: Any) -> None:
         )
 
 
+def check_lengths(config: Any, block_tokens: int) -> None:
+    """Refuse blocks in which a document may be so long that all others of its pass are read in another way.
+
+    transformers turns a model with `longrope` by its longer factors as soon as one position of a pass is beyond the
+    original length. Blocks of one text always are. Raises `InputError`.
+    """
+    reading = config.get_text_config()
+    stated = getattr(reading, "rope_parameters", None) or {}
+    kinds = [stated] if "rope_type" in stated else [one for one in stated.values() if isinstance(one, dict)]
+    for one in kinds:
+        original = one.get("original_max_position_embeddings") or block_tokens
+        if one.get("rope_type") == "longrope" and block_tokens > original:
+            raise InputError(
+                f"documents share blocks of {block_tokens} tokens, and once one is longer than {original} tokens a "
+                f"{reading.model_type} reads all others of its pass with other positions (longrope): prepare the "
+                f"dataset with --block-tokens {original} or fewer, or with --documents padded or joined"
+            )
+
+
 @torch.no_grad()
 def check_separation(loss_of: Callable[[Batch], float], inputs: Any, dtype: str) -> None:
     """Compare a document's loss after one document, after another, and alone; the same trial on every rank.

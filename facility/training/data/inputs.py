@@ -19,7 +19,7 @@ from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.preparing.tokenizer import load_tokenizer
-from facility.training.data.documents import check_positions
+from facility.training.data.documents import check_lengths, check_positions
 from facility.training.data.images import check_processor, image_task, positions_of
 from facility.training.data.preference import Preference
 from facility.training.data.tasks import Task, task_for
@@ -83,6 +83,8 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
     if task.separate:
         check_positions(config, task.factory)
+        if request.settings.differential is None:  # else each is a row of its own, all as long as a block
+            check_lengths(config, dataset.manifest.block_tokens)
     return RoundInputs(
         received=received,
         base=base,
