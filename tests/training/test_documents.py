@@ -186,7 +186,9 @@ def test_a_document_beyond_the_original_length_would_change_the_positions_of_the
         check_lengths(config, 65)
     dataset, padded = prepare_chats(tmp_path / "data"), prepare_chats(tmp_path / "padded", documents="padded")
     refused = rounds_in([("longrope", arguments(tmp_path / "longrope", model, dataset.directory))], expect=2)
-    assert "documents share blocks of 256 tokens" in refused["longrope"][0] and "Traceback" not in refused["longrope"][0]
+    assert (
+        "documents share blocks of 256 tokens" in refused["longrope"][0] and "Traceback" not in refused["longrope"][0]
+    )
     rounds_in([("padded", arguments(tmp_path / "taken", model, padded.directory))])
 
 
