@@ -97,7 +97,8 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
 
     Without a file: the plain mean, since a server optimizer helps only where another round follows.
     """
-    overrides = ({"rule": rule} if rule else {}) | ({"weights": weights} if weights else {})
+    given = {"rule": rule, "weights": weights}
+    overrides = {name: text for name, text in given.items() if text is not None}
     if path is None:
         return parse(AggregationSettings, {"rule": "mean"} | overrides)
     if (plain := _plain_json(path, overrides)) is not None:

@@ -46,7 +46,7 @@ def solve(
     Raises `ConfigurationError` for a method that the problem's form cannot serve, `Infeasible` where memory is short.
     """
     natural = {ChainProblem: "exact", PlacementProblem: "place"}.get(type(problem), "joint")
-    chosen = method or natural
+    chosen = natural if method is None else method
     if isinstance(problem, Problem):
         problem = _restricted(problem, stages, replicas)
     if previous is not None and not (isinstance(problem, Problem) and chosen == "joint"):

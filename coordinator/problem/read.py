@@ -319,7 +319,7 @@ def _chain(raw: dict[str, Any], devices: str | None, file: Path | str | None) ->
         raise ConfigurationError("devices is not a mapping of named sets", file=file, key="devices")
     if devices is None and len(sets) > 1:
         raise ConfigurationError(f"choose one set of devices with --devices: {', '.join(sets)}", file=file)
-    chosen = devices or next(iter(sets))
+    chosen = next(iter(sets)) if devices is None else devices
     if chosen not in sets:
         raise ConfigurationError(f"no set of devices is called {chosen!r}; there are {', '.join(sets)}", file=file)
     flops = numbers(raw["flops"], "flops", (len(names),), file)

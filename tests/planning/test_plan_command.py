@@ -113,6 +113,12 @@ def test_bad_input_gets_one_clear_error_and_no_file(change, arguments, message, 
     assert not (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.parametrize("name", ["", "config-17"])
+def test_a_set_of_devices_that_is_not_there_is_refused_with_those_that_are(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"no set of devices is called '{name}'; there are .*config-16"):
+        run("--problem", published("sky-bert160"), "--devices", name, "--out", tmp_path / "plan.json")
+
+
 def test_the_wrong_method_for_a_case_names_the_right_one(tmp_path):
     with pytest.raises(ConfigurationError, match="serves --method place"):
         run("--problem", published("spot"), "--out", tmp_path / "plan.json", "--method", "exact")
@@ -225,6 +231,16 @@ def test_crossfed_plan_writes_and_shows(problem_file, tmp_path):
     assert ran.exit_code == 0, ran.output
     assert "replica 0" in ran.output and "what would help" in ran.output
     read_plan(out).validate(world_size=4, layers=6)
+
+
+@pytest.mark.parametrize("method", ["", "joined"])
+def test_crossfed_plan_takes_no_default_for_a_method_that_is_none(method, problem_file, tmp_path):
+    """An empty one, as of a variable of the shell that is not set, was planned by the default without a word."""
+    from coordinator.commands.plan import plan as command
+
+    with pytest.raises(ConfigurationError, match=f"--method is '{method}', expected one of joint, place"):
+        command(problem_file, tmp_path / "plan.json", method=method, seconds=0.1)
+    assert not (tmp_path / "plan.json").exists()
 
 
 def test_crossfed_plan_searches_nothing_that_it_could_not_write(problem_file, tmp_path, monkeypatch):
