@@ -20,6 +20,9 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.validation import check_format, parse, validated
 
+SLACK = 1e-9
+"""Share of the samples of a round that may be the rounding of their sum."""
+
 
 @validated(frozen=True, kw_only=True)
 class FacilityPace:
@@ -142,6 +145,41 @@ def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
         round_seconds=last,
         samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
         equal_steps_seconds=equal,
+        reasons=tuple(reasons),
+    )
+
+
+def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[int, int]], samples: float) -> Budget:
+    """Steps within the `bounds` of each facility, in place of its own limits, with which `samples` are done soonest.
+
+    One that is held at its least leaves the others so much less to do. Raises `Infeasible`, as `plan_budget`.
+    """
+    held = [replace(f, minimum_steps=bounds[f.name][0], maximum_steps=None) for f in facilities]
+    steps = {f.name: f.minimum_steps for f in held}
+    rest = [
+        replace(f, fixed_seconds=f.end(least) - f.queue_seconds, minimum_steps=0, maximum_steps=most - least)
+        for f, (least, most) in ((f, bounds[f.name]) for f in held)
+        if most > least
+    ]
+    left = samples - sum(steps[f.name] * f.samples_per_step for f in held)
+    room = sum((f.maximum_steps or 0) * f.samples_per_step for f in rest)
+    if left > SLACK * samples:
+        wanted = min(left, room) if left <= room + SLACK * samples else left  # the same but for rounding
+        steps |= {name: steps[name] + more for name, more in plan_budget(rest, wanted).steps.items()}
+        _drop_spare(held, steps, samples)
+    ends = {f.name: f.end(steps[f.name]) for f in held}
+    last = max(ends.values())
+    reasons = [f"all end within {last - min(ends.values()):.4g} s of each other; the round takes {last:.4g} s"]
+    for f in held:
+        for word, count in zip(("least", "most"), bounds[f.name], strict=True):
+            if steps[f.name] == count:
+                reasons.append(f"{f.name} takes its {word}, {count} steps")
+    return Budget(
+        steps=steps,
+        end_seconds=ends,
+        round_seconds=last,
+        samples=sum(steps[f.name] * f.samples_per_step for f in held),
+        equal_steps_seconds=_equal(held, samples),
         reasons=tuple(reasons),
     )
 

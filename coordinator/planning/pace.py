@@ -36,7 +36,6 @@ def pace_of(
     *,
     queue_seconds: float = 0.0,
     moving_seconds: float = 0.0,
-    maximum_steps: int | None = None,
 ) -> FacilityPace:
     """From its `sound_rows`, one at least. `moving_seconds`: of the model and the update."""
     train = [trained(row) for row in rows]
@@ -47,7 +46,6 @@ def pace_of(
         samples_per_step=statistics.median(row.samples / row.steps for row in rows),
         queue_seconds=queue_seconds,
         fixed_seconds=fixed + moving_seconds,
-        maximum_steps=maximum_steps,
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
-from coordinator.planning.budget import Budget, FacilityPace, hold, plan_budget
+from coordinator.planning.budget import Budget, FacilityPace, hold, plan_budget, plan_within
 from coordinator.planning.pace import pace_of, sound_rows
 from facility.exchange.errors import ConfigurationError
 
@@ -58,10 +58,11 @@ def plan_work(
     paces = paces_of(federation, queues or {})
     steps = {facility.name: facility.training.steps for facility in federation.facilities}
     now = sum(steps[pace.name] * pace.samples_per_step for pace in paces)
-    fresh = plan_budget(paces, now if samples is None else samples)
+    bounds, wanted = bounds_of(federation), now if samples is None else samples
+    fresh = plan_within(paces, bounds, wanted) if bounds else plan_budget(paces, wanted)
     chosen = fresh if samples is not None else hold(fresh, paces, steps, gain)
     if federation.even is not None:
-        each = ", ".join(f"{name} {least:,} to {most:,}" for name, (least, most) in bounds_of(federation).items())
+        each = ", ".join(f"{name} {least:,} to {most:,}" for name, (least, most) in bounds.items())
         asked = f"rounds.steps is {federation.even.steps}: rounds ask for such steps by themselves, within {each}"
         return replace(chosen, reasons=(*chosen.reasons, asked))
     changed = [f"{name}: {count or 'leave it out'}" for name, count in chosen.steps.items() if count != steps[name]]

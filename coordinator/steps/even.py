@@ -8,12 +8,12 @@ use stay unless others shorten the round by `GAIN` (hysteresis), so that noise i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from coordinator.archive.journal import Entry
 from coordinator.archive.rounds import RoundFile
 from coordinator.config.closing import EvenSettings
-from coordinator.planning.budget import hold, plan_budget
+from coordinator.planning.budget import hold, plan_within
 from coordinator.planning.pace import moving_times, pace_of, queue_waits, sound_rows
 
 GAIN = 0.05
@@ -41,20 +41,11 @@ def steps_ahead(
     waits, moving = queue_waits(entries), moving_times(entries)
     bounds = {name: even.bounds(nominal[name]) for name in known}
     paces = [
-        pace_of(
-            name,
-            found,
-            queue_seconds=waits.get(name, 0.0),
-            moving_seconds=moving.get(name, 0.0),
-            maximum_steps=bounds[name][1],
-        )
+        pace_of(name, found, queue_seconds=waits.get(name, 0.0), moving_seconds=moving.get(name, 0.0))
         for name, found in known.items()
     ]
     wanted = sum(nominal[pace.name] * pace.samples_per_step for pace in paces)
-    fresh = plan_budget(paces, wanted)
-    within = {name: max(fresh.steps[name], bounds[name][0]) for name in known}
-    ends = {pace.name: pace.end(within[pace.name]) for pace in paces}
-    fresh = replace(fresh, steps=within, end_seconds=ends, round_seconds=max(ends.values()))
+    fresh = plan_within(paces, bounds, wanted)
     used = {name: min(max(before[name], bounds[name][0]), bounds[name][1]) for name in known}
     chosen = hold(fresh, paces, used, GAIN)
     return Ahead(steps=nominal | chosen.steps, reason=chosen.reasons[0])

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from coordinator import plan as command
-from coordinator.planning.budget import FacilityPace, budget_from_json, plan_budget
+from coordinator.planning.budget import FacilityPace, budget_from_json, plan_budget, plan_within
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan, write_plan
@@ -52,6 +52,43 @@ def test_least_round_time_is_brute_force(seed):
     found = plan_budget(facilities, wanted)
     assert found.round_seconds == pytest.approx(best)
     assert found.samples >= wanted
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_within_bounds_the_round_is_no_longer_than_brute_force_and_does_no_more_than_is_asked(seed):
+    """One that was raised to its least left the others with as much to do as before: more than was asked for."""
+    rng = np.random.default_rng(seed)
+    facilities = [
+        FacilityPace(
+            name=str(n),
+            seconds_per_step=float(rng.choice([1, 2, 9])),
+            samples_per_step=float(rng.integers(1, 4)),
+            queue_seconds=float(rng.integers(0, 30)),
+        )
+        for n in range(3)
+    ]
+    bounds = {f.name: (int(rng.integers(1, 5)), int(rng.integers(5, 9))) for f in facilities}
+    paces = {f.name: f.samples_per_step for f in facilities}
+    wanted = float(rng.integers(3, 1 + sum(bounds[name][1] * pace for name, pace in paces.items())))
+    every = itertools.product(*(range(bounds[f.name][0], bounds[f.name][1] + 1) for f in facilities))
+    best = min(
+        max(f.end(n) for f, n in zip(facilities, steps, strict=True))
+        for steps in every
+        if sum(n * f.samples_per_step for f, n in zip(facilities, steps, strict=True)) >= wanted
+    )
+    found = plan_within(facilities, bounds, wanted)
+    assert found.round_seconds == pytest.approx(best) and found.samples >= wanted
+    assert all(bounds[name][0] <= steps <= bounds[name][1] for name, steps in found.steps.items())
+    above = [paces[name] for name, steps in found.steps.items() if steps > bounds[name][0]]
+    assert found.samples - wanted < min(above, default=np.inf), "none of these steps can be left out"
+
+
+def test_more_than_bounds_allow_is_refused_and_all_that_they_allow_is_not():
+    paces = [FacilityPace(name=name, seconds_per_step=1.0, samples_per_step=0.1) for name in "abc"]
+    bounds = dict.fromkeys("abc", (1, 7))
+    assert plan_within(paces, bounds, sum(7 * pace.samples_per_step for pace in paces)).steps == dict.fromkeys("abc", 7)
+    with pytest.raises(Infeasible, match="short by"):
+        plan_within(paces, bounds, 2.2)
 
 
 def test_facilities_end_together():
@@ -156,6 +193,18 @@ def test_the_work_of_a_federation_from_its_own_rounds(tmp_path):
     assert waiting.end_seconds["a"] - waiting.end_seconds["b"] < 4 and waiting.steps["a"] < 32
     with pytest.raises(ConfigurationError, match="facilities are a, b"):
         plan_work(federation, queues={"c": 1.0})
+
+
+def test_by_hand_the_bounds_hold_that_rounds_have(tmp_path):
+    """`b`, four times slower, takes a half of its 20 steps at the least, and the others what that leaves of 40."""
+    from coordinator.config.federation import read_federation
+    from coordinator.planning.work import plan_work
+
+    file = ran_federation(tmp_path)
+    file.write_text(file.read_text().replace("rounds: 9", "rounds: {count: 9, steps: auto, least_steps: 0.5}"))
+    found = plan_work(read_federation(file))
+    assert found.steps == {"a": 30, "b": 10} and found.reasons[0].startswith("moved")
+    assert "b takes its least, 10 steps" in found.reasons
 
 
 def test_steps_in_use_stay_unless_the_round_gets_shorter_by_the_stated_share(tmp_path):

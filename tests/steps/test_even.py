@@ -121,6 +121,12 @@ def test_one_of_four_is_four_times_slower_and_the_round_takes_less_than_half():
     assert after < 0.5 * before
 
 
+def test_one_that_is_held_at_its_least_leaves_the_others_less_to_do():
+    """d takes a quarter, though it would take fewer; the others did what it had left, and its quarter as well."""
+    speeds = {"a": Speed(1.0), "b": Speed(1.0), "c": Speed(1.0), "d": Speed(40.0)}
+    assert lived(speeds, dict.fromkeys(NAMES, 100), 1)[-1] == {"a": 125, "b": 125, "c": 125, "d": 25}
+
+
 def test_who_is_new_does_what_the_settings_say():
     speeds = {"a": Speed(1.0), "b": Speed(4.0)}
     ahead = steps_ahead(EVEN, {"a": 100, "b": 100, "new": 70}, [entry(0, speeds, {"a": 100, "b": 100})], [])
