@@ -67,8 +67,8 @@ class LimitSettings:
     """No round is begun that is expected to end later, `2026-12-24 18:00` in the coordinator's time zone or with one
     of its own (`+01:00`); empty: none. The expected time is the median of the last five rounds."""
     node_hours: NonNegative[float] = 0.0
-    """Node-hours, of all facilities together, that the federation may use: no round is begun that is expected to use
-    more than is left, by what the jobs of the last five reported; 0: no limit."""
+    """Node-hours, of all facilities together, that the federation may use: no round is begun that is expected to use,
+    with the final evaluation, more than is left, by what the jobs of the last five reported; 0: no limit."""
 
     def __post_init__(self) -> None:
         try:

@@ -85,7 +85,8 @@ def exceeded(
         delivered = as_delivered(jobs or {}, history)
         nodes = nodes_of(history)
         used = [node_seconds(entry, delivered, nodes) for entry in history]
-        spent, expected = (sum(used) + waited) / 3600, _median(used) / 3600
+        coming = _median(used) + (evaluation_node_seconds(history) if evaluates else 0.0)
+        spent, expected = (sum(used) + waited) / 3600, coming / 3600
         if spent + expected > limits.node_hours or spent >= limits.node_hours:
             return Exceeded(
                 limit="node_hours",
@@ -100,6 +101,23 @@ def round_seconds(history: Sequence[RoundFile]) -> float:
     return _median([entry.seconds for entry in history if entry.seconds > 0])
 
 
+def evaluation_node_seconds(history: Sequence[RoundFile]) -> float:
+    """Expected node-seconds of the final evaluation: loading and evaluating at every facility, of the last rounds.
+
+    None of it can have taken more than the facility's whole round, as that counts.
+    """
+    return _median([sum(map(_evaluation_of_row, entry.facilities)) for entry in history])
+
+
+def _evaluation_of_row(row: FacilityRow) -> float:
+    return min(_evaluating(row) * row.nodes, _of_row(row, 0.0, 1))
+
+
+def _evaluating(row: FacilityRow) -> float:
+    """Seconds in which a facility loads and evaluates one model; in a round it evaluates two."""
+    return row.phases.get("load", 0.0) + row.phases.get("evaluate", 0.0) / 2
+
+
 def evaluation_seconds(history: Sequence[RoundFile]) -> float:
     """Expected time of the final evaluation: the slowest facility's loading and evaluating, of the last rounds.
 
@@ -107,10 +125,7 @@ def evaluation_seconds(history: Sequence[RoundFile]) -> float:
     """
     slowest = [
         min(
-            max(
-                (one.phases.get("load", 0.0) + one.phases.get("evaluate", 0.0) / 2 for one in entry.facilities),
-                default=0.0,
-            ),
+            max(map(_evaluating, entry.facilities), default=0.0),
             entry.seconds if entry.seconds > 0 else math.inf,
         )
         for entry in history

@@ -82,6 +82,35 @@ def test_the_rule_by_hand():
     assert exceeded(limits, [], NOON - 1, evaluates=False) is None, "of the first round nothing is known"
 
 
+@given(
+    node_hours=st.floats(1, 9),
+    nodes=st.integers(1, 8),
+    train=st.floats(60, 900),
+    check=st.floats(0, 900),
+    count=st.integers(1, 3),
+)
+def test_the_final_evaluation_is_within_the_node_hours_too(
+    node_hours: float, nodes: int, train: float, check: float, count: int
+):
+    """Each of `count` facilities loads and evaluates for `check` seconds, once more after the last round."""
+    row = FacilityRow(
+        round=0,
+        facility="a",
+        status="ok",
+        seconds=train + 2 * check,
+        usage={"node_seconds": nodes * (train + 2 * check)},
+        phases={"load": 0.0, "evaluate": 2 * check, "train": train},
+    )
+    rows = [dataclasses.replace(row, facility=str(place)) for place in range(count)]
+    limits, history = LimitSettings(node_hours=node_hours), list[RoundFile]()
+    while len(history) < 30 and exceeded(limits, history, NOON, evaluates=True) is None:
+        history.append(RoundFile(round=len(history), facilities=rows, global_loss=2.0, decision="go on"))
+    spent = sum(node_seconds(one) for one in history) + count * nodes * check
+    if 1 < len(history) < 30:
+        assert spent <= 3600 * node_hours * (1 + 1e-9)
+        assert spent + count * row.usage["node_seconds"] > 3600 * node_hours * (1 - 1e-9), "one more would not fit"
+
+
 def test_what_one_facility_says_of_its_evaluation_ends_no_federation():
     """A report of a thousand million seconds counts for no more than the round, which the coordinator timed."""
     limits = LimitSettings(deadline="2026-12-24 12:00+00:00")
