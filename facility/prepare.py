@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TextIO
 from facility.dataset import IMAGES, PreparedDataset
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
+from facility.exchange.panics import panics_refused
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
 from facility.preparing.sources import spelled
 
@@ -344,7 +345,8 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
         temperature=options.temperature,
         classes=options.classes,
     )
-    return prepare(request, progress=progress)
+    with panics_refused(f"the tokenizer in {options.tokenizer}"):
+        return prepare(request, progress=progress)
 
 
 def check_options(arguments: argparse.ArgumentParser, options: argparse.Namespace) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.errors import InputError
+from facility.exchange.panics import panics_refused
 
 log = logging.getLogger(__name__)
 
@@ -55,14 +56,15 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     model, fresh = loaded(source, kind, dtype=dtype, revision=revision, classes=classes)
     if reason := refusal(model.config, causal=kind is CAUSAL):
         raise InputError(f"{source} cannot be trained: {reason}")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, ImportError):
-        log.warning("%s has no tokenizer beside it; facilities need one for facility.prepare", source)
-    else:
-        if kind is CLASSIFIER:
-            fill(model, tokenizer)
-        tokenizer.save_pretrained(out)
+    with panics_refused(f"the tokenizer of {source}"):
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
+        except (OSError, ValueError, ImportError):
+            log.warning("%s has no tokenizer beside it; facilities need one for facility.prepare", source)
+        else:
+            if kind is CLASSIFIER:
+                fill(model, tokenizer)
+            tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     evaluate(out, source, kind)
     return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)

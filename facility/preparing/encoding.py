@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy
 
 from facility.exchange.errors import TransientError
+from facility.exchange.panics import panics_refused
 from facility.preparing.chat import ChatEncoder, ChatEncoding
 from facility.preparing.pieces import encode_texts
 from facility.preparing.sources import Document
@@ -257,4 +258,5 @@ def _end_with_parent() -> None:
 
 def _work(documents: list[Document]) -> EncodedBatch:
     assert _encode is not None
-    return _encode(documents)
+    with panics_refused("the tokenizer"):
+        return _encode(documents)

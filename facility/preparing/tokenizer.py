@@ -13,6 +13,7 @@ from facility.exchange.checkpoints.families import checked_text_part, most_posit
 from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
 from facility.exchange.checkpoints.tokenizer import VOCABULARIES, tokenizer_digest
 from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.panics import panics_refused
 
 FILES = (
     "tokenizer.json",
@@ -103,7 +104,8 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+        with panics_refused("tokenizer.json"):
+            return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged file raises whatever its parser raises
         raise DatasetError(f"{directory}: the tokenizer cannot be loaded: {error}") from None
 

@@ -15,6 +15,7 @@ from facility.exchange.checkpoints.families import refusal
 from facility.exchange.checkpoints.task_class import FACTORIES
 from facility.exchange.errors import InputError
 from facility.exchange.task_words import Task as TaskName
+from facility.preparing.tokenizer import load_tokenizer
 from facility.training.data.classes import check_classes
 
 ROWS_AT_ONCE = 65536
@@ -255,9 +256,7 @@ def task_for(dataset: PreparedDataset, config: Any) -> Task:
         check_end_tokens(dataset, config)
         return task
     if manifest.task == "masked-lm":
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(dataset.tokenizer_directory, local_files_only=True)
+        tokenizer = load_tokenizer(dataset.tokenizer_directory)
         if tokenizer.mask_token_id is None:
             raise InputError(f"{dataset.tokenizer_directory} has no mask token: masked language modelling needs one")
         return MaskedLM(tokenizer.mask_token_id, manifest.vocabulary_size, tuple(tokenizer.all_special_ids))
