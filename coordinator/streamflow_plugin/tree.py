@@ -11,7 +11,7 @@ import shutil
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -226,26 +226,22 @@ async def pull(
         target.mkdir(mode=0o700)
         for directory in directories:
             _inside(target, directory).mkdir(mode=0o700, parents=True, exist_ok=True)
-    handles = {}
-    try:
-        for entry in large:
-            path = _inside(target, entry.path)
-            handles[entry.path] = os.open(path, NEW_FILE, 0o600)
-            os.truncate(handles[entry.path], entry.size)
+    for entry in large:
+        with _opened(_inside(target, entry.path), NEW_FILE) as handle:
+            os.truncate(handle, entry.size)
 
-        async def move(lane: Lane, piece: Piece) -> None:
-            file = posixpath.join(source, piece.path) if piece.path else source
-            command = dialect.get_piece(file, piece.offset, piece.length)
-            await lane.get(command, handles[piece.path], piece.offset, piece.length)
-            moved(piece.length)
+    async def move(lane: Lane, piece: Piece) -> None:
+        file = posixpath.join(source, piece.path) if piece.path else source
+        command = dialect.get_piece(file, piece.offset, piece.length)
+        # Open for its pieces alone: a facility may list more files than this process may have open.
+        with _opened(_inside(target, piece.path), os.O_WRONLY | os.O_NOFOLLOW) as handle:
+            await lane.get(command, handle, piece.offset, piece.length)
+        moved(piece.length)
 
-        async with _lanes(lanes, swift, pieces) as opening:
-            if small:
-                await _pull_small(lanes[0], source, target, small, single, dialect)
-            await spread(await opening, pieces, move)
-    finally:
-        for handle in handles.values():
-            os.close(handle)
+    async with _lanes(lanes, swift, pieces) as opening:
+        if small:
+            await _pull_small(lanes[0], source, target, small, single, dialect)
+        await spread(await opening, pieces, move)
     return sum(entry.size for entry in files)
 
 
@@ -334,6 +330,15 @@ def _write(path: Path, content: bytes, entry: Entry) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with os.fdopen(os.open(path, NEW_FILE, 0o600), "wb") as file:
         file.write(content)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags, 0o600)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
 
 
 def _inside(target: Path, path: str) -> Path:

@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import resource
 import subprocess
 import tarfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,3 +132,33 @@ def test_many_small_files_are_not_in_memory_together(tmp_path: Path, monkeypatch
     asyncio.run(tree._pull_small(None, str(place), tmp_path / "update", small, False, ShellDialect()))  # type: ignore[arg-type]
     assert sorted(one.name for one in (tmp_path / "update").iterdir()) == [entry.path for entry in small]
     assert len(asked) == 3 and max(asked) < TAR_BYTES + (2 << 20)
+
+
+def test_more_large_files_than_may_be_open_come_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All of a listing's were opened before the first came: a fault of this machine's, which ends the run for all."""
+    count, soft_and_hard = 100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    listed = b"".join(b"%d 644 %d.safetensors\0" % (SMALL_BYTES + 1, number) for number in range(count))
+
+    async def output(lane: object, command: str, text: bytes = b"", *, most: int = 0) -> bytes:
+        return listed
+
+    async def get(lane: object, command: str, file: int, offset: int, length: int) -> None:
+        assert length == SMALL_BYTES + 1 and os.pwrite(file, b"x", offset + length - 1)
+
+    @asynccontextmanager
+    async def without(wanted: int) -> AsyncIterator[list[Any]]:
+        yield []
+
+    monkeypatch.setattr(tree, "output", output)
+    monkeypatch.setattr(tree.Lane, "get", get)
+    moved: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, soft_and_hard[1]))
+        size = asyncio.run(tree.pull([None], without, "update", tmp_path / "update", moved.append))  # type: ignore[list-item]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, soft_and_hard)
+    assert size == sum(moved) == count * (SMALL_BYTES + 1)
+    for path in (tmp_path / "update").iterdir():
+        with path.open("rb") as file:
+            file.seek(SMALL_BYTES)
+            assert file.read() == b"x"
