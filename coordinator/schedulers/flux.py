@@ -26,6 +26,7 @@ class Flux(BatchScheduler):
     job_id = re.compile(r"[fƒ][A-Za-z0-9]{1,99}")
     waiting = frozenset({"DEPEND", "PRIORITY", "SCHED"})
     terminal = frozenset({"COMPLETED", "FAILED", "CANCELED", "TIMEOUT"})
+    finishing = frozenset({"CLEANUP"})
     silent = ("unable to connect to flux", "flux_open:")
     advice = (
         (r"urgency=0\b.*", "it is held: `flux job urgency {id} default` there"),

@@ -28,6 +28,7 @@ class PBS(BatchScheduler):
     waiting = frozenset("QHW")
     terminal = frozenset("FXC")
     suspended = frozenset("STU")
+    finishing = frozenset("E")
     silent = (
         "cannot connect to server",
         "couldn't connect to cluster",

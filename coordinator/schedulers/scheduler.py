@@ -188,6 +188,8 @@ class BatchScheduler(Scheduler):
     """States from which a job does not come back."""
     suspended: ClassVar[frozenset[str]] = frozenset()
     """States of a job that has begun and whose time limit stands still; `waiting` may hold them too."""
+    finishing: ClassVar[frozenset[str]] = frozenset()
+    """States of a job whose script has ended, while the scheduler clears up after it: an epilog, a node that hangs."""
     silent: ClassVar[Sequence[str]]
     """Words (lower case) in a command's error that mean the scheduler did not answer; anything else is an answer."""
     output_file: ClassVar[str] = ""

@@ -32,6 +32,7 @@ class Slurm(BatchScheduler):
         "BOOT_FAIL CANCELLED COMPLETED DEADLINE FAILED NODE_FAIL OUT_OF_MEMORY PREEMPTED TIMEOUT".split()
     )
     suspended = frozenset({"SUSPENDED"})
+    finishing = frozenset({"COMPLETING", "STAGE_OUT"})
     silent = (
         "unable to contact slurm controller",
         "socket timed out",

@@ -29,6 +29,7 @@ from coordinator.events.event import VARIABLE, emit, quoted
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import ANSWER_BYTES, FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.bounded_reader import AnswerTooLong
+from coordinator.streamflow_plugin.finishing import Finishing
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
@@ -69,6 +70,7 @@ class PatientQueue(QueueManagerConnector):
         self._steps: dict[str, str] = {}
         """Step by job."""
         self._begun: set[str] = set()
+        self._finishing = Finishing()
         self._watches: dict[str, JobWatch] = {}
 
     @cached_property
@@ -91,9 +93,9 @@ class PatientQueue(QueueManagerConnector):
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         """Run a shell line at the login node; returns all that it printed, and its code: `BROKE`, which no scheduler
         gives, for an answer that was lost, or is too long to be a scheduler's."""
-        start = asyncio.get_running_loop().time()
+        start, command = asyncio.get_running_loop().time(), [self.scheduler.line(line)]
         try:
-            answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
+            answer = await self.run(location=location, command=command, capture_output=True)
         except (ConnectionBroke, AnswerTooLong) as error:
             answer = str(error), BROKE
         if answer is not None and len(answer[0]) > ANSWER_BYTES:  # reading it would hold up all facilities
@@ -108,8 +110,7 @@ class PatientQueue(QueueManagerConnector):
 
     async def _ask(self, location: ExecutionLocation, command: str, read: Callable[[str, int], T | None]) -> T:
         """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
-        deadline = self._now() + PATIENCE_SECONDS
-        reported = False
+        deadline, reported = self._now() + PATIENCE_SECONDS, False
         who = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
             text, code = await self._shell(location, command)
@@ -149,6 +150,7 @@ class PatientQueue(QueueManagerConnector):
         asked = self._overdue.now()
         states = await self._states(ids, location)
         self._note_begins(states)
+        self._finishing.see(states, self._now(), self.scheduler, self.deployment_name)
         self._overdue.see(states, asked)
         silent = self._note_silence([one for one in ids if one not in states])
         ended = [*self.scheduler.ended(states, ids), *await self._lost(states.keys(), silent, location)]

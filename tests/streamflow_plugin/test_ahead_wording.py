@@ -15,6 +15,7 @@ import pytest
 from coordinator.config.ahead import AheadSettings
 from coordinator.events.event import VARIABLE
 from coordinator.streamflow_plugin.ahead_queue import connector_for
+from coordinator.streamflow_plugin.finishing import Finishing
 from tests.schedulers.recordings import recorded
 from tests.schedulers.wording import ENDED, PENDING, RUNNING, WORDINGS
 from tests.streamflow_plugin.test_ahead import WAIT, World, one_ahead, told
@@ -148,3 +149,25 @@ def test_a_job_that_is_requeued_is_told_as_one_that_waits_again(
 )
 def test_a_job_that_is_suspended_or_ends_does_not_wait_again(name: str, state: str):
     assert not WORDINGS[name].scheduler.waits(state)
+
+
+@pytest.mark.parametrize(("name", "state"), [("slurm", "COMPLETING"), ("pbs", "E"), ("flux", "CLEANUP")])
+def test_a_scheduler_that_does_not_let_a_job_go_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, state: str
+):
+    """An epilog of minutes passed without a word. One of seconds needs none, and neither does a job at work."""
+    scheduler = WORDINGS[name].scheduler
+    (events := tmp_path / "events").touch()
+    monkeypatch.setenv(VARIABLE, str(events))
+    one = Finishing()
+
+    def see(now: float, ninth: str) -> None:
+        one.see({"7": state, "8": "RUNNING", "9": ninth}, now, scheduler, "facility-a")
+
+    for now, ninth in ((0.0, state), (10.0, state), (15.0, "RUNNING")):
+        see(now, ninth)
+    assert not events.read_text()
+    for now, ninth in ((20.0, state), (30.0, "RUNNING"), (4000.0, state)):
+        see(now, ninth)
+    [said] = [json.loads(line)["text"] for line in events.read_text().splitlines()]
+    assert said.startswith(f"job 7 has ended its work; {scheduler.title} of facility-a") and f"({state})" in said
