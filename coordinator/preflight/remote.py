@@ -20,9 +20,12 @@ from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.key_file import read_key_file
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import BROKE
+from facility.exchange.messages.strict_json import clean
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
+WAY = ("hostname", "port", "user", "proxyjump", "proxycommand")
+"""What decides where ssh connects, and as whom."""
 ACCEPTED = re.compile(r"Server accepts key: (\S+)")
 """What `ssh -v` says of the key that let it in."""
 
@@ -106,6 +109,32 @@ def _unread(name: str, deployment: Deployment) -> Row | None:
     return None
 
 
+def _of_all_accounts(name: str, deployment: Deployment) -> Row | None:
+    """A row where /etc/ssh/ssh_config, which ssh reads and a run does not, leads another way than ~/.ssh/config."""
+    if deployment.ssh == "system":
+        return None
+    jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
+    for one, over in ((deployment, jump), (deployment.tunnel, None), (deployment.transfer, None)):
+        ssh, *options = openssh.command(_login(one, over), connect_seconds=10)
+        if not one.host or "-F" in options:  # then ssh reads that file alone
+            continue
+        own = Path("~/.ssh/config").expanduser()
+        files = (["-F", str(own) if own.is_file() else "none"], [])
+        mine, every = (answer_of([ssh, *file, "-G", *options], data=b"", seconds=10) for file in files)
+        if mine.code == every.code == 0 and (said := other_way(mine.out, every.out)):
+            found = f"/etc/ssh/ssh_config says `{'`, `'.join(said)}` of {one.host}, and a run reads ~/.ssh/config alone"
+            return fail(name, "ssh settings", found, "say the same there, below a `Host` line, or set `ssh: system`")
+    return None
+
+
+def other_way(mine: str, every: str) -> list[str]:
+    """Lines of `every`, what `ssh -G` prints, on the way to a host that are not in `mine`, which it prints without a
+    file of settings."""
+    known = {line.strip() for line in mine.splitlines()}
+    lines = [line.strip() for line in every.splitlines() if line.partition(" ")[0] in WAY]
+    return [clean(line, 200) for line in lines if line not in known]
+
+
 def _unfit(name: str, key: Path) -> Row | None:
     """A row where ssh would not take `key`."""
     if not key.is_file():
@@ -136,7 +165,7 @@ def check_connection(name: str, deployment: Deployment) -> Row:
     key = Path(deployment.key).expanduser() if deployment.key else None
     if key is not None and (row := _unfit(name, key)) is not None:
         return row
-    if (row := _unread(name, deployment)) is not None:
+    if (row := _unread(name, deployment) or _of_all_accounts(name, deployment)) is not None:
         return row
     answer = run(
         deployment, "echo crossfed-reached\n", seconds=min(deployment.connect_seconds, 30) + 30, verbose=key is not None

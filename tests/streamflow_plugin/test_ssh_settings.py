@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import getpass
+import os
 from pathlib import Path
+from shutil import which
 
 import pytest
 from streamflow.core.deployment import ExecutionLocation
 
+from coordinator.preflight import remote
 from coordinator.preflight.remote import check_connection
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
@@ -113,3 +116,25 @@ def test_jump_hosts_that_name_each_other_fail_the_check_and_the_login(site: Site
     assert "centre over one over two over one and so on" in row.found
     with pytest.raises(ConfigurationError, match="have no end"):
         ran()
+
+
+def test_a_way_that_only_the_file_of_all_accounts_names_is_told_before_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """ssh, and so `crossfed check`, went over the jump host of /etc/ssh/ssh_config, and the run said for hours that the
+    host cannot be reached. What does not decide the way is no matter; `ssh` here takes another file for that one."""
+    (programs := tmp_path / "bin").mkdir()
+    (every := tmp_path / "ssh_config").write_text(
+        "Host leonardo\n  ProxyJump me@gate.example.org\nHost *\n  HashKnownHosts yes\n  SendEnv LANG LC_*\n"
+    )
+    stand_in = f'#!/bin/sh\ncase " $* " in *" -F "*) ;; *) set -- -F {every} "$@" ;; esac\nexec {which("ssh")} "$@"\n'
+    (programs / "ssh").write_text(stand_in)
+    (programs / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    described = {"type": "ssh", "host": "leonardo", "user": "me", "workdir": "/scratch"}
+    row = check_connection("cineca", read_deployment(described, "d"))
+    assert (row.verdict, row.check) == ("fail", "ssh settings"), row
+    assert "`proxyjump me@gate.example.org` of leonardo" in row.found and "ssh: system" in row.fix
+    for same in (described | {"host": "vega"}, described | {"ssh": "system"}, described | {"tunnel": {"host": "own"}}):
+        assert remote._of_all_accounts("site", read_deployment(same, "d")) is None, same
