@@ -34,7 +34,7 @@ MOST_MEGABYTES = 13.0
 """Of an aggregation with up to 16 updates and the state of its server optimizer, in addition to Python, numpy and
 pydantic: 47 to 48 MB with the pinned versions on two cores. Together the target is 60."""
 MOST_MASKED = 7.0
-"""Of an aggregation of masked updates, which keeps no state, in addition to these and to what draws the masks (6 MB)."""
+"""Of an aggregation of masked updates, which keeps no state, in addition to these and to what draws masks (6 MB)."""
 
 AS_A_ROUND = """
 import sys
