@@ -20,8 +20,9 @@ def bill_of_materials(
     """
     found: dict[tuple[str, str], set[str]] = {}
     for package in importlib.metadata.distributions():
-        if title := package.metadata["Name"]:
-            found.setdefault((_normal(title), package.version), set()).add(own_name)
+        told = package.metadata
+        if "Name" in told and "Version" in told:  # what an installation that broke off leaves may lack them
+            found.setdefault((_normal(told["Name"]), told["Version"]), set()).add(own_name)
     for who, packages in versions.items():
         for title, version in packages.items():
             found.setdefault((_normal(title), version), set()).add(who)
