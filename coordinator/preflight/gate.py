@@ -11,7 +11,7 @@ from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
-from coordinator.preflight.remote import Answer, answer_of, ssh_command
+from coordinator.preflight.remote import Answer, answer_of, other_way, ssh_command, unknown_to_a_run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
@@ -29,7 +29,10 @@ def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = 
 def check_gate(federation: Federation, facility: Facility, *, link: bool) -> list[Row]:
     """Rows on the gate, its policy, the queue behind it and the link."""
     name, deployment = facility.name, facility.deployment
-    answer = ask(deployment, "hello", seconds=min(deployment.connect_seconds, 30) + 30)
+    if (row := other_way(name, deployment)) is not None:
+        return [row]
+    seconds = min(deployment.connect_seconds, 30) + 30
+    answer = ask(deployment, "hello", seconds=seconds)
     summary = told_of(answer)
     if summary is None:
         if answer.code == BROKE:
@@ -39,6 +42,8 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
         return [
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
+    if (row := unknown_to_a_run(name, deployment, shlex.join([GATE, "hello"]), seconds)) is not None:
+        return [row]
     rows = [ok(name, "gate", f"{deployment.host} lets our key through its gate")]
     agreed = _agreed(federation, facility, summary)
     rows += agreed

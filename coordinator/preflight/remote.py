@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -39,15 +40,16 @@ class Answer:
     error: str
 
 
-def ssh_command(deployment: Deployment) -> list[str]:
-    """The ssh command that reaches the facility."""
+def ssh_command(deployment: Deployment, *, as_a_run: bool = False) -> list[str]:
+    """The ssh command that reaches the facility; with the files of host keys that a run reads, which knows no
+    `known_hosts`, if `as_a_run`."""
     jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
     seconds = min(deployment.connect_seconds, 30)
     # A connection that ssh would share, and keep open in the background, would hold our pipes with it.
     return openssh.command(
         _login(deployment, jump),
         connect_seconds=seconds,
-        known_hosts=deployment.known_hosts,
+        known_hosts="" if as_a_run else deployment.known_hosts,
         options=("-o", "ControlMaster=no"),
     )
 
@@ -95,6 +97,35 @@ def refused(row: Row, text: str) -> InputError | TransientError:
     return TransientError(text) if row.check in ("connection", "login") else InputError(text)
 
 
+def other_way(name: str, deployment: Deployment) -> Row | None:
+    """A row where a run would not go the way that ssh goes."""
+    return _unread(name, deployment) or _of_all_accounts(name, deployment)
+
+
+def unknown_to_a_run(name: str, deployment: Deployment, request: str, seconds: float) -> Row | None:
+    """A row where the host's key is in the file `known_hosts` alone, which a run does not read. `request`: for the
+    login that tells."""
+    from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+
+    if not deployment.known_hosts:
+        return None
+    file = str(Path(deployment.known_hosts).expanduser())
+    with suppress(ConfigurationError):
+        if file in list(read_ssh_settings(deployment.host, deployment.user).known_hosts):
+            return None
+    answer = answer_of([*ssh_command(deployment, as_a_run=True), request], data=b"", seconds=seconds)
+    if answer.code != BROKE or "Host key verification failed" not in answer.error:
+        return None
+    return fail(
+        name,
+        "ssh settings",
+        f"{file} has the host key of {deployment.host}, and the files that a run reads do not, which are "
+        "~/.ssh/known_hosts or the `UserKnownHostsFile` of ~/.ssh/config",
+        f"append that key to ~/.ssh/known_hosts, or say `UserKnownHostsFile {file}` below a `Host {deployment.host}` "
+        "line of ~/.ssh/config",
+    )
+
+
 def _unread(name: str, deployment: Deployment) -> Row | None:
     """A row where ~/.ssh/config has a line that ssh reads and a run, which does without ssh, cannot."""
     from coordinator.streamflow_plugin.ssh_settings import check_jumps, read_ssh_settings
@@ -119,15 +150,15 @@ def _of_all_accounts(name: str, deployment: Deployment) -> Row | None:
         if not one.host or "-F" in options:  # then ssh reads that file alone
             continue
         own = Path("~/.ssh/config").expanduser()
-        files = (["-F", str(own) if own.is_file() else "none"], [])
+        files: tuple[list[str], list[str]] = (["-F", str(own) if own.is_file() else "none"], [])
         mine, every = (answer_of([ssh, *file, "-G", *options], data=b"", seconds=10) for file in files)
-        if mine.code == every.code == 0 and (said := other_way(mine.out, every.out)):
+        if mine.code == every.code == 0 and (said := _other_lines(mine.out, every.out)):
             found = f"/etc/ssh/ssh_config says `{'`, `'.join(said)}` of {one.host}, and a run reads ~/.ssh/config alone"
             return fail(name, "ssh settings", found, "say the same there, below a `Host` line, or set `ssh: system`")
     return None
 
 
-def other_way(mine: str, every: str) -> list[str]:
+def _other_lines(mine: str, every: str) -> list[str]:
     """Lines of `every`, what `ssh -G` prints, on the way to a host that are not in `mine`, which it prints without a
     file of settings."""
     known = {line.strip() for line in mine.splitlines()}
@@ -165,11 +196,10 @@ def check_connection(name: str, deployment: Deployment) -> Row:
     key = Path(deployment.key).expanduser() if deployment.key else None
     if key is not None and (row := _unfit(name, key)) is not None:
         return row
-    if (row := _unread(name, deployment) or _of_all_accounts(name, deployment)) is not None:
+    if (row := other_way(name, deployment)) is not None:
         return row
-    answer = run(
-        deployment, "echo crossfed-reached\n", seconds=min(deployment.connect_seconds, 30) + 30, verbose=key is not None
-    )
+    seconds = min(deployment.connect_seconds, 30) + 30
+    answer = run(deployment, "echo crossfed-reached\n", seconds=seconds, verbose=key is not None)
     if answer.code == 0 and "crossfed-reached" in answer.out:
         accepted = ACCEPTED.findall(answer.error)
         if key is not None and accepted and Path(accepted[-1]) != key:
@@ -180,7 +210,7 @@ def check_connection(name: str, deployment: Deployment) -> Row:
                 "StreamFlow will offer only that",
                 f"give {key}.pub to the site, or set `key: {accepted[-1]}`",
             )
-        return ok(
+        return unknown_to_a_run(name, deployment, "true", seconds) or ok(
             name,
             "connection",
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",

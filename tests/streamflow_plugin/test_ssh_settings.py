@@ -10,6 +10,7 @@ from shutil import which
 
 import pytest
 from streamflow.core.deployment import ExecutionLocation
+from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.preflight import remote
 from coordinator.preflight.remote import check_connection
@@ -138,3 +139,18 @@ def test_a_way_that_only_the_file_of_all_accounts_names_is_told_before_a_run(
     assert "`proxyjump me@gate.example.org` of leonardo" in row.found and "ssh: system" in row.fix
     for same in (described | {"host": "vega"}, described | {"ssh": "system"}, described | {"tunnel": {"host": "own"}}):
         assert remote._of_all_accounts("site", read_deployment(same, "d")) is None, same
+
+
+def test_a_host_key_that_no_file_of_a_run_has_is_told_before_it(site: Site):
+    """`known_hosts` of federation.yml is for checks: they passed, and the first round ended with a wrong host key."""
+    configured(site, CONFIGS["Port, User and IdentityFile, of which one does not exist"])
+    own, other = site.folder / ".ssh" / "known_hosts", site.folder / "facilities"
+    described = {"type": "ssh", "host": "centre", "workdir": "/w", "known_hosts": str(other)}
+    own.rename(other)
+    row = check_connection("a", read_deployment(described, "d"))
+    assert (row.verdict, row.check) == ("fail", "ssh settings") and f"UserKnownHostsFile {other}" in row.fix, row
+    with pytest.raises(WorkflowExecutionException, match="not the one in known_hosts"):
+        ran()
+    with (site.folder / ".ssh" / "config").open("a") as config:
+        config.write(f"Host centre\n  UserKnownHostsFile {other}\n")
+    assert check_connection("a", read_deployment(described, "d")).verdict == "ok" and ran() == ("here", 0)
