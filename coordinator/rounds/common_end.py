@@ -32,10 +32,16 @@ class Loads:
     least: Array
     """Steps."""
     most: Array
+    parts: Array | None = None
+    """Whole parts of a step, of which a job takes as many as fit; inf: it can be divided at will. None: one each."""
 
     def steps_until(self, seconds: float) -> Array:
-        """Expected steps of each in a round that ends `seconds` after its model was made."""
-        fits = (seconds - self.waits) / self.seconds_per_step[:, None]
+        """Expected steps of each in a round that ends `seconds` after its model was made.
+
+        Of time for x steps a job takes the whole ones, x - 1/2 where nothing is known of when exactly it begins.
+        """
+        parts = np.ones(len(self.waits)) if self.parts is None else self.parts
+        fits = (seconds - self.waits) / self.seconds_per_step[:, None] - 0.5 / parts[:, None]
         return np.asarray(np.nanmean(np.clip(fits, self.least[:, None], self.most[:, None]), axis=1))
 
     def samples_until(self, seconds: float) -> float:
@@ -49,7 +55,7 @@ class Loads:
         """
         wanted = min(samples, float(self.most @ self.samples_per_step))
         low = float(np.nanmin(self.waits))
-        high = float(np.max(np.nanmax(self.waits, axis=1) + self.most * self.seconds_per_step))
+        high = float(np.max(np.nanmax(self.waits, axis=1) + (self.most + 1) * self.seconds_per_step))
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             low, high = (low, middle) if self.samples_until(middle) >= wanted * (1 - 1e-12) else (middle, high)

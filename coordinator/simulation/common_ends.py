@@ -48,6 +48,7 @@ class CommonEnds:
             samples_per_step=self.samples[known],
             least=self.least[known],
             most=self.most[known],
+            parts=self.whole[known],
         )
         return loads.end(float(self.samples[known].sum()))
 

@@ -56,12 +56,12 @@ def test_of_a_facility_that_was_not_timed_the_bounds_are_known(tmp_path: Path):
 
 
 def test_steps_are_expected_over_the_waits_that_were_seen(tmp_path: Path):
-    """A round is to end after 150 s: a, which needed 10 and 90 s beside training, has time for 140 and 60 steps."""
+    """A round is to end after 150.5 s: a, which needed 10 and 90 s beside training, takes 140 and 60 whole steps."""
     history, entries = lived(VARIED, nodes=3)
     found = outlook(elastic(tmp_path), history=history, entries=entries)
     a, b = (found.facilities[name].timed for name in "ab")
     assert a is not None and b is not None
-    assert found.end_seconds == pytest.approx(150.0)
+    assert found.end_seconds == pytest.approx(150.5)
     assert (a.fewest, a.most, a.steps) == (60, 140, pytest.approx(100.0))
     assert (b.fewest, b.most, b.steps) == (100, 100, pytest.approx(100.0))
     assert (a.nodes, a.own_seconds, a.seconds_per_step) == (3, 10.0, 1.0)
@@ -89,7 +89,7 @@ def test_a_queue_that_is_given_stands_for_those_seen(tmp_path: Path):
     history, entries = lived(STEADY)
     federation = elastic(tmp_path)
     found = outlook(federation, queues={"b": 140.0}, history=history, entries=entries)
-    assert found.end_seconds == pytest.approx(200.0)
+    assert found.end_seconds == pytest.approx(200.5)
     assert found.facilities["b"].timed.steps == pytest.approx(50.0)  # type: ignore[union-attr]
     with pytest.raises(ConfigurationError, match="the facilities are a, b"):
         outlook(federation, queues={"c": 1.0}, history=history, entries=entries)
