@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
+from collections.abc import Iterable
 from pathlib import Path
 
 from coordinator.aggregation.adapters import adapter_base
@@ -13,10 +16,16 @@ from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import Update, open_updates
 from coordinator.aggregation.verify import check_variances
 from facility.exchange.checkpoints.checkpoint import FLOATS, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.encoded import stored_of
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError, UpdateRefused
 from facility.exchange.files import present
 from facility.exchange.messages.manifest import NAME, read_manifest, tensor_files, verify_manifest
+
+FILES_OF_THE_ROUND = 6
+"""Files that are open for each of the model's: it, the one that is made, and those of the states before and after."""
+USUAL, SPARE = 16, 32
+"""Files of tensors of any update; what else is opened on the way."""
 
 
 def open_round(aggregation: Aggregation, scratch: Path) -> None:
@@ -48,7 +57,7 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
     if request.unmasking is not None:
         request.unmasking.prepare(aggregation.floats, whole)
         aggregation.settings = dataclasses.replace(aggregation.settings, statistics="off")
-    aggregation.opened = _matched(found, aggregation, patterns)
+    aggregation.opened = _openable(_matched(found, aggregation, patterns), aggregation)
     aggregation.check_enough(aggregation.opened)
     aggregation.clock("open")
 
@@ -73,3 +82,30 @@ def _entries(update: Update, aggregation: Aggregation, patterns: Patterns) -> di
     entries = match_tensors(source, update.checkpoint, facility, federated=federated)
     check_variances(entries, facility)
     return entries
+
+
+def _openable(found: list[Update], aggregation: Aggregation) -> list[Update]:
+    """The updates whose files can all be open together: a pass has each open to its end.
+
+    While there are more than this process may have, the update of the most files is refused, if these are more than the
+    model's own: it would end the round for all, each of whom could be averaged alone.
+    """
+    limit, own = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _files_of(aggregation.source.tensors.values())
+    room = limit - len(os.listdir("/dev/fd")) - own * FILES_OF_THE_ROUND - SPARE
+    counts = {update.facility: _files_of(update.entries.values()) for update in found}
+    while counts and limit != resource.RLIM_INFINITY and sum(counts.values()) > room:
+        facility = max(counts, key=lambda name: counts[name])
+        if counts[facility] <= max(own, USUAL):
+            break
+        aggregation.drop(
+            UpdateRefused(
+                facility,
+                f"its tensors lie in {counts.pop(facility)} files: with those of the others more than may be open here "
+                f"({limit}); expected about as many as the model has ({own})",
+            )
+        )
+    return [update for update in found if update.facility in counts]
+
+
+def _files_of(entries: Iterable[TensorEntry]) -> int:
+    return len({stored.file for entry in entries for stored in stored_of(entry)})

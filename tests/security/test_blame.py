@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import os
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -163,3 +165,29 @@ def test_facilities_that_ask_for_time_in_turns_hold_the_round_no_longer_than_one
     assert granted == 4
     assert CoordinatorSettings(federation="f", rounds=1, facilities=["a"]).come_backs <= 10
     shutil.rmtree(archive.path)
+
+
+def test_updates_of_more_files_than_may_be_open_are_their_own_facilities_absence(begun: tuple[Archive, list[Path]]):
+    """Each could be averaged alone, so that nobody was to blame and the run ended for all."""
+    (archive, directories), names = begun, ("odd", "other")
+    for directory in directories:
+        if directory.name in names:
+            found = open_checkpoint(directory)
+            tensors = {name: found.read(name) for name in found.tensors}
+            for file in {entry.file for entry in found.tensors.values()}:
+                file.unlink()
+            save_tensors(directory, list(tensors.items()), shard_bytes=1)
+            write_manifest(directory, read_manifest(directory))
+    count = len(tensors)
+    assert count > 20
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + count + 12, hard))
+        _, number, _ = closed(archive, directories)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert number == 1 and {name: row.status for name, row in rows.items()} == {
+        name: "refused" if name in names else "ok" for name in NAMES
+    }
+    assert all(f"its tensors lie in {count} files" in rows[name].reason for name in names)
