@@ -159,7 +159,7 @@ class Deployment(Connection):
     terminal, without a shell."""
     known_hosts: Line = ""
     """File of host keys for `crossfed check`; StreamFlow reads ~/.ssh/known_hosts, or the UserKnownHostsFile that
-    ~/.ssh/config sets for the host."""
+    ~/.ssh/config sets for the host, and the check fails where those lack it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -121,8 +121,8 @@ def unknown_to_a_run(name: str, deployment: Deployment, request: str, seconds: f
         "ssh settings",
         f"{file} has the host key of {deployment.host}, and the files that a run reads do not, which are "
         "~/.ssh/known_hosts or the `UserKnownHostsFile` of ~/.ssh/config",
-        f"append that key to ~/.ssh/known_hosts, or say `UserKnownHostsFile {file}` below a `Host {deployment.host}` "
-        "line of ~/.ssh/config",
+        f"append that key to ~/.ssh/known_hosts, or say `UserKnownHostsFile {file}` below a `Host "
+        f"{openssh.address(deployment.host)[0]}` line of ~/.ssh/config",
     )
 
 
