@@ -6,7 +6,7 @@ import re
 import sys
 import tomllib
 from importlib.metadata import distributions as installed
-from importlib.metadata import packages_distributions, requires
+from importlib.metadata import packages_distributions, requires, version
 
 import pytest
 from packaging.specifiers import SpecifierSet
@@ -82,6 +82,8 @@ def test_the_oldest_python_takes_every_pinned_version() -> None:
     asked = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
     oldest = f"{asked.removeprefix('>=')}.0"
     pinned = set((ROOT / "constraints.txt").read_text().splitlines())
+    if f"transformers=={version('transformers')}" not in pinned:
+        pytest.skip("other packages are installed than the pinned ones, as by `make lowest`")
     known = {f"{normal(one.name)}=={one.version}": one.metadata.get("Requires-Python") for one in installed()}
     found = {pin: known[pin] for pin in known.keys() & pinned if known[pin]}
     assert len(found) > len(pinned) / 2
