@@ -33,7 +33,7 @@ from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
 from facility.rounds.failing import earliest, fail
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
-from facility.rounds.kept import state_directory
+from facility.rounds.kept import default_directory, state_directory
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
 from facility.rounds.released import check_remembered
@@ -45,6 +45,7 @@ log = logging.getLogger("facility.round")
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
     check_order(job)
+    state_directory(job.arguments.state, job.settings, job.dataset)
     round = OneRound(job)
     reserve_budget(job.settings, job.dataset, state=job.state)
     check_remembered(round.received, job.settings, job.state)
@@ -178,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
             dataset=dataset,
             notes=Notes(Path(os.environ.get(PLACE) or Path.cwd()), tasks.job, attempt_of(os.environ)),
             meter=Meter(tasks),
-            state=state_directory(arguments.state, settings, dataset),
+            state=arguments.state or default_directory(settings, dataset),
         )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:
