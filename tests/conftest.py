@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from facility.exchange import logs
@@ -29,6 +30,9 @@ sys.dont_write_bytecode = False
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Every connection to torch's store asks the name server; one that does not answer costs 5 s each time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# A machine that is slow, or busy, fails no law: hypothesis would fail an example that takes more than 0.2 s.
+hypothesis.settings.register_profile("any-machine", hypothesis.settings(), deadline=None)
+hypothesis.settings.load_profile("any-machine")
 
 
 def _fsync(descriptor: int) -> None:
