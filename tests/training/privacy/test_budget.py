@@ -46,9 +46,10 @@ def test_steps_that_are_made_again_are_paid_for_by_those_to_come():
     assert epsilon_of([*before, steps(40, noise)], SETTINGS.delta) > SETTINGS.epsilon
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epsilon", "planned", "left"),
-    [(6.0, PLANNED, 40), pytest.param(SETTINGS.epsilon, 30, 10, marks=pytest.mark.slow)],
+    [(6.0, PLANNED, 40), (SETTINGS.epsilon, 30, 10)],
     ids=["a larger epsilon", "fewer rounds"],
 )
 def test_what_a_changed_plan_leaves_over_pays_for_the_steps_to_come(epsilon: float, planned: int, left: int):
