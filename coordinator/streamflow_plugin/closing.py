@@ -44,7 +44,7 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import move_lost
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
-from coordinator.streamflow_plugin.patient import tell
+from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.this_run import settings_of_run
 
 INPUT = "round"

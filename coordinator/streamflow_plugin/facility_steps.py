@@ -42,7 +42,8 @@ from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.last_words import words_of_error
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
 from coordinator.streamflow_plugin.overdue import note_lost
-from coordinator.streamflow_plugin.patient import step_of, tell
+from coordinator.streamflow_plugin.patient import step_of
+from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.staging import Staged, hand_on, scheduling, storage_usages, unmoved
 from coordinator.streamflow_plugin.targets import check_target
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round

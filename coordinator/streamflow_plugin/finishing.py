@@ -6,10 +6,8 @@ import logging
 import math
 from collections.abc import Mapping
 
-from streamflow.log_handler import logger
-
-from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import BatchScheduler
+from coordinator.streamflow_plugin.problems import tell
 
 FINISHING_SECONDS = 20.0
 """How long a scheduler may clear up after a job before that is reported."""
@@ -30,6 +28,4 @@ class Finishing:
             elif now - self._since.setdefault(job, now) >= FINISHING_SECONDS:
                 self._since[job] = math.inf
                 who = f"{scheduler.title} of {deployment}"
-                text = f"job {job} has ended its work; {who} still clears up after it ({state}); waiting"
-                logger.log(logging.INFO, text)
-                emit("problem", text=text)
+                tell(f"job {job} has ended its work; {who} still clears up after it ({state}); waiting", logging.INFO)

@@ -34,6 +34,7 @@ from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interva
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
 from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_failed, note_lost
+from coordinator.streamflow_plugin.problems import tell
 from facility.exchange.exit_codes import BROKE
 
 PATIENCE_SECONDS = 3600.0
@@ -93,9 +94,9 @@ class PatientQueue(QueueManagerConnector):
     async def _shell(self, location: ExecutionLocation, line: str) -> tuple[str, int]:
         """Run a shell line at the login node; returns all that it printed, and its code: `BROKE`, which no scheduler
         gives, for an answer that was lost, or is too long to be a scheduler's."""
-        start, command = asyncio.get_running_loop().time(), [self.scheduler.line(line)]
+        start = asyncio.get_running_loop().time()
         try:
-            answer = await self.run(location=location, command=command, capture_output=True)
+            answer = await self.run(location=location, command=[self.scheduler.line(line)], capture_output=True)
         except (ConnectionBroke, AnswerTooLong) as error:
             answer = str(error), BROKE
         if answer is not None and len(answer[0]) > ANSWER_BYTES:  # reading it would hold up all facilities
@@ -110,7 +111,8 @@ class PatientQueue(QueueManagerConnector):
 
     async def _ask(self, location: ExecutionLocation, command: str, read: Callable[[str, int], T | None]) -> T:
         """Run a scheduler's command at the login node until `read` finds an answer; it returns None for silence."""
-        deadline, reported = self._now() + PATIENCE_SECONDS, False
+        deadline = self._now() + PATIENCE_SECONDS
+        reported = False
         who = f"{self.scheduler.title} of {self.deployment_name}"
         while True:
             text, code = await self._shell(location, command)
@@ -392,9 +394,3 @@ class PatientQueue(QueueManagerConnector):
 def step_of(job_name: str) -> str:
     """`/rounds/train_a` of StreamFlow's job name `/rounds/train_a/0.1`."""
     return job_name.rpartition("/")[0]
-
-
-def tell(sentence: str, level: int = logging.WARNING) -> None:
-    """Something a person should know, in the log and as an event."""
-    logger.log(level, sentence)
-    emit("problem", text=sentence)

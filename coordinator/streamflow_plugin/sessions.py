@@ -16,7 +16,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, SSHContextFactory, SSHContextManager
 from streamflow.log_handler import logger
 
-from coordinator.events.event import emit
+from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.waiting import Waiting
 
 LEAST = 4
@@ -60,12 +60,10 @@ class Given:
             if member.host == host:
                 member.fit()
         if first:
-            text = (
+            tell(
                 f"sshd of {host} gives each connection {most} at once of the {self._wanted} sessions that `sessions:` "
                 f"asks for (its MaxSessions): more connections are used; `sessions: {most}` says so from the start"
             )
-            logger.warning(text)
-            emit("problem", text=text)
 
 
 class Sessions(SSHContextFactory):

@@ -31,8 +31,9 @@ from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_ke
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.overdue import note_failed
-from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of, tell
+from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of
 from coordinator.streamflow_plugin.patient_login import PatientLogin
+from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
 from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes

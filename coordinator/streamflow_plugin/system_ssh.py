@@ -26,6 +26,7 @@ from coordinator.events.event import emit
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.lanes import end_kept
 from coordinator.streamflow_plugin.patient_login import PatientLogin
+from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
 from coordinator.streamflow_plugin.waiting import Waiting
@@ -191,12 +192,10 @@ class SystemLogin:
         self._most = min(self._most, max(2, self._running))
         if not self._told:
             self._told = True
-            text = (
+            tell(
                 f"the shared connection to {self.host} has fewer sessions than `sessions:` says (MaxSessions of its "
                 f"sshd): no more than {self._most} at once from now on; set `sessions:` to what it gives"
             )
-            logger.warning(text)
-            emit("problem", text=text)
 
     async def close(self) -> None:
         """Nothing is kept open here: a shared connection is the user's."""

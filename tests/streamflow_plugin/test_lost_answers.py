@@ -17,7 +17,7 @@ from coordinator.report.advice import advice_for
 from coordinator.rounds.lost import read_lost
 from coordinator.schedulers.scheduler import Ending
 from coordinator.schedulers.slurm import Slurm
-from coordinator.streamflow_plugin import patient
+from coordinator.streamflow_plugin import patient, problems
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
@@ -233,7 +233,8 @@ def test_a_gate_that_is_killed_over_a_question_is_asked_again(code: int):
 def test_a_job_that_is_not_taken_is_an_ended_one_told_in_the_schedulers_words(monkeypatch):
     """The round goes on without its facility, as with a job that failed; an exception would end the engine."""
     events: list[dict[str, Any]] = []
-    monkeypatch.setattr(patient, "emit", lambda kind, **more: events.append({"kind": kind} | more))
+    for module in (patient, problems):
+        monkeypatch.setattr(module, "emit", lambda kind, **more: events.append({"kind": kind} | more))
     asked: list[str] = []
 
     async def submit(*_: Any, **__: Any) -> str:

@@ -26,7 +26,7 @@ from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
 from coordinator.spans_and_sizes import span
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
-from coordinator.streamflow_plugin import overdue, patient
+from coordinator.streamflow_plugin import overdue, patient, problems
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.gate import MOST_HOURS, GatedSSHConnector, GateRefused
 from coordinator.streamflow_plugin.overdue import GAP_SECONDS, GONE_SECONDS, Overdue
@@ -127,7 +127,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     told: list[dict[str, Any]] = []
-    for module in (patient, overdue):
+    for module in (patient, overdue, problems):
         monkeypatch.setattr(module, "emit", lambda kind, **more: told.append({"kind": kind} | more))
     return told
 
