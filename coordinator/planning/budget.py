@@ -128,25 +128,16 @@ def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
             break
     steps = {f.name: f.steps_until(high) for f in facilities}
     _drop_spare(facilities, steps, samples)
-    ends = {f.name: f.end(steps[f.name]) for f in facilities if steps[f.name]}
-    last = max(ends.values())
-    reasons = [f"all end within {last - min(ends.values()):.4g} s of each other; the round takes {last:.4g} s"]
+    reasons = []
     for f in facilities:
         if not steps[f.name]:
             first = f.end(max(1, f.minimum_steps))
             reasons.append(f"{f.name} is left out: it would need {first:.4g} s for its least work")
         elif f.maximum_steps == steps[f.name]:
             reasons.append(f"{f.name} is at its limit of {f.maximum_steps} steps")
-    equal = _equal(facilities, samples)
-    reasons.append(f"equal steps everywhere would take {equal:.4g} s ({equal / last:.2f}x)")
-    return Budget(
-        steps=steps,
-        end_seconds=ends,
-        round_seconds=last,
-        samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
-        equal_steps_seconds=equal,
-        reasons=tuple(reasons),
-    )
+    found = _told(facilities, steps, samples, reasons)
+    equal, times = found.equal_steps_seconds, found.equal_steps_seconds / found.round_seconds
+    return replace(found, reasons=(*found.reasons, f"equal steps everywhere would take {equal:.4g} s ({times:.2f}x)"))
 
 
 def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[int, int]], samples: float) -> Budget:
@@ -167,20 +158,29 @@ def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[i
         wanted = min(left, room) if left <= room + SLACK * samples else left  # the same but for rounding
         steps |= {name: steps[name] + more for name, more in plan_budget(rest, wanted).steps.items()}
         _drop_spare(held, steps, samples)
-    ends = {f.name: f.end(steps[f.name]) for f in held}
+    reasons = [
+        f"{f.name} takes its {word}, {count} steps"
+        for f in held
+        for word, count in zip(("least", "most"), bounds[f.name], strict=True)
+        if steps[f.name] == count
+    ]
+    return _told(held, steps, samples, reasons)
+
+
+def _told(
+    facilities: Sequence[FacilityPace], steps: Mapping[str, int], samples: float, reasons: Sequence[str]
+) -> Budget:
+    """The budget of these steps, of which `samples` were asked for."""
+    ends = {f.name: f.end(steps[f.name]) for f in facilities if steps[f.name]}
     last = max(ends.values())
-    reasons = [f"all end within {last - min(ends.values()):.4g} s of each other; the round takes {last:.4g} s"]
-    for f in held:
-        for word, count in zip(("least", "most"), bounds[f.name], strict=True):
-            if steps[f.name] == count:
-                reasons.append(f"{f.name} takes its {word}, {count} steps")
+    together = f"all end within {last - min(ends.values()):.4g} s of each other; the round takes {last:.4g} s"
     return Budget(
-        steps=steps,
+        steps=dict(steps),
         end_seconds=ends,
         round_seconds=last,
-        samples=sum(steps[f.name] * f.samples_per_step for f in held),
-        equal_steps_seconds=_equal(held, samples),
-        reasons=tuple(reasons),
+        samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
+        equal_steps_seconds=_equal(facilities, samples),
+        reasons=(together, *reasons),
     )
 
 
