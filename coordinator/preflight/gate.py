@@ -11,7 +11,14 @@ from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
-from coordinator.preflight.remote import Answer, answer_of, other_way, ssh_command, unknown_to_a_run
+from coordinator.preflight.remote import (
+    Answer,
+    answer_of,
+    answer_seconds,
+    other_way,
+    ssh_command,
+    unknown_to_a_run,
+)
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
@@ -31,8 +38,7 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
     name, deployment = facility.name, facility.deployment
     if (row := other_way(name, deployment)) is not None:
         return [row]
-    seconds = min(deployment.connect_seconds, 30) + 30
-    answer = ask(deployment, "hello", seconds=seconds)
+    answer = ask(deployment, "hello", seconds=answer_seconds(deployment))
     summary = told_of(answer)
     if summary is None:
         if answer.code == BROKE:
@@ -42,7 +48,7 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
         return [
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
-    if (row := unknown_to_a_run(name, deployment, shlex.join([GATE, "hello"]), seconds)) is not None:
+    if (row := unknown_to_a_run(name, deployment, shlex.join([GATE, "hello"]))) is not None:
         return [row]
     rows = [ok(name, "gate", f"{deployment.host} lets our key through its gate")]
     agreed = _agreed(federation, facility, summary)

@@ -40,15 +40,24 @@ class Answer:
     error: str
 
 
+def login_seconds(deployment: Deployment) -> int:
+    """How long a check waits for a connection."""
+    return min(deployment.connect_seconds, 30)
+
+
+def answer_seconds(deployment: Deployment) -> int:
+    """How long a check waits for a first answer, the connection included."""
+    return login_seconds(deployment) + 30
+
+
 def ssh_command(deployment: Deployment, *, as_a_run: bool = False) -> list[str]:
     """The ssh command that reaches the facility; with the files of host keys that a run reads, which knows no
     `known_hosts`, if `as_a_run`."""
     jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
-    seconds = min(deployment.connect_seconds, 30)
     # A connection that ssh would share, and keep open in the background, would hold our pipes with it.
     return openssh.command(
         _login(deployment, jump),
-        connect_seconds=seconds,
+        connect_seconds=login_seconds(deployment),
         known_hosts="" if as_a_run else deployment.known_hosts,
         options=("-o", "ControlMaster=no"),
     )
@@ -102,7 +111,7 @@ def other_way(name: str, deployment: Deployment) -> Row | None:
     return _unread(name, deployment) or _of_all_accounts(name, deployment)
 
 
-def unknown_to_a_run(name: str, deployment: Deployment, request: str, seconds: float) -> Row | None:
+def unknown_to_a_run(name: str, deployment: Deployment, request: str) -> Row | None:
     """A row where the host's key is in the file `known_hosts` alone, which a run does not read. `request`: for the
     login that tells."""
     from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
@@ -113,7 +122,8 @@ def unknown_to_a_run(name: str, deployment: Deployment, request: str, seconds: f
     with suppress(ConfigurationError):
         if file in list(read_ssh_settings(deployment.host, deployment.user).known_hosts):
             return None
-    answer = answer_of([*ssh_command(deployment, as_a_run=True), request], data=b"", seconds=seconds)
+    words = [*ssh_command(deployment, as_a_run=True), request]
+    answer = answer_of(words, data=b"", seconds=answer_seconds(deployment))
     if answer.code != BROKE or "Host key verification failed" not in answer.error:
         return None
     return fail(
@@ -198,7 +208,7 @@ def check_connection(name: str, deployment: Deployment) -> Row:
         return row
     if (row := other_way(name, deployment)) is not None:
         return row
-    seconds = min(deployment.connect_seconds, 30) + 30
+    seconds = answer_seconds(deployment)
     answer = run(deployment, "echo crossfed-reached\n", seconds=seconds, verbose=key is not None)
     if answer.code == 0 and "crossfed-reached" in answer.out:
         accepted = ACCEPTED.findall(answer.error)
@@ -210,7 +220,7 @@ def check_connection(name: str, deployment: Deployment) -> Row:
                 "StreamFlow will offer only that",
                 f"give {key}.pub to the site, or set `key: {accepted[-1]}`",
             )
-        return unknown_to_a_run(name, deployment, "true", seconds) or ok(
+        return unknown_to_a_run(name, deployment, "true") or ok(
             name,
             "connection",
             f"{deployment.user + '@' if deployment.user else ''}{deployment.host} lets us in; its host key is known",
