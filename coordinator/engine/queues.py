@@ -36,7 +36,7 @@ from facility.exchange.job_names import job_name, waiting_name
 log = logging.getLogger("coordinator.engine")
 
 TICK_SECONDS = 0.5
-"""Between two ticks while queues are asked."""
+"""How often a run ticks: looks for events, also while queues are asked."""
 ANSWER_SECONDS = 60
 """How long one login and one question may take."""
 TRAINS = re.compile(r"/rounds/train_([^/]+)")

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from coordinator.engine.open_files import out_of_files
-from coordinator.engine.queues import Answers, Queue, asked_meanwhile
+from coordinator.engine.queues import TICK_SECONDS, Answers, Queue, asked_meanwhile
 from coordinator.engine.stuck_jobs import Watch
 from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
@@ -35,8 +35,6 @@ from facility.exchange.files.storage import SAME_COMMAND
 
 log = logging.getLogger("coordinator.engine")
 
-TICK_SECONDS = 0.5
-"""How often events are looked for."""
 LEFT = "; a job of ours may go on there, which the next run waits for or cancels"
 """What follows of a facility that does not answer at the end."""
 
