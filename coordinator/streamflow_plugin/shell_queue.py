@@ -65,7 +65,7 @@ class ShellQueue(QueueManagerConnector):
         variables = " ".join(f"{key}={shlex.quote(value)}" for key, value in (environment or {}).items())
         place = f"cd {shlex.quote(workdir)} && " if workdir else ""
         line = f"{place}echo {packed} | base64 -d | {variables} {self.scheduler.submission(name, output)}"
-        answer = await self.connector.run(location=location, command=[f"{{ {line}; }} 2>&1"], capture_output=True)
+        answer = await self.run(location=location, command=[f"{{ {line}; }} 2>&1"], capture_output=True)
         text, code = answer if answer is not None else ("", 1)
         if code:
             raise WorkflowExecutionException(

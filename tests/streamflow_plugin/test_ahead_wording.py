@@ -93,6 +93,31 @@ def test_a_queued_job_has_not_begun_and_a_running_one_has(name: str):
     assert queue._begun == {"2"}
 
 
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_command_of_a_queue_goes_to_the_login_node(tmp_path: Path, name: str):
+    """The connector of the login node knows its host by that name alone, not by that of the queue behind it."""
+    wording = WORDINGS[name]
+    login, asked = object(), []
+
+    async def run(location: Any, command: list[str], **_: Any) -> tuple[str, int]:
+        asked.append(location)
+        return (wording.id(101), 0) if len(asked) == 1 else wording.asked(wording.id(101), RUNNING)
+
+    (tmp_path / "job.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+    inner: Any = SimpleNamespace(run=run, deployment_name="facility-a-login")
+    services = {"train": {"file": "job.sh", "jobName": "crossfed-f-a"}}
+    queue: Any = connector_for(wording.scheduler)("facility-a", str(tmp_path), inner, None, services=services)
+    place: Any = SimpleNamespace(service="train", name="queue", deployment="facility-a", wraps=login, local=False)
+    streams = dict.fromkeys(("stdout", "stderr"), asyncio.subprocess.STDOUT)
+
+    async def both() -> None:
+        await queue._put("date", None, "/rounds/train_a/0.0", place, "/scratch/work/job-1", **streams)
+        await queue.states_of([wording.id(101)], place)
+
+    asyncio.run(both())
+    assert len(asked) == 2 and all(one is login for one in asked)
+
+
 SUBMITTED = {"pbs": "pbs-qsub-stdin", "gridengine": "gridengine-qsub-stdin"}
 
 
