@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from streamflow.log_handler import logger
+
 from coordinator.events.event import quoted
 from facility.exchange.errors import ERROR, error_line
 from facility.exchange.messages.outcome import Outcome
@@ -13,6 +15,9 @@ OF_A_COMMAND = re.compile(r"-?\d+ Command '.*?' on location \S+: (?=\S)", re.DOT
 LAST_LINES = 3
 REPORTED = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED)
 """Codes of a facility's job that has left an update, or failure.json with the reason."""
+
+UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+"""What a facility's command cannot raise here."""
 
 
 def error_in(output: str) -> str:
@@ -26,8 +31,15 @@ def last_words(output: str) -> str:
 
 
 def words_of_error(error: BaseException) -> str:
-    """What went wrong at a facility, as the facility has said it."""
-    return OF_A_COMMAND.sub("", str(error), count=1) or type(error).__name__
+    """What went wrong at a facility, as the facility has said it; an error that no facility says, by its kind as well.
+
+    The traceback of the latter goes to the engine's log: it is for whoever mends CrossFed.
+    """
+    said, kind = OF_A_COMMAND.sub("", str(error), count=1), type(error).__name__
+    if isinstance(error, UNEXPECTED):
+        logger.error(f"an error that CrossFed did not expect: {kind}", exc_info=error)
+        return f"{kind}: {said} (not expected by CrossFed: the traceback is in streamflow.log)"
+    return said or kind
 
 
 def words_of_job(facility: str, code: int, output: str) -> str:

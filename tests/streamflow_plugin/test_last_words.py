@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.last_words import LAST_LINES, error_in, last_words, words_of_error, words_of_job
 
@@ -34,6 +35,17 @@ def test_a_command_of_streamflow_that_failed_is_told_in_the_words_of_the_facilit
     assert words_of_error(error) == said
     assert words_of_error(RuntimeError(said)) == said
     assert words_of_error(TimeoutError()) == "TimeoutError"
+
+
+def test_an_error_that_no_facility_says_is_told_by_its_kind_and_its_traceback_is_logged(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(logger, "propagate", True)
+    try:
+        {}["h/x"]
+    except KeyError as error:
+        assert words_of_error(error).startswith("KeyError: 'h/x' (")
+    assert "Traceback" in caplog.text and '{}["h/x"]' in caplog.text
 
 
 @pytest.mark.parametrize("code", [0, 7, 85])
