@@ -69,8 +69,13 @@ def gres_conf(site: Site) -> str:
     return f"Name=gpu File={site.etc}/gpu[0-{GPUS - 1}]\n"
 
 
-def sshd_config(site: Site) -> str:
-    """Key authentication only, one user, no forwarding into the site beyond what a login node gives."""
+def sshd_config(site: Site, *, penalises: bool) -> str:
+    """Key authentication only, one user, no forwarding into the site beyond what a login node gives.
+
+    `penalises`: this sshd turns away an address whose logins fail one after the other, unless it is told not to. All
+    logins of a rehearsal come from one address, and some are meant to fail.
+    """
+    patience = "PerSourcePenalties no\n" if penalises else ""
     return f"""\
 Port 22
 ListenAddress {site.address}
@@ -93,7 +98,7 @@ MaxStartups 50:30:100
 SetEnv SLURM_CONF={site.slurm_conf}
 Subsystem sftp internal-sftp
 LogLevel VERBOSE
-"""
+{patience}"""
 
 
 def hosts(site: Site) -> str:

@@ -12,6 +12,9 @@ from facility.exchange.errors import InputError
 from facility.exchange.process_start import started_at
 
 SERVICES = ("munged", "slurmctld", "slurmd", "sshd")
+SSHD = "/usr/sbin/sshd"
+SESSIONS = ("sshd:", "sshd-session:", "sshd-auth:")
+"""How command lines of sshd's processes begin: what serves a session is a program of its own from OpenSSH 9.8 on."""
 
 
 def start(site: Site, service: str, *, clean: bool = False) -> None:
@@ -30,7 +33,7 @@ def start(site: Site, service: str, *, clean: bool = False) -> None:
             line = f"hostname {node} && exec slurmd {' '.join(fresh)} -f {site.slurm_conf}"
             call(*enter(site, "unshare", "--uts", "sh", "-c", line))
     else:
-        call(*enter(site, "/usr/sbin/sshd", "-f", site.etc / "sshd_config", "-E", site.log / "sshd.log"))
+        call(*enter(site, SSHD, "-f", site.etc / "sshd_config", "-E", site.log / "sshd.log"))
     wait_until(lambda: all(pid(file) for file in pid_files(site, service)), 20, f"{site.name}: start of {service}")
 
 
@@ -39,7 +42,7 @@ def stop(site: Site, service: str, *, sessions: bool = True) -> None:
     _known(service)
     pids = [found for file in pid_files(site, service) if (found := pid(file))]
     if service == "sshd" and sessions:
-        pids += [number for number in processes(site) if title(number).startswith("sshd:")]
+        pids += [number for number in processes(site) if title(number).startswith(SESSIONS)]
     end(pids)
     for file in pid_files(site, service):
         file.unlink(missing_ok=True)
@@ -72,6 +75,11 @@ def slurm_version() -> tuple[int, int]:
     if not found:
         raise InputError("`slurmctld -V` prints no version; is slurm-wlm installed completely?")
     return int(found[1]), int(found[2])
+
+
+def sshd_penalises() -> bool:
+    """True for an sshd that knows PerSourcePenalties, from OpenSSH 9.8 on; one without `-G` (before 9.3) is older."""
+    return call(SSHD, "-G", "-f", "/dev/null", "-o", "PerSourcePenalties no", check=False).returncode == 0
 
 
 def _known(service: str) -> None:

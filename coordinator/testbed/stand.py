@@ -165,7 +165,7 @@ def _write_configuration(testbed: Testbed, site: Site) -> None:
         "slurm.conf": configuration.slurm_conf(site),
         "gres.conf": configuration.gres_conf(site),
         "cgroup.conf": configuration.cgroup_conf(daemons.slurm_version()),
-        "sshd_config": configuration.sshd_config(site),
+        "sshd_config": configuration.sshd_config(site, penalises=daemons.sshd_penalises()),
         "hosts": configuration.hosts(site),
         "authorized_keys": testbed.key.with_suffix(".pub").read_text(encoding="utf-8"),
     }

@@ -69,7 +69,7 @@ class CertificateDaemon:
         )
         config = site.etc / f"certificates_{self.port}_config"
         config.write_text(text)
-        call(*namespaces.enter(site, "/usr/sbin/sshd", "-f", config, "-E", self.log))
+        call(*namespaces.enter(site, daemons.SSHD, "-f", config, "-E", self.log))
         wait_until(lambda: daemons.pid(self._pid_file) is not None, 10, f"start of the sshd at {self.address}")
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class CertificateDaemon:
         pids = [
             number
             for number, title in titles.items()
-            if title.startswith(("sshd:", "sshd-session:")) and "[listener]" not in title
+            if title.startswith(daemons.SESSIONS) and "[listener]" not in title
         ]
         end(pids)
         return len(pids)

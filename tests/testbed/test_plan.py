@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.testbed import configuration, link, namespaces, rehearsal
+from coordinator.testbed import configuration, daemons, link, namespaces, rehearsal
 from coordinator.testbed.__main__ import main, parser
 from coordinator.testbed.layout import plan
 from facility.exchange.errors import InputError
@@ -44,8 +44,21 @@ def test_slurm_conf_names_every_node_once_and_keeps_finished_jobs(tmp_path: Path
 
 
 def test_sshd_takes_keys_only(tmp_path: Path):
-    text = configuration.sshd_config(plan(tmp_path, ["north"], network=80, python=PYTHON).sites[0])
+    site = plan(tmp_path, ["north"], network=80, python=PYTHON).sites[0]
+    text = configuration.sshd_config(site, penalises=False)
     assert "PasswordAuthentication no" in text and "PermitRootLogin no" in text and "AllowUsers cf80-north" in text
+
+
+@pytest.mark.skipif(not Path(daemons.SSHD).exists(), reason="there is no sshd on this machine: install openssh-server")
+def test_the_installed_sshd_reads_what_is_written_for_it_and_turns_no_address_away(tmp_path: Path):
+    site = plan(tmp_path, ["north"], network=80, python=PYTHON).sites[0]
+    text = configuration.sshd_config(site, penalises=daemons.sshd_penalises())
+    key = tmp_path / "host"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    (tmp_path / "sshd_config").write_text(text.replace(f"HostKey {site.etc}/ssh_host_ed25519_key", f"HostKey {key}"))
+    done = subprocess.run([daemons.SSHD, "-T", "-f", tmp_path / "sshd_config"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert {line.split()[1] for line in done.stdout.splitlines() if line.startswith("persourcepenalties ")} <= {"no"}
 
 
 def test_cgroups_are_switched_off_where_slurm_can():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
-from coordinator.testbed import namespaces
+from coordinator.testbed import daemons, namespaces
 from coordinator.testbed.layout import Site
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.testbed.federation import Run, federate, jobs
@@ -38,7 +38,7 @@ def at_rest(site: Site) -> tuple[list[str], set[str]]:
     ps = subprocess.run(["ps", "-u", site.user, "-o", "pid=,ppid=,stat=,args="], capture_output=True, text=True).stdout
     lines = [line.split(maxsplit=3) for line in ps.splitlines()]
     parents = {pid: parent for pid, parent, *_ in lines}
-    sessions = {pid for pid, _, _, command in lines if command.startswith("sshd:")}
+    sessions = {pid for pid, _, _, command in lines if command.startswith(daemons.SESSIONS)}
 
     def in_session(pid: str) -> bool:
         return pid in sessions or pid in parents and in_session(parents[pid])
