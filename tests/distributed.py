@@ -15,7 +15,6 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -28,13 +27,9 @@ from queue import Empty
 from typing import Any
 from unittest import mock
 
+from tests.ports import free_port
+
 IMPORTED = ["tests.imported"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def processes_that_stay_imported() -> Any:

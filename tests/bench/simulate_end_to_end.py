@@ -34,8 +34,8 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import problem_from_json
 from coordinator.simulation.pipelines.plans import simulate
 from facility.exchange.messages.plan import Plan, write_plan
-from tests.distributed import free_port
 from tests.pico import save_pico
+from tests.ports import free_port
 from tests.training.federation import write_dataset, write_settings
 
 RANKS, BLOCKS, TOKENS = 4, 10, 16

@@ -20,7 +20,6 @@ import json
 import math
 import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
+from tests.ports import free_port
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 WORKERS, BLOCK, BATCH = 4, 64, 8
@@ -275,9 +275,7 @@ def main() -> int:
         for policy in a.policies:
             for equal in ("updates",) if a.no_time else ("updates", "time"):
                 jobs.append(common | {"policy": policy, "options": options.get(policy, {}), "equal": equal})
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(

@@ -16,7 +16,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.draws import uniform
+from tests.ports import free_port
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
 ELEMENTS = 250_000
@@ -291,9 +291,7 @@ def main() -> int:
         for policy in ["allreduce", *arguments.policies]
     ]
     world = max(ROWS[row][1] * ROWS[row][2] for row in arguments.rows)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see CONTRIBUTING.md: torch's store asks for names
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "facility.sync.policies.partial_reduce"])

@@ -70,7 +70,7 @@ def compared(turns: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
 
 def spawn(command: list[str], ranks: int) -> list[str]:
     """Run the command on so many processes; the output of each."""
-    from tests.distributed import free_port
+    from tests.ports import free_port
 
     port, processes = free_port(), []
     for rank in range(ranks):

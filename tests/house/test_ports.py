@@ -13,7 +13,7 @@ from facility.launching.place import PORTS as JOBS
 from tests.conftest import ROOT
 from tests.ports import PORTS, Ports
 
-OTHER = "import sys; from tests.ports import Ports; print(Ports({}, 9).take(), flush=True); sys.stdin.read()"
+OTHER = "import sys; from tests.ports import Ports; own = Ports({}, 9); print(own.take(), flush=True); sys.stdin.read()"
 
 
 @pytest.fixture

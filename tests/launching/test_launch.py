@@ -21,6 +21,7 @@ from facility.launching.notes import Notes
 from facility.launching.place import read_tasks
 from facility.launching.supervise import Limits, supervise
 from tests.conftest import ROOT
+from tests.ports import free_port
 
 RANK = """
 import os, signal, subprocess, sys, time
@@ -217,12 +218,6 @@ def test_killing_the_launcher_leaves_nothing(tmp_path: Path):
     process.kill()
     process.wait()
     assert left_in(tmp_path) == []
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return probe.getsockname()[1]
 
 
 def node(number: int, nodes: int = 2) -> dict[str, str]:

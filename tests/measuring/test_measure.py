@@ -31,8 +31,8 @@ from facility.measuring.round_robin import crowds, groups_of, rounds, steps
 from facility.measuring.traffic_control import Way, script
 from facility.measuring.wire import EmulatedLinks
 from tests.conftest import ROOT
-from tests.distributed import free_port
 from tests.pico import save_pico
+from tests.ports import free_port
 
 # --- round robin ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.files.paths import CHECKOUT
 from tests.federations import write_federation
+from tests.ports import free_port
 
 HONEST = "honest"
 
@@ -37,9 +37,7 @@ def ssh_site(folder: Path) -> Iterator[dict[str, Any]]:
     key, host_key = asyncssh.generate_private_key("ssh-ed25519"), asyncssh.generate_private_key("ssh-ed25519")
     key.write_private_key(home / ".ssh" / "id_ed25519")
     (home / ".ssh" / "id_ed25519").chmod(0o600)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     line = host_key.export_public_key().decode().strip()
     (home / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{port} {line}\n")
     loop = asyncio.new_event_loop()

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_port
+
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 PATIENT = "PerSourcePenalties no"
 """For an sshd that turns away, from OpenSSH 9.8 on, an address whose logins fail one after the other."""
@@ -42,9 +44,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     """A parameter is a further line of its sshd_config."""
     for name in ("authority", "host", "id_ed25519"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"

@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any
 
 from facility.exchange.messages.sync import SyncSettings
-from tests.distributed import free_port, processes_that_stay_imported
+from tests.distributed import processes_that_stay_imported
+from tests.ports import free_port
 
 QUICK = {"heartbeat_seconds": 0.1, "missing_seconds": 30.0, "timeout_seconds": 60.0}
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from facility.dataset import DatasetManifest, SplitEntry
 from facility.exchange.messages.manifest import sha256_of
-from tests.distributed import Started, free_port
+from tests.distributed import Started
+from tests.ports import free_port
 
 
 def write_dataset(

@@ -16,7 +16,8 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.messages.report import read_report
 from tests.forked_trainers import variables
-from tests.launching.test_launch import free_port, left_in, node
+from tests.launching.test_launch import left_in, node
+from tests.ports import free_port
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments
 

@@ -21,7 +21,7 @@ from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.peers import Peers
 from facility.training.processes import ranks, rendezvous
 from facility.training.processes.ranks import Ranks
-from tests.distributed import free_port
+from tests.ports import free_port
 
 LIMIT = timedelta(seconds=20)
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,8 +16,8 @@ import pytest
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.processes import torchrun
-from tests.distributed import free_port
 from tests.launching.test_launch import node
+from tests.ports import free_port
 from tests.training.test_rendezvous import ROOT
 
 RANK = """

@@ -12,7 +12,7 @@ import pytest
 
 from facility.exchange.messages.report import read_report
 from facility.launching.rendezvous import DIRECTORY
-from tests.distributed import free_port
+from tests.ports import free_port
 from tests.training.federation import largest_difference, train, write_dataset, write_settings
 from tests.training.layouts import arguments, rounds_in
 
