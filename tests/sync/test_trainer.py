@@ -209,13 +209,16 @@ def test_bert_in_stages_under_partial_reduce(tmp_path: Path):
 
 @pytest.mark.nightly
 @pytest.mark.slow
+@pytest.mark.timeout(1900)
 def test_bert_in_four_stages_under_every_policy(tmp_path: Path):
     """SD-PIPE's experiment in small; longer than a minute: eight processes, nine policies."""
     layout = {"replicas": 2, "stages": 4, "units": [[0, 2], [2, 3], [3, 4], [4, 6]]}
-    bert_under(tmp_path, sorted(POLICIES.built_in), world=8, layout=layout)
+    bert_under(tmp_path, sorted(POLICIES.built_in), world=8, layout=layout, timeout=1800)
 
 
-def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[str, Any]) -> None:
+def bert_under(
+    tmp_path: Path, policies: list[str], *, world: int, layout: dict[str, Any], timeout: float = 280
+) -> None:
     dataset = write_masked_words(tmp_path / "data", train=200)
     model = save_pico(tmp_path / "model", "bert")
     cases = [
@@ -232,7 +235,7 @@ def bert_under(tmp_path: Path, policies: list[str], *, world: int, layout: dict[
         )
         for policy in policies
     ]
-    rounds(world, cases, timeout=280)
+    rounds(world, cases, timeout=timeout)
     for policy in policies:
         report = read_report(tmp_path / policy / "out")
         assert report.loss_returned < report.loss_received, policy
