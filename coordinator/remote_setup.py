@@ -29,8 +29,9 @@ from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
-LOCKED, GONE = int(ExitCode.TRANSIENT), 76
-"""Exit codes of our commands there: another set-up is at work, or began to send its code after we had."""
+LOCKED, GONE, THEIRS = int(ExitCode.TRANSIENT), 76, 77
+"""Exit codes of our commands there: another set-up is at work, or began to send its code after we had; HOME is another
+account's, or open to all."""
 ALONE = f"exec 9>>.setup.lock && {{ flock -n 9 2>/dev/null || [ $? != 1 ] || exit {LOCKED}; }}"  # else: no locks there
 """Hold the lock of setup.sh in the current directory until the shell ends, or closes 9."""
 FEW_LINES = 20
@@ -91,7 +92,11 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
     back = "{ [ -d code ] || [ ! -d code.old ] || mv code.old code; }"  # a connection broke within the swap below
     gone = 'for one in code.new*; do [ ! -d "$one" ] || mv "$one" "code.gone.$RANDOM$RANDOM" || exit; done'
     gone += "; { rm -rf code.gone.* 2>/dev/null || true; }"  # one that another tar still fills goes with the next
-    begin = f"mkdir -p {home} && cd {home} && {ALONE} && {back} && {gone} && rm -rf code.old && mkdir {new}"
+    open_to_all = "find . -maxdepth 0 -perm -0002"
+    owners = f'"$(stat -c %u .)" in "$(stat -c %u {new})"|0) [ -z "$({open_to_all})" ]'  # as the file system shows us
+    ours = f"{{ case {owners} ;; *) false ;; esac || {{ rmdir {new}; stat -c %U . >&2; exit {THEIRS}; }}; }}"
+    begin = f"mkdir -m 700 -p {home} && cd {home} && {ALONE} && {back} && {gone} && rm -rf code.old"
+    begin += f" && mkdir {new} && {ours}"
     unpack = f"tar xf - -C {new} 2>&1 | {{ head -n {FEW_LINES}; cat >/dev/null; }} >&2; code=${{PIPESTATUS[0]}}"
     arrive = f"umask 077; {begin} || exit; exec 9>&-; {unpack}; [ -d {new} ] || code={GONE}; exit $code"
     swap = f"cd {home} && {ALONE} && {{ [ -d {new} ] || exit {GONE}; }} && {{ [ ! -d code ] || mv code code.old; }}"
@@ -105,7 +110,8 @@ def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
         raise TransientError(f"tar could not pack the code on this machine (code {packed}); its lines above say why")
     for code in (sent, 0 if sent else _relayed(_there(deployment, swap))):
         if code:
-            raise TransientError(_unsent(deployment, code))
+            said = _unsent(deployment, code)
+            raise InputError(said) if code == THEIRS else TransientError(said)
 
 
 def _unsent(deployment: Deployment, code: int) -> str:
@@ -117,6 +123,11 @@ def _unsent(deployment: Deployment, code: int) -> str:
         return f"another set-up works in {deployment.environment.home} at {deployment.host}; wait for it"
     if code == GONE:
         return f"another `crossfed setup` sends its code to {place} at {deployment.host}, in place of this one's"
+    if code == THEIRS:
+        return (
+            f"{deployment.environment.home} at {deployment.host} is not your account's alone, whose jobs run what is "
+            "there (its owner is named above): chmod o-w it if it is yours, else choose another `environment: home:`"
+        )
     return (
         f"{deployment.host} could not keep the code in {place} (code {code}); the lines above say why: a full file "
         "system, a quota, or a folder that is another account's?"

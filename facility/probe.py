@@ -24,6 +24,7 @@ import facility
 from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files import present
+from facility.exchange.files.owners import not_ours
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
@@ -130,6 +131,8 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
         "writable": folder.is_dir() and os.access(folder, os.W_OK | os.X_OK),
         "free": shutil.disk_usage(folder if folder.exists() else "/").free,
     }
+    if reason := not_ours(path):
+        answer["shared"] = reason
     answer["quotas"] = (
         [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in quotas(folder)]
         if answer["writable"]

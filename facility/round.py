@@ -38,12 +38,14 @@ from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
 from facility.rounds.released import check_remembered
 from facility.rounds.replaced import check_replaced
+from facility.rounds.workdir_check import check_workdir
 
 log = logging.getLogger("facility.round")
 
 
 def run(job: Job) -> Ending:
     """The first task's part: find the update finished, or train it. Raises `CrossFedError`."""
+    check_workdir(Path.cwd())
     check_order(job)
     state_directory(job.arguments.state, job.settings, job.dataset)
     round = OneRound(job)

@@ -27,6 +27,7 @@ from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import can_link
+from facility.exchange.files.owners import of_another
 from facility.exchange.files.paths import shipped
 
 
@@ -72,7 +73,17 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
         )
     else:
         rows.append(ok(ME, "rendered files", "those of this federation.yml"))
-    return [*rows, *_open_to_all(federation)], model
+    return [*rows, *_of_another(federation), *_open_to_all(federation)], model
+
+
+def _of_another(federation: Federation) -> list[Row]:
+    """A row where another account of this host made the archive or the work directory, and exchanges what a run keeps
+    and starts there; none otherwise."""
+    for key, place in (("archive", federation.archive_path), ("workdir", federation.workdir_path)):
+        if found := of_another(place):
+            fix = f"have it removed, or choose another `{key}:` in federation.yml"
+            return [fail(ME, key, f"{found}, who could exchange what a run keeps there", fix)]
+    return []
 
 
 def _open_to_all(federation: Federation) -> list[Row]:

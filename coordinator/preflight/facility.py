@@ -354,6 +354,9 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
             f"{workdir} cannot be written to",
             "correct `workdir:`, or make the directory and give it to your account",
         )
+    if "shared" in answer:
+        found = f"{answer['shared']}, so that others could exchange what its jobs are given"
+        return fail(name, "workdir", found, "choose another `workdir:`, which a run then makes for your account alone")
     if answer["free"] < need.bytes:
         return fail(
             name,

@@ -98,7 +98,8 @@ def _disk(fields: Fields) -> dict[str, Any]:
         "free": fields.whole("free"),
         "quotas": fields.items("quotas", 100, lambda items, key: _quota(items.inside(key))),
     }
-    return answer | ({"refused": fields.words("refused", longest=LONGEST)} if "refused" in fields.raw else {})
+    texts = ("refused", "shared")
+    return answer | {name: fields.words(name, longest=LONGEST) for name in texts if name in fields.raw}
 
 
 def _quota(fields: Fields) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import yaml
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.bounded import real
+from facility.exchange.files.owners import of_another
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.signatures import FINGERPRINT
 from facility.exchange.messages.strict_json import HEX
@@ -225,6 +226,8 @@ class _Reader:
                     continue
                 if mode & stat.S_IWOTH and not (place != path and mode & stat.S_ISVTX):
                     raise self.error(f"{name}: every user may write {place}; chmod o-w it", lines.get(name, 1))
+        if reason := of_another(policy.workdir):
+            raise self.error(f"workdir: {reason}, who could exchange what jobs are given", lines["workdir"])
 
     def _places(self, policy: Policy) -> Iterator[tuple[str, Path]]:
         """What a coordinator must neither alter nor see, by the key or the variable that names it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import shutil
 import stat
@@ -16,8 +17,11 @@ from typing import Any
 from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, SourceEntry, open_dataset
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
+from facility.exchange.files.owners import account, not_ours
 from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
+
+log = logging.getLogger(__name__)
 
 MOST_ENTRIES = 10_000
 """Of one input in the manifest: a million would be 170 MB, which every rank of every round reads."""
@@ -103,6 +107,9 @@ def _open_as(before: os.stat_result | None, directory: Path) -> None:
     """Give the group of `before` what it had there; nobody more where that group cannot be given."""
     if before is None:
         return
+    if before.st_uid != os.geteuid():  # whoever made it first would say who reads the documents
+        log.warning("the folder was made by %s: the data set is its owner's alone", account(before.st_uid))
+        return
     with suppress(OSError):
         os.chown(directory, -1, before.st_gid)
         os.chmod(directory, stat.S_IMODE(before.st_mode) | stat.S_IRWXU)
@@ -115,7 +122,7 @@ def finish_replacement(out: Path) -> None:
     """
     out = Path(os.path.realpath(out))
     newer, older = _beside(out)
-    if not present.exists(out) and newer.is_dir() and older.is_dir():
+    if not present.exists(out) and newer.is_dir() and older.is_dir() and not not_ours(newer):
         os.rename(newer, out)
         shutil.rmtree(older)
 

@@ -23,6 +23,7 @@ from facility.dataset import SPLITS, DatasetError
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
+from facility.exchange.files.owners import not_ours
 from facility.exchange.json_values import values_in
 
 SAVE_SECONDS = 20.0
@@ -80,7 +81,7 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
     """The folder in which `out` grows. An error removes it, a signal or `TransientError` leaves it.
 
     `known`: the sources have digests.
-    Raises `DatasetError` where another process writes there.
+    Raises `DatasetError` where another process writes there, or another account made it.
     """
     out = Path(os.path.realpath(out))  # beside the directory itself, where `out` is a link to one
     directory = out.with_name(f".{out.name}.part")
@@ -109,10 +110,14 @@ def _locked(directory: Path) -> int:
     while True:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except FileNotFoundError:
             continue  # another process has just ended
         try:
+            if reason := not_ours(directory):
+                raise DatasetError(
+                    f"{reason}, and what is prepared would grow there: remove it, or choose another --out"
+                )
             with suppress(OSError):  # a file system without locks: then nothing keeps two of them apart
                 if not take_lock(lock, directory, wait=False):
                     raise DatasetError(f"{directory} is written by another process: wait for it, or end it")

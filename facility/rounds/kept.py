@@ -8,6 +8,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
+from facility.exchange.files.owners import first_not_ours
 from facility.exchange.files.storage import sentence
 from facility.exchange.messages.settings import FacilitySettings
 
@@ -21,8 +22,8 @@ UPDATE = "update-"
 
 def state_directory(given: Path | None, settings: FacilitySettings, dataset: Path) -> Path:
     """The state directory, made for its owner alone where it is missing: the one that is given, else that beside the
-    dataset. Raises `InputError` where it cannot be, and where there is no dataset for it to lie beside: a path that is
-    wrong is no matter of the state."""
+    dataset. Raises `InputError` where it cannot be, where it is not this account's, and where there is no dataset for
+    it to lie beside: a path that is wrong is no matter of the state."""
     if given is None and not os.path.exists(dataset):
         raise InputError(
             f"there is no dataset {dataset} here, or this account may not look for it: expected the path of one that "
@@ -34,6 +35,12 @@ def state_directory(given: Path | None, settings: FacilitySettings, dataset: Pat
     except OSError as error:
         why = sentence(error, state, again=False)
         raise InputError(f"the state directory {state} cannot be made: {why}") from None
+    made = [state] if given else [shared_directory(dataset), state.parent, state]
+    if reason := first_not_ours(made):
+        raise InputError(
+            f"the state directory {state} is not this account's alone, which keeps updates and keys there: {reason}; "
+            "have that removed, or set CROSSFED_STATE to a folder of this account (facility/setup.sh makes one)"
+        )
     return state
 
 

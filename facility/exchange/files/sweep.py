@@ -31,13 +31,13 @@ def sweep_engine_directories(job_directory: Path, is_over: Callable[[Path], bool
     The job's own directory is left alone. Never raises for what it finds.
     """
     job_directory = Path(job_directory).resolve()
-    if not _is_uuid(job_directory.name):
+    if not is_uuid(job_directory.name):
         return []
     removed = []
     for parent in _directories(job_directory.parent):
-        if not _is_uuid(parent.name) or parent == job_directory:
+        if not is_uuid(parent.name) or parent == job_directory:
             continue
-        transfers = [directory for directory in _directories(parent) if _is_uuid(directory.name)]
+        transfers = [directory for directory in _directories(parent) if is_uuid(directory.name)]
         gone = []
         for holder in (*transfers, parent):
             over = [one for one in _directories(holder) if is_over(one)]
@@ -61,9 +61,9 @@ def sweep_job_directories(job_directory: Path, beside: Callable[[Path], str | No
     UUIDs, or left alone. Never raises for what it finds.
     """
     job_directory = Path(job_directory).resolve()
-    if not _is_uuid(job_directory.name):
+    if not is_uuid(job_directory.name):
         return []
-    there = {one.name: one for one in _directories(job_directory.parent) if _is_uuid(one.name) and one != job_directory}
+    there = {one.name: one for one in _directories(job_directory.parent) if is_uuid(one.name) and one != job_directory}
     removed = []
     for directory in list(there.values()):
         if (name := beside(directory)) is None:
@@ -83,7 +83,7 @@ def remove_transferred(job_directory: Path, directory: Path) -> bool:
     """
     job_directory, directory = Path(job_directory).resolve(), Path(directory)
     transfer = directory.parent
-    if not (_is_uuid(job_directory.name) and _is_uuid(transfer.name) and _is_uuid(transfer.parent.name)):
+    if not (is_uuid(job_directory.name) and is_uuid(transfer.name) and is_uuid(transfer.parent.name)):
         return False
     here = job_directory.parent / transfer.parent.name / transfer.name / directory.name
     if directory.is_symlink() or directory.resolve() != here:
@@ -145,7 +145,8 @@ def _directories(parent: Path) -> Iterator[Path]:
             yield Path(entry.path)
 
 
-def _is_uuid(name: str) -> bool:
+def is_uuid(name: str) -> bool:
+    """Whether an engine gave a directory this name."""
     try:
         return str(uuid.UUID(name)) == name.lower()
     except ValueError:

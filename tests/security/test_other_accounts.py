@@ -1,0 +1,169 @@
+"""Folders that another account of the same machine made first: nothing is kept in them, and the error names whose."""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from pathlib import Path
+
+import pytest
+
+from coordinator.config.federation import read_federation
+from coordinator.preflight.coordinator import failing_here
+from coordinator.preflight.facility import _room
+from coordinator.preflight.probe_answer import _disk
+from coordinator.remote_setup import set_up
+from facility.dataset import DatasetError
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.files import owners
+from facility.exchange.files.owners import not_ours
+from facility.exchange.messages.settings import read_facility_settings
+from facility.exchange.messages.strict_json import Fields
+from facility.gating.policy import read_policy
+from facility.preparing.output import finish_replacement, published
+from facility.preparing.resuming import part_of
+from facility.probe import disk
+from facility.rounds.kept import state_directory
+from facility.rounds.workdir_check import check_workdir
+from tests.federations import write_dataset, write_federation
+from tests.rounds import test_remote_setup
+from tests.rounds.test_setup import setup
+from tests.security import test_gate
+from tests.security.test_gate import Gate
+from tests.training.federation import write_settings
+
+site, far = test_gate.site, test_remote_setup.far
+STRANGER = 4242
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives a folder to another account")
+
+
+def strangers(path: Path, mode: int = 0o777) -> Path:
+    """A folder as another account leaves it for us to use."""
+    path.mkdir(parents=True, exist_ok=True)
+    path.chmod(mode)
+    os.chown(path, STRANGER, -1)
+    return path
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_a_state_directory_that_another_account_made_first_is_refused(tmp_path: Path, monkeypatch, level: int):
+    """Its updates and keys could be read there, and an update of another's put in their place, to be signed."""
+    monkeypatch.delenv("CROSSFED_STATE", raising=False)
+    settings = read_facility_settings(write_settings(tmp_path / "settings.json"))
+    dataset = write_dataset(tmp_path / "data", seed=1)
+    parts = (".crossfed", settings.federation, settings.facility)
+    their = strangers(tmp_path.joinpath(*parts[: level + 1]))
+    with pytest.raises(
+        InputError, match=f"not this account's alone.*{their} belongs to .*user {STRANGER}.*CROSSFED_STA"
+    ):
+        state_directory(None, settings, dataset)
+    monkeypatch.setenv("CROSSFED_STATE", str(tmp_path / "own"))
+    assert state_directory(None, settings, dataset).is_dir()
+
+
+def test_a_link_that_another_account_made_leads_nowhere(tmp_path: Path):
+    (tmp_path / "private").mkdir(mode=0o700)
+    (tmp_path / "state").symlink_to("private")
+    assert not_ours(tmp_path / "state") == "", "a link of our own"
+    os.chown(tmp_path / "state", STRANGER, -1, follow_symlinks=False)
+    assert f"state is a link that an account without a name (user {STRANGER}) made" in not_ours(tmp_path / "state")
+
+
+def test_what_an_account_opened_to_its_group_and_what_root_made_is_taken(tmp_path: Path):
+    for mode, taken in ((0o700, True), (0o2770, True), (0o1777, True), (0o777, False)):
+        (place := tmp_path / f"{mode:o}").mkdir()
+        place.chmod(mode)
+        assert (not_ours(place) == "") is taken, oct(mode)
+    assert not_ours(tmp_path / "absent") == ""
+
+
+def test_a_file_system_that_shows_our_files_as_anothers_is_no_strangers(tmp_path: Path, monkeypatch):
+    """One that is mounted for another account (CIFS), or squashes numbers (NFS)."""
+    monkeypatch.setattr(owners.os, "geteuid", lambda: STRANGER)
+    monkeypatch.setattr(owners, "ROOT", STRANGER)
+    assert not_ours(tmp_path) == ""
+
+
+def test_a_job_in_a_workdir_of_another_account_works_with_nothing_that_lies_there(tmp_path: Path):
+    job = strangers(tmp_path / "work") / str(uuid.uuid4())
+    job.mkdir(mode=0o700)
+    with pytest.raises(InputError, match=f"{tmp_path}/work belongs to .*user {STRANGER}.*`workdir:`"):
+        check_workdir(job)
+    os.chown(tmp_path / "work", 0, -1)
+    with pytest.raises(InputError, match="may be written by every account"):
+        check_workdir(job)
+    (tmp_path / "work").chmod(0o770)
+    check_workdir(job)
+
+
+def test_crossfed_check_names_whose_workdir_it_is(tmp_path: Path):
+    answer = _disk(Fields(raw=disk(strangers(tmp_path / "work"), 0), where="the answer"))
+    row = _room("a", answer, str(tmp_path / "work"), need=None)  # type: ignore[arg-type]
+    assert row.verdict == "fail" and row.check == "workdir" and f"user {STRANGER}" in row.found
+    assert "shared" not in disk(tmp_path, 0)
+
+
+def test_what_is_prepared_does_not_grow_in_a_folder_of_another_account(tmp_path: Path):
+    their = strangers(tmp_path / ".it.part")
+    with pytest.raises(DatasetError, match=f"{their} belongs to .*user {STRANGER}"):
+        with part_of(tmp_path / "it", {}, known=True) as part:
+            (part.directory / "train.npy").write_bytes(b"a document")
+    assert not list(their.iterdir())
+
+
+def test_a_folder_that_another_account_made_does_not_say_who_reads_a_new_data_set(tmp_path: Path):
+    os.chown(strangers(tmp_path / "it"), -1, STRANGER)
+    for _ in range(2):  # in an empty folder, then in place of a data set that is there
+        with published(tmp_path / "it") as directory:
+            (directory / "dataset.json").touch()
+        found = (tmp_path / "it").stat()
+        assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o700, 0, os.getegid())
+        os.chown(tmp_path / "it", STRANGER, STRANGER)
+        (tmp_path / "it").chmod(0o777)
+
+
+def test_what_another_account_left_is_no_data_set_whose_replacement_was_cut_short(tmp_path: Path):
+    for name in (".it.new", ".it.old"):
+        strangers(tmp_path / name)
+    finish_replacement(tmp_path / "it")
+    assert not (tmp_path / "it").exists()
+
+
+@pytest.mark.parametrize("made_first", ["home", "home/state"])
+def test_a_facility_is_not_set_up_in_a_home_of_another_account(tmp_path: Path, made_first: str):
+    """Whose env.sh every job would run."""
+    (tmp_path / "home").mkdir()
+    strangers(tmp_path / made_first)
+    done = setup("facility", "--home", str(tmp_path / "home"), "--as-is", "--no-self-check")
+    assert done.returncode == 2 and "belongs to another account" in done.stderr, done.stderr
+    assert not (tmp_path / "home" / "env.sh").exists()
+
+
+def test_nor_in_one_that_every_account_may_write(tmp_path: Path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home").chmod(0o777)
+    done = setup("facility", "--home", str(tmp_path / "home"), "--as-is", "--no-self-check")
+    assert done.returncode == 2 and f"chmod o-w {tmp_path}/home" in done.stderr, done.stderr
+
+
+def test_nor_is_code_sent_there(far: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    home = strangers(far / "it's a home")
+    with pytest.raises(InputError, match="not your account's alone, whose jobs run what is there"):
+        set_up(read_federation(tmp_path / "workflow" / "federation.yml"), "far", bundle=None, arguments=[])
+    assert not [one.name for one in home.iterdir() if one.name.startswith("code")]
+
+
+@pytest.mark.parametrize("key", ["archive", "workdir"])
+def test_no_run_begins_in_an_archive_or_a_work_directory_of_another_account(tmp_path: Path, key: str):
+    federation = read_federation(write_federation(tmp_path, ["a"]))
+    assert not failing_here(federation)
+    strangers(federation.archive_path if key == "archive" else federation.workdir_path)
+    (row,) = failing_here(federation)
+    assert row.check == key and f"user {STRANGER}" in row.found and f"`{key}:`" in row.fix
+
+
+def test_a_gate_has_no_workdir_of_another_account(site: Gate):
+    strangers(site.workdir, 0o770)
+    with pytest.raises(ConfigurationError, match=f"workdir: .*user {STRANGER}"):
+        read_policy(site.home / "policy.yml")
