@@ -33,6 +33,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_depth
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
+from facility.exchange.files import present
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import as_umask_allows, new_directory
 from facility.exchange.hub import hub
@@ -61,9 +62,9 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         open_checkpoint(out)
         return f"{out} is there already, made from {source}"
     folder = Path(source).expanduser()
-    if (folder / "config.json").is_file():
+    if present.is_file(folder / "config.json"):
         source_name = str(folder)
-    elif folder.exists():
+    elif present.exists(folder):
         raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
     elif source.startswith((".", "/", "~")):
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
@@ -71,7 +72,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         raise InputError(f"{source!r} is neither a folder here nor a name of the hub; expected one like org/name")
     else:
         source_name = source
-    with nullcontext("") if folder.exists() else hub() as silence:
+    with nullcontext("") if present.exists(folder) else hub() as silence:
         try:
             summary = _written(source_name, out, made_from, classes)
         except TransientError as error:

@@ -13,6 +13,7 @@ from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TransientError, first_line, named_line
+from facility.exchange.files import present
 
 
 def no_bars_in_a_file() -> None:
@@ -52,7 +53,7 @@ def load_published(
             **options,
         )
     except OSError as error:
-        known = InputError if Path(source).exists() else TransientError
+        known = InputError if present.exists(Path(source)) else TransientError
         raise known(f"{source} could not be loaded: {first_line(error)}") from None
     except ValueError as error:
         raise InputError(f"{source} is not {kind} that transformers knows: {first_line(error)}") from None

@@ -28,6 +28,7 @@ from coordinator.quickstart.survey import Survey, ask_site
 from coordinator.share import share
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.files import present
 from facility.exchange.files.durable import write_text
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS, number_of
@@ -178,9 +179,9 @@ def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[C
     )
     if not login.host:
         path = Path(data).expanduser().resolve()
-        if not path.exists():
+        if not present.exists(path):
             raise InputError(f"{name}: {path} does not exist; correct --data {name}=PATH")
-        prepared = (path / "dataset.json").is_file()
+        prepared = present.is_file(path / "dataset.json")
         return choose_local(name, str(path), prepared=prepared, folder=str(request.folder.resolve())), None
     survey = ask_site(name, login, data)
     log.info("%s: %s", name, _told(survey))

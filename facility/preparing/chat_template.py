@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from facility.dataset import DatasetError
-from facility.exchange.errors import first_line
+from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.bounded import read_bounded
+from facility.preparing.bounded_call import TooMuch, bounded
 from facility.preparing.conversations import Conversation, Message
 
 Loss = Literal["all-turns", "last-turn"]
@@ -46,6 +47,10 @@ MOST_TEMPLATE = 1 << 20
 """Bytes of a file with a chat template."""
 PLAIN = "none"
 """`--chat-template none`: prompt and completion as plain texts, whatever the tokenizer's template."""
+
+
+class EndlessTemplate(InputError):
+    """A template that is not tried again with another form of the conversation: each trial takes a minute."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,14 +229,20 @@ class ChatTemplate:
 
         try:
             values: dict[str, Any] = dict(self.variables)
-            rendered: Any = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=dated(self.source_for(tools)),
-                return_assistant_tokens_mask=spans,
-                add_generation_prompt=prompt,
-                **values,
-            )
+            with bounded():
+                rendered: Any = render_jinja_template(
+                    conversations=[messages],
+                    tools=tools,
+                    chat_template=dated(self.source_for(tools)),
+                    return_assistant_tokens_mask=spans,
+                    add_generation_prompt=prompt,
+                    **values,
+                )
+        except TooMuch as error:
+            raise EndlessTemplate(
+                f"the chat template of {self.origin} cannot be used: {error} for a conversation with the roles "
+                f"{', '.join(message['role'] for message in messages)}; give --chat-template FILE"
+            ) from None
         except (
             TemplateError,
             TypeError,
@@ -239,7 +250,6 @@ class ChatTemplate:
             KeyError,
             AttributeError,
             ArithmeticError,
-            MemoryError,
             RecursionError,
         ) as error:
             raise DatasetError(

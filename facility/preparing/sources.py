@@ -21,6 +21,7 @@ from typing import IO, Any, BinaryIO, Literal
 
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
+from facility.exchange.files import present
 from facility.exchange.hub import hub
 from facility.exchange.json_text import parse_values
 from facility.preparing.conversations import (
@@ -133,16 +134,16 @@ def _sources_of(argument: str, split: str, streaming: bool) -> list[Source]:
     path = path_of(argument)
     if argument.startswith(HUB):
         return [_hub(argument.removeprefix(HUB), split, streaming)]
-    if path.is_file():
+    if present.is_file(path):
         return [_file(path, path.name)]
-    if (path / "dataset_dict.json").is_file() or (path / "dataset_info.json").is_file():
+    if present.is_file(path / "dataset_dict.json") or present.is_file(path / "dataset_info.json"):
         return [_saved(path, split)]
-    if path.is_dir():
+    if present.is_dir(path):
         files = without_cards(path, files_below(path, KINDS))
         if not files:
             raise DatasetError(f"{path} holds no file that can be read; expected {EXPECTED}")
         return [_file(file, file.relative_to(path).as_posix()) for file in files]
-    if HUB_NAME.fullmatch(argument) and not path.parent.exists():
+    if HUB_NAME.fullmatch(argument) and not present.exists(path.parent):
         return [_hub(argument, split, streaming)]
     raise DatasetError(f"{path}: no such file or directory (a dataset of the hub is written {HUB}NAME)")
 
@@ -230,7 +231,7 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
     from datasets import load_dataset
 
     repository, _, configuration = name.partition(":")
-    with nullcontext("") if Path(repository).exists() else hub() as silence:
+    with nullcontext("") if present.exists(Path(repository)) else hub() as silence:
         try:
             loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
         except Exception as error:  # network, offline, no such name, split or configuration, a dataset that is a script

@@ -11,12 +11,20 @@ import numpy
 import pytest
 
 from facility.dataset import LOSS, START, DatasetError, PreparedDataset
+from facility.exchange.errors import InputError
 from facility.prepare import main
+from facility.preparing import bounded_call
 from facility.preparing.build import Request, prepare
 from facility.preparing.conversations import conversation_of
 from facility.preparing.sources import Fields
 from tests.preparing.chats import TEMPLATES, chats, save_chat_tokenizer
 from tests.preparing.corpora import sentences, write_json_lines
+
+GROWS = (
+    "{% set held = namespace(text='x' * 999) %}"
+    "{% for _ in range(20) %}{% set held.text = held.text ~ held.text %}{% endfor %}"
+)
+ENDLESS = "{% for _ in range(99999) %}{% for _ in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def request_of(place: Path, records: list[Any], **changes: Any) -> Request:
@@ -313,16 +321,20 @@ def test_conversations_with_tools_take_the_template_that_a_tokenizer_has_for_the
         ("{{ messages.__class__.__mro__ }}", "refuses a conversation"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ raise_exception('') }}", "refuses a conversation"),
-        ("{{ 'x'.center(10**18) }}", "refuses a conversation.*MemoryError"),
+        ("{{ 'x'.center(10**18) }}", "cannot be used: it takes more than 256 MiB"),
+        (GROWS, "cannot be used: it takes more than 256 MiB"),
+        (ENDLESS, "cannot be used: it computes without an end"),
         ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
         ("{{ open('/etc/passwd') }}", "'open' is undefined"),
         ("{% if %}", "refuses a conversation"),
     ],
 )
-def test_a_hostile_template_is_an_error_and_nothing_else(tmp_path: Path, template: str, sentence: str):
+def test_a_hostile_template_is_an_error_and_nothing_else(tmp_path: Path, template: str, sentence: str, monkeypatch):
+    monkeypatch.setattr(bounded_call, "SECONDS", 0.2)
+    monkeypatch.setattr(bounded_call, "BYTES", 256 << 20)
     file = tmp_path / "template.jinja"
     file.write_text(template)
-    with pytest.raises(DatasetError, match=sentence):
+    with pytest.raises(InputError, match=sentence):
         prepare(request_of(tmp_path / "a", chats(2), chat_template=str(file)))
 
 

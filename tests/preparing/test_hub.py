@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -66,6 +69,28 @@ def test_a_model_that_a_silent_hub_might_have_is_asked_for_once_and_the_cache_is
     shutil.copytree(save_pico(tmp_path / "pico"), kept / "snapshots" / DIGEST)
     assert "loaded and evaluated" in convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 2
+
+
+def test_a_folder_that_may_not_be_looked_into_is_no_name_of_the_hub(
+    asked: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """From Python 3.14 on `Path.exists` says of it that it is absent, and what anybody publishes by its name came."""
+    monkeypatch.chdir(tmp_path)
+    before = os.stat
+
+    def closed(path: Any, *args: Any, **rest: Any) -> os.stat_result:
+        if os.fspath(path).startswith("private") if isinstance(path, str | Path) else False:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return before(path, *args, **rest)
+
+    monkeypatch.setattr(os, "stat", closed)
+    for name, answer in (("exists", os.path.exists), ("is_file", os.path.isfile), ("is_dir", os.path.isdir)):
+        monkeypatch.setattr(Path, name, answer)
+    with pytest.raises(PermissionError):
+        convert("private/model", tmp_path / "out", dtype="float32", revision="main")
+    with pytest.raises(PermissionError):
+        find_sources(["private/texts"], split="train")
+    assert not asked
 
 
 def test_who_is_offline_asks_nobody(asked: list[int], monkeypatch: pytest.MonkeyPatch):

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from coordinator.model import convert
 from facility import prepare
 from facility.dataset import DatasetError
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.panics import panics_refused
 from facility.preparing import encoding
@@ -63,6 +64,13 @@ def test_so_is_one_that_a_job_compares_with_its_datasets(tmp_path: Path):
     """It comes with the coordinator's model, and what is no `Exception` would end a rank without its reason."""
     with pytest.raises(DatasetError, match=r"cannot be loaded: tokenizer\.json cannot be used: "):
         load_tokenizer(tokenizer(tmp_path / "tokenizer", AS_IT_IS_LOADED))
+
+
+def test_a_tokenizer_without_end_is_not_read(tmp_path: Path):
+    with open(tmp_path / "tokenizer.json", "wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(InputError, match=r"tokenizer\.json is not a tokenizer: .*at most"):
+        tokenizer_digest(tmp_path)
 
 
 def test_a_process_that_encodes_hands_its_panic_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

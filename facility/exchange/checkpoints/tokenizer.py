@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import InputError
+from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 
 WHOLE = "tokenizer.json"
 OLDER = (("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.json",), ("vocab.txt",))
 """Files that define a tokenizer without a tokenizer.json: the first complete set; else `*.model`, `*.tiktoken`."""
+MOST_BYTES = 256 << 20
+"""Of a tokenizer.json; one of a million tokens has 60 MB."""
 VOCABULARIES = (".model", ".spm", ".tiktoken")
 """Ends of the names of a tokenizer's vocabularies, whatever they begin with (`spiece.model`)."""
 
@@ -46,7 +49,7 @@ def differ(one: str | None, other: str | None) -> bool:
 
 def _meaning(path: Path) -> bytes:
     try:
-        raw: dict[str, Any] = parse_values(path.read_text(encoding="utf-8"))
+        raw: dict[str, Any] = parse_values(read_bounded(path, MOST_BYTES).decode())
         model = raw["model"]
         ids = {**_vocabulary(model["vocab"]), **{t["content"]: t["id"] for t in raw.get("added_tokens") or []}}
         merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
