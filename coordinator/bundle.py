@@ -40,6 +40,8 @@ from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
+EXTRA, EXTRA_VARIABLE = "--extra-index-url", "PIP_EXTRA_INDEX_URL"
+"""How pip is told of a further index: by a word, or by a variable."""
 ANSWER_SECONDS = 20.0
 """How long an index may take to answer anything at all."""
 END_SECONDS = 5.0
@@ -160,9 +162,10 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
 
 def run_pip(command: list[str]) -> int:
     """Run pip; returns its exit code. Ctrl-C ends it too, without a traceback, and is raised once it has cleaned up."""
+    command, environment = with_hidden_index(command)
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: `QUIETLY` lets it in again
     try:
-        process = subprocess.Popen(command)
+        process = subprocess.Popen(command, env=environment)
     finally:
         signal.signal(signal.SIGINT, before)
     try:
@@ -170,6 +173,17 @@ def run_pip(command: list[str]) -> int:
     except KeyboardInterrupt:
         end_pip(process)
         raise
+
+
+def with_hidden_index(command: list[str]) -> tuple[list[str], dict[str, str]]:
+    """The command without its extra index, and an environment with it: an address may hold a login, and every account
+    of this machine sees the words of a command."""
+    if EXTRA not in command:
+        return command, dict(os.environ)
+    at = command.index(EXTRA)
+    all_indices = [command[at + 1], os.environ.get(EXTRA_VARIABLE, "")]
+    environment = os.environ | {EXTRA_VARIABLE: " ".join(filter(None, all_indices))}
+    return command[:at] + command[at + 2 :], environment
 
 
 def end_pip(process: subprocess.Popen[bytes]) -> None:
@@ -238,4 +252,4 @@ def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras
     ]
     for name in platforms:
         command += ["--platform", name]
-    return command + (["--extra-index-url", index] if index else []) + ["pip", "setuptools", "wheel", *dependencies]
+    return command + ([EXTRA, index] if index else []) + ["pip", "setuptools", "wheel", *dependencies]

@@ -223,9 +223,9 @@ PYTHON
         else
             say "packages: $lock has no digests for $("$run" --version) on $(uname -m); the versions of constraints.txt, as the index has them"
         fi
-        if [ -n "$got" ] && [ -n "$torch_index" ] && ! install "${pinned[@]}" torch --index-url "$torch_index" --retries 1 --timeout 15; then
-            [ "$torch" = cpu ] || again "torch for $torch could not be installed from $torch_index, see above; name another by --torch-index"
-            say "packages: $torch_index gives none; taking the default index's torch, which runs on CPUs too"
+        if [ -n "$got" ] && [ -n "$torch_index" ] && ! PIP_INDEX_URL=$torch_index install "${pinned[@]}" torch --retries 1 --timeout 15; then  # words of a command are seen by every account
+            [ "$torch" = cpu ] || again "torch for $torch could not be installed from ${torch_index/\/\/*@/\/\/}, see above; name another by --torch-index"
+            say "packages: ${torch_index/\/\/*@/\/\/} gives none; taking the default index's torch, which runs on CPUs too"
         fi
         if [ -z "$got" ] || ! install "${pinned[@]}" -r "$home/.requirements" --retries 2; then
             base=$python

@@ -52,6 +52,31 @@ def state(folder: Path) -> dict[str, tuple[int, int]]:
     }
 
 
+LISTEN = """#!/bin/bash
+case "$*" in
+    *"-m pip"*) echo "$*" >>'{log}'; echo "${{PIP_INDEX_URL:-}}" >'{log}.index'; [[ "$*" != *" torch "* ]]; exit ;;
+esac
+exec '{python}' "$@"
+"""
+"""A Python whose pip notes what it is told, and finds no torch."""
+
+
+def test_a_login_for_torchs_index_is_in_no_command_and_no_message(tmp_path: Path):
+    """`ps` shows every account the words of a command; the environment is its owner's alone."""
+    index, log = "http://alice:s3cret@127.0.0.1:9/whl", tmp_path / "pip"
+    program = tmp_path / "home" / "venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text(LISTEN.format(log=log, python=sys.executable))
+    program.chmod(0o755)
+    done = setup("facility", "--home", str(tmp_path / "home"), "--torch", "rocm", "--torch-index", index)
+    assert done.returncode == 75 and "could not be installed from http://127.0.0.1:9/whl, see above" in done.stderr
+    assert " torch " in log.read_text() and "s3cret" not in log.read_text() + done.stdout + done.stderr
+    assert Path(f"{log}.index").read_text().strip() == index
+
+    listen = "import os, sys; sys.exit('@' in str(sys.argv) or not os.environ['PIP_EXTRA_INDEX_URL'].endswith('/whl'))"
+    assert run_pip([sys.executable, "-c", listen, "--extra-index-url", index]) == 0
+
+
 @pytest.fixture
 def queue(tmp_path: Path) -> str:
     """A PATH with a stand-in for sbatch and srun: the job runs at once, as Slurm would start it on one node."""
