@@ -27,6 +27,7 @@ from facility.gating.policy import STATE, Policy, read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.several import check_others
+from facility.gating.slots import one_of_many
 
 VERSION = 2
 """Of the requests and their answers; 1 did not know `test-settings`."""
@@ -138,11 +139,12 @@ def serve(session: Session, command: str | None) -> int:
             raise Refused(f"the key {session.key} is not one of the policy's")
         request = grammar.parse(command)
         asked = shlex.join(shlex.split(command or ""))  # blanks and quotes cannot push a word off the log's line
-        session.write("request", request=asked)
-        if request.verb in HERE:
-            return HERE[request.verb](session, request)
-        module, _, function = WHERE[request.verb].partition(":")
-        return int(getattr(importlib.import_module(f"facility.gating.{module}"), function)(session, request))
+        with one_of_many(session.state):
+            session.write("request", request=asked)
+            if request.verb in HERE:
+                return HERE[request.verb](session, request)
+            module, _, function = WHERE[request.verb].partition(":")
+            return int(getattr(importlib.import_module(f"facility.gating.{module}"), function)(session, request))
     except Refused as error:
         session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)

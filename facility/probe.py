@@ -139,9 +139,10 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
         else []
     )
     if answer["writable"] and reserve and reserve < answer["free"] and shutil.which("fallocate"):
-        with tempfile.NamedTemporaryFile(dir=folder, prefix=".crossfed-room-") as file:
+        with tempfile.TemporaryFile(dir=folder) as file:  # without a name: a probe that is killed leaves no room taken
             result = subprocess.run(
-                ["fallocate", "-l", str(reserve), file.name],
+                ["fallocate", "-l", str(reserve), f"/proc/self/fd/{file.fileno()}"],
+                pass_fds=[file.fileno()],
                 capture_output=True,
                 text=True,
                 errors="replace",

@@ -440,13 +440,13 @@ def test_settings_are_judged_before_any_job_as_they_are_with_one(site: Gate, nam
     settings = (site.workdir / "in" / "alpha.json").read_bytes()
     dataset = shlex.split(submitting)[shlex.split(submitting).index("--dataset") + 1]
     log = site.home / "gate"
-    before = {path for path in site.folder.rglob("*") if log not in (path, path.parent)}
+    before = {path for path in site.folder.rglob("*") if log not in (path, *path.parents)}
     code, out, error = site.ask(f"crossfed-gate test-settings --dataset {dataset}", settings)
     if name in BESIDE_SETTINGS:
         assert (code, out) == (0, b"the policy allows what the settings ask for\n")
     else:
         assert code == 77 and reason in error and reason in site.log()[-1]["reason"], error
-    assert site.calls == [] and {path for path in site.folder.rglob("*") if log not in (path, path.parent)} == before
+    assert site.calls == [] and {path for path in site.folder.rglob("*") if log not in (path, *path.parents)} == before
     assert not list(log.glob("settings*"))
 
 

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from facility.gating import transfers
+from facility.gating import slots, transfers
 from facility.gating.ledger import DAY, Ledger, changed, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import ENTRY, STEP, Incoming, Session
+from facility.gating.slots import one_of_many
+from facility.probe import disk
+from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import KEY, Gate, packed
 
@@ -153,3 +157,27 @@ def test_a_probe_reserves_no_more_than_may_come_in(site: Gate, monkeypatch: pyte
     monkeypatch.setattr(subprocess, "run", run)
     assert site.ask(f"crossfed-gate probe --dataset {site.home}/data --reserve {10**12}")[0] == 0
     assert ran[0][0] == sys.executable and ran[0][-2:] == ["--reserve", "12345"]
+
+
+def test_no_more_requests_are_worked_on_at_once_than_a_login_node_bears(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """Each is a process, and `hold` keeps it for as long as the coordinator likes."""
+    monkeypatch.setattr(slots, "MOST", 3)
+    assert site.ask("crossfed-gate hello")[0] == 0
+    with ExitStack() as held:
+        for _ in range(3):
+            held.enter_context(one_of_many(site.home / "gate"))
+        code, _, said = site.ask("crossfed-gate hold")
+        assert code == 77 and "3 requests are being worked on, which is the most at once" in said
+    assert site.ask("crossfed-gate hold")[0] == 0
+
+
+def test_a_probe_that_is_killed_leaves_no_room_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    real = shutil.which("fallocate")
+    (tmp_path / "fallocate").write_text(f'#!/bin/bash\n{real} "$@" && kill -KILL $PPID\n')
+    (tmp_path / "fallocate").chmod(0o700)
+    (work := tmp_path / "work").mkdir()
+    script = f"from pathlib import Path; from facility.probe import disk; disk(Path({str(work)!r}), 1 << 20)"
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PATH": path}, cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and not list(work.iterdir())
+    assert "refused" not in disk(work, 1 << 20), "what is reserved is still asked of the file system"
