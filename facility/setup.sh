@@ -93,9 +93,10 @@ fi
 mkdir -m 700 -p "$home" && mkdir -p "$home"/{cache,state} || fail "--home $home cannot be made, see above; name a directory of yours, on a file system with room, that the nodes see"
 home=$(cd "$home" && pwd)
 mine=$(mktemp -d "$home/.mine.XXXXXX") || fail "--home $home cannot be written to, see above; name a directory of yours"  # shown as ours, whatever numbers a file system gives
-owners="$(stat -c %u "$home") $(stat -c %u "$home"/state)" made=$(stat -c %u "$mine"); rmdir "$mine"
-for owner in $owners; do
-    [ "$owner" = "$made" ] || [ "$owner" = 0 ] || fail "--home $home, or state in it, belongs to another account ($(stat -c %U "$home" "$home"/state | sort -u | tr '\n' ' ')), which could exchange what jobs of yours run; name a directory of your own"
+made=$(stat -c %u "$mine"); rmdir "$mine"
+for place in "$home" "$home"/{cache,state}; do
+    owner=$(stat -Lc %u "$place")
+    [ "$owner" = "$made" ] || [ "$owner" = 0 ] || fail "$place belongs to another account ($(stat -Lc %U "$place")), which could exchange what jobs of yours run; name a directory of your own by --home"
 done
 [ -z "$(find "$home/" -maxdepth 0 -perm -0002)" ] || fail "--home $home may be written by every account, which could exchange what jobs of yours run: chmod o-w $home"
 [ -z "$gate" ] || case "$home" in *[[:space:]\"\'\\\$\`\;\&\|\<\>\(\)\*\?\[\]\#\!]*) fail "--home $home holds a blank, a quote or another character that means something to a shell, which a forced command in authorized_keys cannot quote; name another" ;; esac
