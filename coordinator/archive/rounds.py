@@ -95,7 +95,8 @@ class FacilityRow:
     """Share of right answers on its validation data; None for a task that has none."""
     accuracy_returned: float | None = None
     sent: str = "full"
-    """How the model travelled to it, and why it was whole where messages are asked for."""
+    """How the round's model travelled to it, and why it was whole where messages are asked for; empty: it was sent
+    none, for its job of an earlier round went on, or it could not be reached."""
     sent_bytes: int = 0
     received_bytes: int = 0
     """Of its update as it travelled."""
@@ -215,6 +216,10 @@ CARRIED = "not done when the round closed: its job goes on, and its update is av
 """Reason in the row of a late facility whose work is not lost."""
 DISCARDED = "not done when the round closed: its job goes on, and its update is discarded"
 """Reason in the row of one whose work is."""
+BUSY = "its job of an earlier round still runs"
+"""Reason in the row of one that was not sent the round's model, since its update is discarded."""
+UNREACHED = "it could not be reached before the round closed; it begins the next one from the newest model"
+"""Reason in the row of one that was not sent it, since its login or host did not answer."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
@@ -40,11 +40,35 @@ def rows_of(
     left_out: dict[str, str],
 ) -> list[FacilityRow]:
     """A row for every facility that answered, by name."""
+    busy = _at_work(archive, number)
     rows = [
-        _row(name, number, arrived, weights, left_out, outgoing(archive, settings, name, number))
+        _row(name, number, arrived, weights, left_out, _sent(archive, settings, name, number, arrived, busy))
         for name in sorted({*arrived.reports, *arrived.failures})
     ]
     return [_as_asked(row, settings) for row in rows]
+
+
+def _at_work(archive: Archive, number: int) -> set[str]:
+    """The facilities whose job of an earlier round went on as round `number` began."""
+    if not 0 < number <= len(archive.rounds()):
+        return set()
+    return {row.facility for row in archive.read_round(number - 1).facilities if row.reason == CARRIED}
+
+
+def _sent(
+    archive: Archive, settings: CoordinatorSettings, name: str, number: int, arrived: Arrived, busy: set[str]
+) -> Outgoing | None:
+    """What the facility was sent in the round; None where its job of an earlier round went on, or it was not reached.
+
+    One that was `busy` has begun anew in this round if its update is of this round.
+    """
+    report, failure = arrived.reports.get(name), arrived.failures.get(name)
+    of_now = report is not None and report.round == number
+    if (report is not None and not of_now) or (name in busy and not of_now):
+        return None
+    if failure is not None and failure.kind == "late" and failure.reason in (BUSY, UNREACHED):
+        return None
+    return outgoing(archive, settings, name, number)
 
 
 def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
@@ -62,15 +86,15 @@ def _row(
     arrived: Arrived,
     weights: dict[str, float],
     left_out: dict[str, str],
-    sent: Outgoing,
+    sent: Outgoing | None,
 ) -> FacilityRow:
     row = FacilityRow(
         round=number,
         facility=name,
         status="ok",
-        sent=str(sent),
-        sent_bytes=sent.bytes,
-        moments_bytes=sent.moments_bytes,
+        sent=str(sent or ""),
+        sent_bytes=sent.bytes if sent else 0,
+        moments_bytes=sent.moments_bytes if sent else 0,
     )
     if (update := arrived.updates.get(name)) is not None:
         row = _with_manifest(row, read_manifest(update))

@@ -24,7 +24,7 @@ from typing import Any
 from streamflow.core.workflow import Status
 from streamflow.log_handler import logger
 
-from coordinator.archive.rounds import CARRIED, DISCARDED, Wait
+from coordinator.archive.rounds import BUSY, CARRIED, DISCARDED, UNREACHED, Wait
 from coordinator.config.closing import ClosingSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import (
@@ -294,11 +294,7 @@ class Closing:
             work.task.cancel()
             if work.after is not None and work.busy:
                 self._pending[facility] = work.after
-            reason = (
-                "its job of an earlier round still runs"
-                if work.busy
-                else "it could not be reached before the round closed; it begins the next one from the newest model"
-            )
+            reason = BUSY if work.busy else UNREACHED
         else:
             self._pending[facility] = work
             reason = CARRIED if self._carries else DISCARDED

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import sort_out
@@ -32,6 +32,8 @@ class Carried:
     write: Write = write_update
     number: int = 0
     proceed: bool = True
+    late: str = CARRIED
+    """Why facilities whose jobs do not arrive are not in the round."""
     at_work: dict[str, int] = field(default_factory=dict)
     """By facility: the round from whose model its job trains."""
 
@@ -88,7 +90,7 @@ class Carried:
                 earlier=Earlier(archive=self.archive, facility=name, seed=self.settings.seed),
             ),
             decoded=decoded,
-            late="not done when the round closed",
+            late=self.late,
         )
         if failure is None:
             assert update is not None

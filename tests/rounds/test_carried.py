@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
-from coordinator.archive.rounds import Archive
+from coordinator.archive.rounds import BUSY, UNREACHED, Archive
 from coordinator.archive.summary import summary, table
 from coordinator.config.closing import ClosingSettings, LimitSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
@@ -293,6 +293,34 @@ def test_status_and_report_have_a_column_of_staleness_where_an_update_came_late(
     assert [cell for cell in column.cells if cell] == ["0", "0", "0", "1"], "a and b of two rounds"
     data = gather(federation.archive, federation="f", settings={"rounds": 9})
     assert "| staleness |" in markdown(data) and "<th>staleness</th>" in page(data)
+
+
+def test_a_model_counts_as_sent_where_a_job_began_from_it(tmp_path: Path):
+    """A facility three rounds late was said to have been sent four models: it got one, and its next one after that."""
+    federation, begun_jobs = begun(tmp_path), {(name, 0) for name in "abc"}
+    for now in ("a", "ab", "a", "abc", "abc"):
+        federation.open()
+        begun_jobs |= {(name, started) for name, started in federation.at_work.items()}
+        federation.close(now)
+    rows = {(row.facility, row.round): row for row in federation.rows()}
+    assert {place for place, row in rows.items() if row.sent} == begun_jobs == {
+        *(("a", number) for number in range(5)), ("b", 0), ("b", 2), ("b", 4), ("c", 0), ("c", 4)
+    }  # fmt: skip
+    size = rows["a", 1].sent_bytes
+    assert size and all(row.sent_bytes == (size if row.sent else 0) for row in rows.values() if row.round)
+    traffic = gather(federation.archive, federation="f", settings={"facilities": list("abc")})["traffic"]
+    for name in "abc":
+        sent = [rows[place].sent_bytes for place in begun_jobs if place[0] == name]
+        assert traffic[name]["to_bytes"] == sum(sent) > 0
+
+
+@pytest.mark.parametrize("reason", [BUSY, UNREACHED])
+def test_a_facility_that_was_not_reached_or_had_a_job_was_sent_nothing(tmp_path: Path, reason: str):
+    federation = begun(tmp_path)
+    federation.late = reason
+    federation.close("ab")
+    (row,) = [row for row in federation.rows() if row.facility == "c"]
+    assert (row.status, row.sent, row.sent_bytes) == ("late", "", 0)
 
 
 def test_a_quorum_of_refused_updates_waits_for_another_and_does_not_end_the_run(
