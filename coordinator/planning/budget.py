@@ -113,10 +113,7 @@ def plan_budget(facilities: Sequence[FacilityPace], samples: float) -> Budget:
 
     most = sum(math.inf if f.maximum_steps is None else f.maximum_steps * f.samples_per_step for f in facilities)
     if most < samples * (1 - 1e-12):
-        raise Infeasible(
-            f"the facilities may do at most {most:g} samples in a round (maximum_steps), {samples:g} are asked for: "
-            f"short by {samples - most:g}; raise a limit or ask for less"
-        )
+        raise _short(most, samples, "maximum_steps")
     high = max(f.end(max(f.minimum_steps, 1)) for f in facilities)
     while done(high) < samples * (1 - 1e-12):
         high *= 2
@@ -154,8 +151,10 @@ def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[i
     ]
     left = samples - sum(steps[f.name] * f.samples_per_step for f in held)
     room = sum((f.maximum_steps or 0) * f.samples_per_step for f in rest)
+    if left > room + SLACK * samples:
+        raise _short(samples - left + room, samples, "rounds.most_steps")
     if left > SLACK * samples:
-        wanted = min(left, room) if left <= room + SLACK * samples else left  # the same but for rounding
+        wanted = min(left, room)  # the same but for rounding
         steps |= {name: steps[name] + more for name, more in plan_budget(rest, wanted).steps.items()}
         _drop_spare(held, steps, samples)
     reasons = [
@@ -165,6 +164,13 @@ def plan_within(facilities: Sequence[FacilityPace], bounds: Mapping[str, tuple[i
         if steps[f.name] == count
     ]
     return _told(held, steps, samples, reasons)
+
+
+def _short(most: float, samples: float, limit: str) -> Infeasible:
+    return Infeasible(
+        f"the facilities may do at most {most:g} samples in a round ({limit}), {samples:g} are asked for: "
+        f"short by {samples - most:g}; raise a limit or ask for less"
+    )
 
 
 def _told(
@@ -184,10 +190,16 @@ def _told(
     )
 
 
-def hold(fresh: Budget, facilities: Sequence[FacilityPace], steps: Mapping[str, int], least_gain: float) -> Budget:
-    """`fresh`, or the `steps` in use where it would shorten the round by a share below `least_gain` only."""
+def hold(
+    fresh: Budget, facilities: Sequence[FacilityPace], steps: Mapping[str, int], least_gain: float, samples: float
+) -> Budget:
+    """`fresh`, or the `steps` in use where it would shorten the round by a share below `least_gain` only, and they do
+    the `samples` that `fresh` was made for: a round that does less is shorter for that."""
     ends = {f.name: f.end(steps[f.name]) for f in facilities if steps[f.name]}
-    now = max(ends.values())
+    now, done = max(ends.values()), sum(steps[f.name] * f.samples_per_step for f in facilities)
+    if done < samples * (1 - SLACK):
+        why = f"moved: the steps as they are set do {done:g} of the {samples:g} samples that are asked for"
+        return replace(fresh, reasons=(why, *fresh.reasons))
     share = 1 - fresh.round_seconds / now
     if share >= least_gain:
         why = f"moved: the round took {now:.4g} s as it is set, {share:.1%} more than needed"
@@ -197,7 +209,7 @@ def hold(fresh: Budget, facilities: Sequence[FacilityPace], steps: Mapping[str, 
         steps=dict(steps),
         end_seconds=ends,
         round_seconds=now,
-        samples=sum(steps[f.name] * f.samples_per_step for f in facilities),
+        samples=done,
         reasons=(
             f"kept: other steps would save {max(0.0, share):.1%} of {now:.4g} s, "
             f"less than the {least_gain:.0%} asked for",

@@ -60,7 +60,7 @@ def plan_work(
     now = sum(steps[pace.name] * pace.samples_per_step for pace in paces)
     bounds, wanted = bounds_of(federation), now if samples is None else samples
     fresh = plan_within(paces, bounds, wanted) if bounds else plan_budget(paces, wanted)
-    chosen = fresh if samples is not None else hold(fresh, paces, steps, gain)
+    chosen = fresh if samples is not None else hold(fresh, paces, steps, gain, now)
     if federation.even is not None:
         each = ", ".join(f"{name} {least:,} to {most:,}" for name, (least, most) in bounds.items())
         asked = f"rounds.steps is {federation.even.steps}: rounds ask for such steps by themselves, within {each}"

@@ -2,7 +2,8 @@
 
 The budget of `coordinator.planning.budget` (divisible loads), from the paces of the latest rounds, queue and transfers
 included: as many samples as the settings ask for in all, at the earliest common end, within the stated bounds. Steps in
-use stay unless others shorten the round by `GAIN` (hysteresis), so that noise in the times moves nothing.
+use stay unless others shorten the round by `GAIN` (hysteresis), so that noise in the times moves nothing, or the
+settings ask for more than they do, as where `training.steps` was raised or a facility has left.
 """
 
 from __future__ import annotations
@@ -47,5 +48,5 @@ def steps_ahead(
     wanted = sum(nominal[pace.name] * pace.samples_per_step for pace in paces)
     fresh = plan_within(paces, bounds, wanted)
     used = {name: min(max(before[name], bounds[name][0]), bounds[name][1]) for name in known}
-    chosen = hold(fresh, paces, used, GAIN)
+    chosen = hold(fresh, paces, used, GAIN, wanted)
     return Ahead(steps=nominal | chosen.steps, reason=chosen.reasons[0])

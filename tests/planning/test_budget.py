@@ -91,6 +91,16 @@ def test_more_than_bounds_allow_is_refused_and_all_that_they_allow_is_not():
         plan_within(paces, bounds, 2.2)
 
 
+def test_what_bounds_allow_is_told_of_all_facilities_and_where_none_has_any_choice():
+    """It was told of what they may do beyond their least, and without a choice that there are no facilities."""
+    paces = [FacilityPace(name=name, seconds_per_step=1, samples_per_step=2) for name in "ab"]
+    for bounds in ({"a": (3, 5), "b": (4, 7)}, {"a": (5, 5), "b": (7, 7)}):
+        with pytest.raises(
+            Infeasible, match=r"at most 24 samples in a round \(rounds.most_steps\), 30 are asked for: sh"
+        ):
+            plan_within(paces, bounds, 30)
+
+
 def test_facilities_end_together():
     """Twice as fast does twice the steps; an hour in the queue costs an hour of steps."""
     found = plan_budget(

@@ -106,6 +106,24 @@ def test_where_no_bound_holds_all_end_together(speeds: dict[str, Speed]):
         assert max(ends) - min(ends) <= 2 * max(speed.step for speed in speeds.values()) + 1e-6
 
 
+@given(
+    speeds=SPEEDS, plans=st.lists(st.dictionaries(st.sampled_from(NAMES), st.integers(20, 200), min_size=2), min_size=2)
+)
+def test_whatever_the_settings_become_a_round_has_the_samples_that_they_ask_for(
+    speeds: dict[str, Speed], plans: list[dict[str, int]]
+):
+    """Once training.steps was doubled, or the fastest facility had left, rounds went on with half of it."""
+    history: list[RoundFile] = []
+    asked = plans[0]
+    for number, nominal in enumerate(plans):
+        one = entry(number, speeds, nominal | {name: steps for name, steps in asked.items() if name in nominal})
+        asked = steps_ahead(EVEN, nominal, [*history, one], []).steps
+        history.append(dataclasses.replace(one, next_steps=asked))
+        assert sum(asked.values()) >= sum(nominal.values())
+        for name, steps in nominal.items():
+            assert EVEN.bounds(steps)[0] <= asked[name] <= EVEN.bounds(steps)[1]
+
+
 def test_noise_moves_nothing_once_steps_are_even():
     speeds = {"a": Speed(1.0), "b": Speed(1.0), "c": Speed(1.0), "d": Speed(4.0)}
     asked = lived(speeds, dict.fromkeys(NAMES, 100), 30, noise=0.02)
