@@ -14,11 +14,11 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.archive.task import task_of_rows
+from facility.exchange.messages.loss_curve import mean_of
 from facility.exchange.task_words import TaskWords, words_of
 
 FOLDER = "trackers"
@@ -50,7 +50,7 @@ def _of_facility(row: FacilityRow, words: TaskWords) -> dict[str, float | None]:
     return {
         "loss_received": row.loss_received,
         "loss_returned": row.loss_returned,
-        "loss_training": fmean(loss for _, loss in row.training_losses) if row.training_losses else None,
+        "loss_training": mean_of(row.training_losses, row.steps),
         "weight": row.weight,
         words.unit: float(words.count(dataclasses.asdict(row))),
         f"{words.unit}_per_second": words.speed(dataclasses.asdict(row)) or None,

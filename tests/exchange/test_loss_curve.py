@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from facility.exchange.messages.loss_curve import KEY, MOST_POINTS, loss_curve, loss_curve_of
+from facility.exchange.messages.loss_curve import KEY, MOST_POINTS, loss_curve, loss_curve_of, mean_of
 from facility.exchange.messages.report import Report
 
 FIGURES: dict[str, Any] = dict.fromkeys(
@@ -32,6 +32,8 @@ def test_a_curve_has_few_points_the_last_of_them_the_last_step_and_every_step_co
 
 def test_skipped_steps_do_not_count():
     assert loss_curve([2.0, -1.0, 4.0]) == [(1, 2.0), (3, 4.0)]
+    assert mean_of([(1, 2.0), (3, 4.0)], 3) == 3.0
+    assert mean_of([], 3) is None and mean_of([(5, 2.0)], 0) == 2.0
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
 from coordinator.report.trackers import FOLDER, curves, track_round
+from facility.exchange.messages.loss_curve import loss_curve
 from tests.conftest import ROOT
 from tests.report.made import made_archive
 
@@ -33,6 +36,16 @@ def test_tensorboard_holds_each_round_of_each_facility(tmp_path: Path):
         found = [(one.step, pytest.approx(one.value)) for one in read.Scalars("loss_received")]
         expected = [(entry.round, curves(entry)[run]["loss_received"]) for entry in history if run in curves(entry)]
         assert expected == found and len(found) >= 2
+
+
+@pytest.mark.parametrize("steps", [7, 60, 100])
+def test_the_training_loss_of_a_round_is_the_mean_of_its_steps(tmp_path: Path, steps: int):
+    """Of 60 steps half of the points are of one step and half of two; each point counted the same."""
+    losses = [9.0 * 0.9**number for number in range(steps)]
+    entry = made_archive(tmp_path / "archive", facilities=1, rounds=1).history()[0]
+    row = dataclasses.replace(entry.facilities[0], steps=steps, training_losses=loss_curve(losses))
+    told = curves(dataclasses.replace(entry, facilities=[row]))[row.facility]["loss_training"]
+    assert told == pytest.approx(fmean(losses), abs=1e-5)
 
 
 def test_a_tracker_that_is_not_there_is_reported_and_ends_nothing(tmp_path: Path):
