@@ -82,6 +82,8 @@ class FacilityRow:
     tokens: int = 0
     samples: int = 0
     steps: int = 0
+    work: float = 0.0
+    """Of its update, as a multiple of the steps that its settings asked for then; 0: all take those."""
     seconds: float = 0.0
     """Load + train + evaluate + save at the facility."""
     tokens_per_second: float = 0.0

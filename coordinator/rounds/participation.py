@@ -60,12 +60,13 @@ def delivered(history: Sequence[RoundFile], now: Collection[str]) -> dict[str, f
 
 
 def work_in_a_delivery(history: Sequence[RoundFile], now: Mapping[str, Done], work: Work) -> dict[str, float]:
-    """Mean work of each facility's updates, with those of the round that is being closed (`now`)."""
+    """Mean work of each facility's updates, with those of the round that is being closed (`now`). That of an earlier
+    round is what it was by the settings of its time, where its row says so."""
     found = {name: [work(name, one)] for name, one in now.items()}
     for entry in history:
         for row in entry.facilities:
             if row.status == "ok":
-                found.setdefault(row.facility, []).append(work(row.facility, row))
+                found.setdefault(row.facility, []).append(row.work or work(row.facility, row))
     return {name: fmean(each) for name, each in found.items()}
 
 

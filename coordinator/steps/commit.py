@@ -22,7 +22,7 @@ from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
 from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
-from coordinator.archive.rounds import CLIPS, Archive, RoundFile
+from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
 from coordinator.config.settings import CoordinatorSettings
@@ -232,6 +232,14 @@ def work_of(settings: CoordinatorSettings, model: Path) -> Work:
     return work
 
 
+def with_work(round: Commit, rows: list[FacilityRow]) -> list[FacilityRow]:
+    """The rows with the work of each update, which the settings of later rounds do not tell."""
+    if not counts_work(round):
+        return rows
+    work = work_of(round.settings, round.model)
+    return [dataclasses.replace(row, work=work(row.facility, row)) if row.status == "ok" else row for row in rows]
+
+
 def own_weights(round: Commit) -> dict[str, float]:
     """What updates weigh, by facility: as the settings say, else by their reports."""
     kind = round.aggregation.weights
@@ -269,7 +277,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     """Write the message for the facilities and round.json, with the decision on what follows."""
     archive, settings, number = round.archive, round.settings, round.number
     message = make_message(directory, round.model, settings.sending)
-    rows = rows_of(archive, settings, number, round.arrived, round.weights, round.left_out)
+    rows = with_work(round, rows_of(archive, settings, number, round.arrived, round.weights, round.left_out))
     history = round.history
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(reported)

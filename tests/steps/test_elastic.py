@@ -343,15 +343,22 @@ LIES = 0
 """Says that it took 2 steps, and claims the tokens of 32."""
 
 
-def weights_after(folder: Path, taken: list[dict[str, int]], **changes: Any) -> list[dict[str, float]]:
-    """Weights of each round in which facilities took so many steps (8 are set) of one sequence of ten tokens each."""
-    archive, nominal = Archive(folder / "archive"), dict.fromkeys(taken[0], 8)
-    fields = {"sequences": dict.fromkeys(nominal, 32), "claims": ClaimSettings(sequence_tokens=10)} | changes
-    settings = CoordinatorSettings(
-        federation="f", rounds=9, facilities=list(nominal), even=ELASTIC, steps=nominal, **fields
-    )
-    model, number, _ = start(archive, save_pico(folder / "model", dtype="bfloat16"), settings)
-    for steps in taken:
+def weights_after(
+    folder: Path, taken: list[dict[str, int]], *, asked: list[dict[str, int]] | None = None, **changes: Any
+) -> list[dict[str, float]]:
+    """Weights of each round in which facilities took so many steps of one sequence of ten tokens each.
+
+    `asked`: what `training.steps` was in each round; None: 8 for all.
+    """
+    archive, fields = Archive(folder / "archive"), {"claims": ClaimSettings(sequence_tokens=10)} | changes
+
+    def under(nominal: dict[str, int]) -> CoordinatorSettings:
+        own = {"steps": nominal, "sequences": {name: 4 * steps for name, steps in nominal.items()}}
+        return CoordinatorSettings(federation="f", rounds=9, facilities=list(nominal), even=ELASTIC, **own, **fields)
+
+    asks = asked or [dict.fromkeys(taken[0], 8)] * len(taken)
+    model, number, _ = start(archive, save_pico(folder / "model", dtype="bfloat16"), under(asks[0]))
+    for steps, settings in zip(taken, map(under, asks), strict=True):
         updates = []
         for name, count in steps.items():
             update = write_update(folder / f"{number}-{name}", model, name, round=number)
@@ -374,6 +381,13 @@ def test_where_one_always_takes_fewer_steps_every_facility_weighs_as_its_setting
 def test_where_steps_vary_from_round_to_round_updates_weigh_by_what_was_done(tmp_path: Path):
     found = weights_after(tmp_path, [{"a": 12, "b": 4}, {"a": 4, "b": 12}])
     assert found[1] == pytest.approx({"a": 0.25, "b": 0.75}), "over both rounds they did as much"
+
+
+def test_steps_that_a_facility_was_asked_for_before_say_nothing_of_what_it_does_now(tmp_path: Path):
+    """Its earlier updates seemed to be a quarter of a round's work, and each new one weighed twice what it should."""
+    asked = [{"a": 8, "b": 8}] * 3 + [{"a": 32, "b": 8}] * 2
+    for steps, found in zip(asked, weights_after(tmp_path, asked, asked=asked), strict=True):
+        assert found == pytest.approx({name: count / sum(steps.values()) for name, count in steps.items()})
 
 
 def test_weights_that_do_not_follow_what_was_done_stay_as_they_are(tmp_path: Path):
