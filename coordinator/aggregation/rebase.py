@@ -20,6 +20,7 @@ import numpy as np
 
 from coordinator.aggregation.rebase_moments import rebase_moments
 from facility.exchange.checkpoints.checkpoint import FLOATS, INDEX, Checkpoint, TensorEntry, open_checkpoint
+from facility.exchange.checkpoints.delta_decoding import DECODED, TRAVELLED
 from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
@@ -28,7 +29,7 @@ from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link
-from facility.exchange.messages.manifest import NAME, read_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 
 
 def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> None:
@@ -57,7 +58,12 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
                     for offset, content in raw(entry):
                         writer.write(name, offset, content)
         manifest, written = read_manifest(update), open_checkpoint(temporary)
-        write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}))
+        extra = manifest.extra if DECODED in manifest.extra else manifest.extra | {TRAVELLED: _bytes_of(manifest)}
+        write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}, extra=extra))
+
+
+def _bytes_of(manifest: Manifest) -> int:
+    return sum(entry.size for entry in manifest.files.values())
 
 
 def _steps(trained: Checkpoint, started: Checkpoint, present: Checkpoint, facility: str) -> list[str]:

@@ -11,6 +11,7 @@ from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import Outgoing, bytes_of, outgoing
 from facility.exchange.checkpoints.companions import MOMENTS
+from facility.exchange.checkpoints.delta_decoding import TRAVELLED
 from facility.exchange.messages.dataset_card import dataset_of
 from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
@@ -156,8 +157,9 @@ def _with_manifest(row: FacilityRow, manifest: Manifest) -> FacilityRow:
 
 
 def _travelled(manifest: Manifest) -> int:
-    """Bytes that came: of the message, where one was decoded here; whatever else a facility says there is not read."""
-    claimed = manifest.extra.get("message_bytes")
+    """Bytes that came, also where a message was decoded here or a late update was moved; whatever else a facility says
+    there is not read."""
+    claimed = manifest.extra.get(TRAVELLED)
     return claimed if type(claimed) is int and 0 < claimed <= MOST_COUNT else bytes_of(manifest)
 
 

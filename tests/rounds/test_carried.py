@@ -296,18 +296,19 @@ def test_status_and_report_have_a_column_of_staleness_where_an_update_came_late(
 
 
 def test_a_model_counts_as_sent_where_a_job_began_from_it(tmp_path: Path):
-    """A facility three rounds late was said to have been sent four models: it got one, and its next one after that."""
+    """A facility two rounds late was said to have been sent three models: it got one."""
     federation, begun_jobs = begun(tmp_path), {(name, 0) for name in "abc"}
-    for now in ("a", "ab", "a", "abc", "abc"):
+    for now in ("a", "ab", "abc"):
         federation.open()
         begun_jobs |= {(name, started) for name, started in federation.at_work.items()}
         federation.close(now)
     rows = {(row.facility, row.round): row for row in federation.rows()}
-    assert {place for place, row in rows.items() if row.sent} == begun_jobs == {
-        *(("a", number) for number in range(5)), ("b", 0), ("b", 2), ("b", 4), ("c", 0), ("c", 4)
-    }  # fmt: skip
+    assert begun_jobs == {("a", 0), ("a", 1), ("a", 2), ("b", 0), ("b", 2), ("c", 0)}
+    assert {place for place, row in rows.items() if row.sent} == begun_jobs
     size = rows["a", 1].sent_bytes
     assert size and all(row.sent_bytes == (size if row.sent else 0) for row in rows.values() if row.round)
+    came = [row.received_bytes for row in rows.values() if row.status == "ok"]
+    assert min(came) > 0.98 * max(came), "a late one is moved in float32, and came in half as many bytes"
     traffic = gather(federation.archive, federation="f", settings={"facilities": list("abc")})["traffic"]
     for name in "abc":
         sent = [rows[place].sent_bytes for place in begun_jobs if place[0] == name]

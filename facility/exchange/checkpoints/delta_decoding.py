@@ -38,6 +38,8 @@ from facility.exchange.messages.manifest import (
 
 DECODED = "decoded_from"
 """In `extra`: the encoding that a directory travelled in."""
+TRAVELLED = "message_bytes"
+"""In `extra`, of a directory that is not what came: the bytes that did."""
 
 
 def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) -> Manifest:
@@ -118,7 +120,7 @@ def _describe(
             dtypes=open_checkpoint(directory).dtypes(),
             parameters=old.parameters,
             files={},
-            extra=extra | {DECODED: manifest.encoding, "message_bytes": travelled},
+            extra=extra | {DECODED: manifest.encoding, TRAVELLED: travelled},
         ),
         digests,
     )
