@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from coordinator.aggregation.first_adapters import started_from
+from coordinator.aggregation.rebase import rebase
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.candidates import candidate, candidates
 from coordinator.config.settings import CoordinatorSettings
@@ -49,11 +52,29 @@ def keep(archive: Archive, prefix: str, updates: Mapping[str, Path]) -> None:
 
 
 def keep_updates(
-    archive: Archive, settings: CoordinatorSettings, updates: Mapping[str, Path], left_out: Collection[str]
+    archive: Archive,
+    settings: CoordinatorSettings,
+    updates: Mapping[str, Path],
+    left_out: Collection[str],
+    *,
+    model: Path,
+    late: Mapping[str, int],
 ) -> None:
-    """Keep the updates of a round that count, where they will be compared."""
-    if settings.comparison is not None and settings.comparison.updates:
-        keep(archive, UPDATE_OF, {name: path for name, path in updates.items() if name not in left_out})
+    """Keep the updates of a round that count, where they will be compared.
+
+    `model`: which the round began with. `late`: by facility, the round that its update was made for, where that is an
+    earlier one: it is kept as its facility made it, and not as it was moved to the present model.
+    """
+    if settings.comparison is None or not settings.comparison.updates:
+        return
+    counted = {name: path for name, path in updates.items() if name not in left_out}
+    keep(archive, UPDATE_OF, {name: path for name, path in counted.items() if name not in late})
+    for name in sorted(counted.keys() & late.keys()):
+        with tempfile.TemporaryDirectory(dir=archive.path, prefix=".late.") as folder:
+            scratch, update = Path(folder), counted[name]
+            with started_from(update, archive.model_for(late[name]), settings.seed, scratch=scratch) as then:
+                rebase(update, then=model, now=then, out=scratch / "made", facility=name)
+            keep(archive, UPDATE_OF, {name: scratch / "made"})
 
 
 def begin(archive: Archive) -> None:

@@ -318,7 +318,8 @@ def keep_beside(round: Commit) -> None:
     made again only while the round is not there."""
     archive, number, limited = round.archive, round.number, round.limited
     note_untold(archive, number)
-    keep_updates(archive, round.settings, round.arrived.updates, round.left_out)
+    late = {name: one.round for name, one in round.arrived.reports.items() if one.round < number}
+    keep_updates(archive, round.settings, round.arrived.updates, round.left_out, model=round.model, late=late)
     if limited is not None:
         archive.write_note(LIMITED, {"after_round": number, "limit": limited.limit, "reason": limited.reason})
 

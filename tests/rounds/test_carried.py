@@ -17,6 +17,7 @@ from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import BUSY, UNREACHED, Archive
 from coordinator.archive.summary import summary, table
 from coordinator.config.closing import ClosingSettings, LimitSettings
+from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
@@ -313,6 +314,19 @@ def test_a_model_counts_as_sent_where_a_job_began_from_it(tmp_path: Path):
     for name in "abc":
         sent = [rows[place].sent_bytes for place in begun_jobs if place[0] == name]
         assert traffic[name]["to_bytes"] == sum(sent) > 0
+
+
+def test_a_late_update_is_compared_as_its_facility_made_it(tmp_path: Path):
+    """The matrix told of an update that held what others had learned meanwhile, under the name of this facility."""
+    federation = begun(tmp_path, names="ab", comparison=ComparisonSettings())
+    federation.close("a", {"a": {"move": 0.5}})
+    made = federation.update_of("b")
+    federation.close("b", {"b": {"move": 0.25}})
+    kept = values(federation.archive.compared / "update.b")
+    for name, value in values(made).items():
+        assert torch.allclose(kept[name], value, atol=1e-6), name
+    assert sorted(path.name for path in federation.archive.compared.iterdir()) == ["update.a", "update.b"]
+    assert not list(federation.archive.path.glob(".late.*"))
 
 
 @pytest.mark.parametrize("reason", [BUSY, UNREACHED])

@@ -180,7 +180,7 @@ def test_a_round_whose_coordinator_was_killed_once_it_was_there_is_told_at_the_n
     model, number, _ = start(two_rounds, tmp_path / "model", SETTINGS)
     update = write_update(tmp_path / "a2", model, "a", round=number)
 
-    def killed(*_: object) -> None:
+    def killed(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     for place, complete in (
