@@ -1,7 +1,8 @@
 """Simulates whole federations: queues, training, failures, transfers; up to 1,000 facilities x 1,000 rounds.
 
 A facility's round: it receives the model, its job waits in a queue, trains, may fail and be queued again, and the
-update is returned. All transfers of one direction share the coordinator's link. Policies for when a round closes:
+update is returned. Transfers of facilities that begin together share the coordinator's link in each direction; late ones
+slow down nobody else's, and under `asynchronous` none does. Policies for when a round closes:
 
 - `synchronous`: when all updates have arrived (or their facilities have given up);
 - `quorum`: when `quorum` updates have arrived, or, short of that, all jobs have ended; the others continue and count in
@@ -336,20 +337,26 @@ def _asynchronous(federation: Federation, sites: _Sites) -> FederationResult:
         ends_all = np.concatenate([e for _, e in blocks], axis=1)
         good = ~np.concatenate([t.gave_up.reshape(count, block) for t, _ in blocks], axis=1)
         moments = np.sort(ends_all[good])
-        if len(moments) >= wanted and moments[wanted - 1] <= reached.min():
+        if len(moments) >= wanted and moments[wanted - 1] < reached.min():
             break
     last = float(moments[wanted - 1])
     inside = ends_all <= last
-    account = _Account(sat_out=int((~good & inside).sum()))
-    for name in ("training", "queueing", "transferring"):
-        values = np.concatenate([getattr(t, name).reshape(count, block) for t, _ in blocks], axis=1)
-        setattr(account, name, float(values[inside].sum()))
-    failed = np.concatenate([t.failed.reshape(count, block) for t, _ in blocks], axis=1)
-    account.failures = int(failed[inside].sum())
+    own = np.arange(count), inside.sum(axis=1)  # of each facility, the turn under way then
+    every = {
+        name: np.concatenate([getattr(t, name).reshape(count, block) for t, _ in blocks], axis=1)
+        for name in ("training", "queueing", "transferring", "failed")
+    }
+    account = _Account(sat_out=int((~good & inside).sum()), failures=int(every.pop("failed")[inside].sum()))
+    for name, values in every.items():
+        setattr(account, name, float(values[inside].sum() + values[own].sum()))
+    begun = np.concatenate([np.zeros((count, 1)), ends_all], axis=1)[own]
+    parts = np.concatenate([np.stack(t.parts).reshape(4, count, block) for t, _ in blocks], axis=2)[:, *own] + begun
+    account.cut(last, np.array([begun, *parts, every["queueing"][own]]))
     closes = [float(m) for m in moments[count - 1 : wanted : count]]
     took_part = (good & inside).sum(axis=1).astype(float)
     account.samples = float(took_part @ sites.samples)
-    return _result(federation, sites, closes, took_part, account, pause * float(inside.sum()))
+    waited = pause * float(inside.sum()) + float(np.maximum(last - parts[-1], 0.0).sum())
+    return _result(federation, sites, closes, took_part, account, waited)
 
 
 def _result(

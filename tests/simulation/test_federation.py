@@ -137,7 +137,7 @@ def test_a_round_short_of_its_quorum_closes_when_the_last_job_has_failed(late: A
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("policy", ["synchronous", "quorum", "deadline"])
+@pytest.mark.parametrize("policy", ["synchronous", "quorum", "deadline", "asynchronous"])
 def test_the_shares_of_a_facilitys_time_are_all_of_it(policy: str, seed: int):
     """Whatever is under way when the federation ends counts until then."""
     draw = random.Random(seed)
@@ -154,10 +154,26 @@ def test_the_shares_of_a_facilitys_time_are_all_of_it(policy: str, seed: int):
     ]
     limits = {"quorum": {"quorum": draw.randint(1, 3)}, "deadline": {"deadline_seconds": 60.0}}.get(policy, {})
     result = simulate_federation(
-        federation(facilities=sites, rounds=draw.randint(1, 5), model_megabytes=20, policy=policy, seed=seed, **limits)
+        federation(
+            facilities=sites,
+            rounds=draw.randint(1, 5),
+            model_megabytes=20,
+            policy=policy,
+            seed=seed,
+            aggregate_seconds=3,
+            **limits,
+        )
     )
     shares = (result.training_share, result.queue_share, result.transfer_share, result.waiting_share)
     assert min(shares) >= -1e-9 and sum(shares) == pytest.approx(1)
+
+
+def test_without_waiting_by_hand():
+    """Each of two makes 16 updates of 10 s, with 1 s for each model: as the last comes, nothing is under way."""
+    run = federation(facilities=[Site(count=2, train_seconds=10)], rounds=16, model_megabytes=0, policy="asynchronous")
+    found = simulate_federation(dataclasses.replace(run, aggregate_seconds=1))
+    assert (found.seconds, found.updates) == (pytest.approx(16 * 11), 32)
+    assert (found.training_share, found.waiting_share) == (pytest.approx(10 / 11), pytest.approx(1 / 11))
 
 
 def test_without_waiting_the_rate_is_that_of_a_facility_alone():
