@@ -1,8 +1,8 @@
 """Simulates whole federations: queues, training, failures, transfers; up to 1,000 facilities x 1,000 rounds.
 
 A facility's round: it receives the model, its job waits in a queue, trains, may fail and be queued again, and the
-update is returned. Transfers of facilities that begin together share the coordinator's link in each direction; late ones
-slow down nobody else's, and under `asynchronous` none does. Policies for when a round closes:
+update is returned. Transfers of facilities that begin together share the coordinator's link in each direction; late
+ones slow down nobody else's, and under `asynchronous` none does. Policies for when a round closes:
 
 - `synchronous`: when all updates have arrived (or their facilities have given up);
 - `quorum`: when `quorum` updates have arrived, or, short of that, all jobs have ended; the others continue and count in
