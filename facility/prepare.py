@@ -255,15 +255,13 @@ def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
             bar.close()
 
 
-def progress_lines(
-    out: TextIO, clock: Callable[[], float] = time.monotonic, seconds: float = LINE_SECONDS
-) -> Callable[[str, float, int], None]:
-    """Writes a line at most every so many seconds, the first after as many: for logs, which a bar would fill."""
+def progress_lines(out: TextIO, clock: Callable[[], float] = time.monotonic) -> Callable[[str, float, int], None]:
+    """Writes a line at most every `LINE_SECONDS`, the first after as many: for logs, which a bar would fill."""
     last = clock()
 
     def progress(source: str, share: float, documents: int) -> None:
         nonlocal last
-        if clock() - last >= seconds:
+        if clock() - last >= LINE_SECONDS:
             last = clock()
             where = f" ({source})" if source else ""
             print(f"{share:.0%} read, {documents:,} documents{where}", file=out, flush=True)

@@ -42,6 +42,8 @@ SUBMIT = {
 """How a template with these directives is submitted. All but `flux batch` wait for the job's end."""
 WAIT = {"flux": ["flux", "job", "status"]}
 """What waits for the end of the job whose id follows, and ends with its exit code."""
+ATTEMPTS, ATTEMPT_SECONDS = 20, 0.25
+"""How often, and how far apart, to look again for what a queue brings a while after a job has ended."""
 
 
 def trial_settings(ranks: int) -> FacilitySettings:
@@ -158,14 +160,14 @@ def submitted(words: list[str], text: str, folder: Path, limit_seconds: float) -
     return result
 
 
-def printed(job: Path, attempts: int = 20) -> str:
+def printed(job: Path, attempts: int = ATTEMPTS) -> str:
     """The last of what the job printed into a file of its directory; a queue may bring that after the job has ended."""
     for _ in range(attempts):
         if files := [path for path in job.iterdir() if path.is_file()]:
             with max(files, key=lambda path: path.stat().st_mtime).open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 2000))
                 return file.read().decode(errors="replace")
-        time.sleep(0.25)
+        time.sleep(ATTEMPT_SECONDS)
     return ""
 
 
@@ -185,13 +187,13 @@ def verdict(folder: Path, seconds: float) -> str:
     return f"{trained.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
 
 
-def removed(folder: Path, attempts: int = 20) -> bool:
+def removed(folder: Path) -> bool:
     """Remove it, though a queue may bring what the job printed after its end, as PBS does. True: it is gone."""
-    for _ in range(attempts):
+    for _ in range(ATTEMPTS):
         shutil.rmtree(folder, ignore_errors=True)
         if not folder.exists():
             return True
-        time.sleep(0.25)
+        time.sleep(ATTEMPT_SECONDS)
     return False
 
 

@@ -20,13 +20,11 @@ SIZES = Sizes(characters=80_000, vocabulary=400, block_tokens=32, hidden=32, lay
 TEXTS = ("stdlib", "manual")
 
 
-def ssh(
-    testbed: Testbed, site: Site, command: str, *, stdin: bytes = b"", check: bool = True
-) -> subprocess.CompletedProcess[bytes]:
+def ssh(testbed: Testbed, site: Site, command: str, *, stdin: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run a shell command at a facility as its user, as a person would. Raises `TransientError` when it fails."""
     line = ["ssh", "-F", str(testbed.ssh_config), site.name, command]
     result = subprocess.run(line, input=stdin, capture_output=True)
-    if check and result.returncode:
+    if result.returncode:
         said = (result.stderr or result.stdout).decode(errors="replace").strip()[-800:]
         raise TransientError(f"{site.name}: `{command:.200}` ended with code {result.returncode}: {said}")
     return result

@@ -1,4 +1,4 @@
-"""The rank grid of one facility: one reshaped `arange`, or what a plan says."""
+"""The rank grid of one facility: one reshaped `arange`."""
 
 from __future__ import annotations
 
@@ -97,10 +97,10 @@ def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list
     return [(first, end) for first, end in stage_units]
 
 
-def grid(world: int, *, replicas: int = 1, stages: int = 1, order: list[list[int]] | None = None) -> Grid:
+def grid(world: int, *, replicas: int = 1, stages: int = 1) -> Grid:
     """Arrange `world` ranks; shards are what replicas and stages leave over, and lie on neighbouring ranks.
 
-    `order[stage][replica]` places whole shard groups where a plan says so.
+    Raises `ConfigurationError` where `world` is no multiple of `replicas` x `stages`.
     """
     if replicas < 1 or stages < 1 or world % (replicas * stages):
         raise ConfigurationError(
@@ -108,14 +108,7 @@ def grid(world: int, *, replicas: int = 1, stages: int = 1, order: list[list[int
             f"the number of ranks must be a multiple of {replicas * stages}"
         )
     shards = world // (replicas * stages)
-    if order is None:
-        return Grid(ranks=np.arange(world).reshape(replicas, stages, shards))
-    groups = np.array(order).T  # replica, stage
-    if groups.shape != (replicas, stages) or sorted(groups.flatten().tolist()) != list(range(replicas * stages)):
-        raise ConfigurationError(
-            f"the plan's grid {order} does not name every group of ranks 0..{replicas * stages - 1} exactly once"
-        )
-    return Grid(ranks=groups[:, :, None] * shards + np.arange(shards))
+    return Grid(ranks=np.arange(world).reshape(replicas, stages, shards))
 
 
 def micro_batches_of(settings: TrainingSettings, data_ranks: int, stages: int, *, interleaved: bool) -> tuple[int, int]:

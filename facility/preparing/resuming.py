@@ -57,9 +57,9 @@ class Part:
             for path in self.directory.iterdir():
                 path.unlink()
 
-    def save(self, writers: Mapping[str, Any], batches: int, *, at_once: bool = False) -> None:
+    def save(self, writers: Mapping[str, Any], batches: int) -> None:
         """Remember what is written, if it is time. `batches`: how many are."""
-        if not at_once and time.monotonic() - self._saved < SAVE_SECONDS:
+        if time.monotonic() - self._saved < SAVE_SECONDS:
             return
         if not all(hasattr(writer, "state") for writer in writers.values()):
             return  # labelled rows and pairs of answers: small data, which begins anew

@@ -34,13 +34,13 @@ class Timed:
     end: Times
 
 
-def times(graph: Template, costs: Costs, *, begin: float = 0.0) -> Timed:
+def times(graph: Template, costs: Costs) -> Timed:
     """When every node starts and ends, if no two messages share a link but those between the same two ranks."""
     shape = costs.compute.shape[2:]
     if costs.stalls is not None:
         shape = np.broadcast_shapes(shape, costs.stalls.shape[1:])
     if costs.stalls is None and int(np.prod(shape, initial=1)) <= 2:
-        return _scalars(graph, costs, shape, begin)
+        return _scalars(graph, costs, shape)
     moments: list[Times] = []
     starts = np.empty((len(graph.nodes), *shape))
     ends = np.empty_like(starts)
@@ -50,7 +50,7 @@ def times(graph: Template, costs: Costs, *, begin: float = 0.0) -> Timed:
             for wait in waits[1:]:
                 start = np.maximum(start, moments[wait])
         else:
-            start = np.full(shape, begin)
+            start = np.zeros(shape)
         if isinstance(node, Compute):
             end = start + costs.compute[node.kind, node.chunk]
             if costs.stalls is not None:
@@ -64,7 +64,7 @@ def times(graph: Template, costs: Costs, *, begin: float = 0.0) -> Timed:
     return Timed(start=starts, end=ends)
 
 
-def _scalars(graph: Template, costs: Costs, shape: tuple[int, ...], begin: float) -> Timed:
+def _scalars(graph: Template, costs: Costs, shape: tuple[int, ...]) -> Timed:
     """Longest path for one or two columns of costs, where plain numbers are faster than arrays."""
     columns = int(np.prod(shape, initial=1))
     starts = np.empty((len(graph.nodes), columns))
@@ -76,7 +76,7 @@ def _scalars(graph: Template, costs: Costs, shape: tuple[int, ...], begin: float
         moments: list[float] = []
         first: list[float] = []
         for node, waits in zip(graph.nodes, graph.waits, strict=True):
-            start = max([moments[w] for w in waits]) if waits else begin
+            start = max([moments[w] for w in waits]) if waits else 0.0
             first.append(start)
             if isinstance(node, Compute):
                 end = start + compute[node.kind][node.chunk]

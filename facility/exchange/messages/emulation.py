@@ -81,10 +81,6 @@ class Emulation(Stalls):
         """Seconds that a compute of `compute_seconds` takes: slowed by the factors, after a possible stall."""
         return compute_seconds * self.factor(worker, at_seconds) + self.stall(worker, draw, stage=stage)
 
-    def expected(self, worker: int, compute_seconds: float, *, draws: int = 1) -> float:
-        """Mean seconds of `draws` computes of `compute_seconds` in all (the trace at its start)."""
-        return compute_seconds * self.factor(worker) + draws * self.probability * self.seconds
-
 
 def read_trace(path: Path) -> dict[int, tuple[tuple[float, float], ...]]:
     """Read `{"format": 1, "workers": {"0": [[second, factor], ...]}}`. Raises `ConfigurationError`."""
