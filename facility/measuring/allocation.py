@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.durable import check_no_special, write_text
+from facility.exchange.files.durable import check_no_special, is_stream, write_text
 from facility.exchange.files.storage import sentence
 from facility.measuring.bandwidth import SharpTimes
 from facility.measuring.emulated import Emulated, read_emulated
@@ -115,7 +115,7 @@ def check_out(out: Path) -> None:
         raise ConfigurationError(f"--out {out} is a directory, expected a file to write")
     try:
         os.lstat(out)
-        if not str(out).startswith("/dev/"):
+        if not is_stream(out):
             check_no_special(out)
     except FileNotFoundError:
         return

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import stream_of, write_bytes
+from facility.measuring.allocation import check_out
 from tests.conftest import ROOT
 
 
@@ -38,6 +41,20 @@ def test_an_open_file_of_this_process_is_written_to():
     os.close(writing)
     assert os.read(reading, 99) == b"content"
     os.close(reading)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs /dev/shm")
+def test_a_named_pipe_in_dev_is_no_device():
+    """Anybody may make one in /dev/shm; to open it for writing waits until somebody reads."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        os.mkfifo(pipe := Path(folder) / "pipe")
+        reading = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)  # so that nothing waits where this law is broken
+        assert stream_of(pipe) is None
+        with pytest.raises(FileExistsError, match="named pipe"):
+            write_bytes(pipe, b"content")
+        with pytest.raises(ConfigurationError, match="named pipe|exists already"):
+            check_out(pipe)
+        os.close(reading)
 
 
 @pytest.mark.parametrize("name", ["new", "old", "dev"])

@@ -98,14 +98,32 @@ def _remove_cut_off(path: Path) -> None:
 
 def stream_of(path: Path) -> int | None:
     """A descriptor of the device, or of this process's open file, that `path` names in /dev; None for any other."""
+    if (place := _stream_place(path)) is None:
+        return None
+    return os.dup(int(ours[1])) if (ours := _own_file(place)) else os.open(place, os.O_WRONLY)
+
+
+def is_stream(path: Path) -> bool:
+    """Whether `new_file` writes to what `path` names as it stands."""
+    return _stream_place(path) is not None
+
+
+def _stream_place(path: Path) -> str | None:
+    """The device, or this process's open file, that `path` names in /dev, where there are named pipes as well."""
     place = os.path.join(os.path.realpath(path.parent), path.name)
     if place.startswith("/dev/") and os.path.islink(place):
         place = os.path.join(os.path.dirname(place), os.readlink(place))
-    if ours := re.fullmatch(rf"/proc/(?:self|{os.getpid()})/fd/(\d+)", place):
-        return os.dup(int(ours[1]))
-    if place.startswith("/dev/") and os.path.exists(place) and not os.path.isfile(place) and not os.path.isdir(place):
-        return os.open(place, os.O_WRONLY)
+    if _own_file(place):
+        return place
+    with suppress(OSError):
+        mode = os.stat(place).st_mode
+        return place if place.startswith("/dev/") and (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) else None
     return None
+
+
+def _own_file(place: str) -> re.Match[str] | None:
+    """Its descriptor is the match's first group."""
+    return re.fullmatch(rf"/proc/(?:self|{os.getpid()})/fd/(\d+)", place)
 
 
 def complete_lines(path: Path) -> list[bytes]:
