@@ -11,10 +11,9 @@ from pathlib import Path
 
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.errors import exit_on_error
-from facility.exchange.exit_codes import ExitCode
+from facility.exchange.expected_digest import expected_digest, print_digest
 from facility.exchange.files.paths import resolve
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.manifest import expected_digest
 
 
 def main() -> int:
@@ -24,12 +23,7 @@ def main() -> int:
     add_log_options(parser)
     arguments = parser.parse_args()
     directory, expected = Path(resolve(arguments.model)), expected_digest(arguments.expect)
-    found = base_digest(directory)
-    print(found)
-    if expected is not None and found != expected:
-        print(f"{directory} is another model, expected {expected}", file=sys.stderr)
-        return int(ExitCode.FOUND)
-    return 0
+    return print_digest(directory, base_digest(directory), expected)
 
 
 if __name__ == "__main__":

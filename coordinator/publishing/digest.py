@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 from facility.exchange.errors import exit_on_error
-from facility.exchange.exit_codes import ExitCode
+from facility.exchange.expected_digest import expected_digest, print_digest
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.manifest import expected_digest, verify_manifest
+from facility.exchange.messages.manifest import verify_manifest
 
 
 def main() -> int:
@@ -19,12 +19,7 @@ def main() -> int:
     add_log_options(parser)
     arguments = parser.parse_args()
     expected = expected_digest(arguments.expect)
-    found = verify_manifest(arguments.model).content_sha256
-    print(found)
-    if expected is not None and found != expected:
-        print(f"{arguments.model} is another model, expected {expected}", file=sys.stderr)
-        return int(ExitCode.FOUND)
-    return 0
+    return print_digest(arguments.model, verify_manifest(arguments.model).content_sha256, expected)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD, head
 from facility.exchange.files.bounded import real
 from facility.exchange.files.checksum import Checksum, Digest, is_checksum
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.plausible import MOST_ROUNDS
-from facility.exchange.messages.strict_json import HEX, Fields, read_json
+from facility.exchange.messages.strict_json import Fields, read_json
 
 FORMAT = 1
 NAME = "manifest.json"
@@ -107,14 +107,6 @@ def content_digest(files: Mapping[str, str]) -> str:
     """The sha256 of the tensor files' digests, in the order of their names: identifies the content."""
     lines = [f"{digest}  {name}\n" for name, digest in sorted(files.items())]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def expected_digest(given: str | None) -> str | None:
-    """A digest that `--expect` names; None without one. Raises `ConfigurationError` for what is none: an empty variable
-    of a shell, for one, with which every content would pass."""
-    if given is None or HEX.fullmatch(given.lower()):
-        return given and given.lower()
-    raise ConfigurationError(f"--expect is {given!r:.80}, expected a SHA-256 of 64 hexadecimal digits")
 
 
 def run_of(manifest: Manifest) -> str:
