@@ -31,7 +31,7 @@ from coordinator.models.published import no_bars_in_a_file
 from coordinator.models.text import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
-from facility.exchange.checkpoints.task_class import check_depth
+from facility.exchange.checkpoints.task_class import check_layers
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
 from facility.exchange.files import present
 from facility.exchange.files.bounded import real
@@ -118,7 +118,7 @@ def config_of(source: str, revision: str) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     try:
-        check_depth(PretrainedConfig.get_config_dict(source, revision=revision)[0], f"the config.json of {source}")
+        check_layers(PretrainedConfig.get_config_dict(source, revision=revision)[0], f"the config.json of {source}")
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except InputError:
         raise

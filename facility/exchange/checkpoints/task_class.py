@@ -29,7 +29,7 @@ MOST_LAYERS = 10_000
 BUILT_IN = ("eager", "sdpa", "flex_attention")
 
 
-def check_depth(config: Any, where: Path | str) -> None:
+def check_layers(config: Any, where: Path | str) -> None:
     """Raise `CheckpointError` where a configuration, or a part of it, has layers without end, or fewer than none:
     transformers makes each of them, in memory, before it compares anything with the weights."""
     parts = [config]
@@ -49,7 +49,7 @@ def config_in(directory: Path) -> Any:
         raw, _ = transformers.PretrainedConfig.get_config_dict(directory, local_files_only=True)
     except Exception:  # the same, and why, is said below
         raw = {}
-    check_depth(raw, Path(directory) / "config.json")
+    check_layers(raw, Path(directory) / "config.json")
     try:
         return transformers.AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its values lead to in transformers
