@@ -101,13 +101,13 @@ def write_products(
     opened: Sequence[Update],
     weights: Sequence[float],
     clipping: Sequence[float],
+    *,
     base: Mapping[str, TensorEntry],
     kept: Mapping[str, TensorEntry],
     model: TensorWriter,
     master: TensorWriter | None,
     errors: FactorErrors,
-    *,
-    rate: float = 1.0,
+    rate: float,
 ) -> float:
     """Write the refactorised mean of the products to the model, and in float32 to the master; returns the squared norm
     of the change of all that is written.

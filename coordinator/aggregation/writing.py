@@ -191,7 +191,15 @@ def _write_products(aggregation: Aggregation, model: TensorWriter, work: Work, e
     clipping = [one / weight for one, weight in zip(coefficients, weights, strict=True)]
     rate = float(aggregation.settings.values_of(SERVER_OPTIMIZERS.get("plain"))["server_learning_rate"])
     return write_products(
-        aggregation.opened, weights, clipping, work.base, work.master, model, work.new_master, errors, rate=rate
+        aggregation.opened,
+        weights,
+        clipping,
+        base=work.base,
+        kept=work.master,
+        model=model,
+        master=work.new_master,
+        errors=errors,
+        rate=rate,
     )
 
 

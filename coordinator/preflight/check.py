@@ -211,7 +211,9 @@ def check_facility(
     base = facility.training.lora.base
     base = str(federation.path(base)) if local and base else base
     need = disk_of(federation, facility, model) if model is not None else Disk(parts={})
-    rows_of_site, answer = check_site(facility, deployment, model, dataset, workdir, need, trainer, base)
+    rows_of_site, answer = check_site(
+        facility, deployment, model, dataset=dataset, workdir=workdir, reserve=need, trainer=trainer, base=base
+    )
     rows += rows_of_site
     rows += check_tasks(federation, facility.name, answer or {})
     rows += check_clock(elastic, facility.name, (answer or {}).get("clock", 0.0))

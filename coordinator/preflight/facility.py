@@ -121,11 +121,12 @@ def check_site(
     facility: Facility,
     deployment: Deployment,
     model: ModelFigures | None,
+    *,
     dataset: str,
     workdir: str,
     reserve: Disk,
-    trainer: TrainerSettings | None = None,
-    base: str = "",
+    trainer: TrainerSettings | None,
+    base: str,
 ) -> tuple[list[Row], dict[str, Any] | None]:
     """Rows on environment, versions, trainer, dataset, base model and room; and the answer itself.
 

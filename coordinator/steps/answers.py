@@ -41,6 +41,7 @@ def check_masked(
     update: Path,
     manifest: Manifest,
     sent: Sent,
+    *,
     facility: str,
     round: int,
     bits: int,
@@ -50,7 +51,8 @@ def check_masked(
 ) -> None:
     """Check a masked update but for its values, which cannot be read. Raises `UpdateRefused` or `ManifestError`.
 
-    `moments`: how its second moments are masked; None: it holds none.
+    `bits`: of each masked number, as all facilities agreed. `moments`: how its second moments are masked;
+    None: it holds none.
     """
     verify_manifest(update)
     check_identity(manifest, sent.manifest, facility, round)

@@ -137,12 +137,12 @@ def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path |
             update,
             manifest,
             sent,
-            facility,
-            expected.round,
-            masks.bits,
-            expected.adapters,
-            expected.patterns,
-            expected.moments,
+            facility=facility,
+            round=expected.round,
+            bits=masks.bits,
+            adapters=expected.adapters,
+            patterns=expected.patterns,
+            moments=expected.moments,
         )
         return
     check_update(

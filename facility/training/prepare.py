@@ -118,8 +118,17 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         needed |= more
         memory.check(needed, ranks, training)
         expected = account.resident_bytes(ranks) + sum(needed.values())
-    rows = setup.head.rows
-    held = assemble(skeleton, inputs.task, inputs.checkpoint, layout, ranks, training, clock, structure, rows)
+    held = assemble(
+        skeleton,
+        inputs.task,
+        inputs.checkpoint,
+        layout,
+        ranks,
+        training,
+        clock,
+        structure=structure,
+        chunk_rows=setup.head.rows,
+    )
     with together(ranks):
         if request.round == 0 and training.lora.rank and any(map(is_adapter, inputs.received.tensors)):
             check_scale(inputs.received.directory, training.lora)

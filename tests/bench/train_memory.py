@@ -74,7 +74,7 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     before = resident()
     watch, began = Watch(), time.perf_counter()
     skeleton = build_meta_model(config, task, attention, settings)
-    held = assemble(skeleton, task, checkpoint, layout, ranks, settings, Clock(ranks.device), None)
+    held = assemble(skeleton, task, checkpoint, layout, ranks, settings, Clock(ranks.device))
     load_shards(held.parts, checkpoint)
     load_peak, loaded = watch.stop(), time.perf_counter()
     barrier(ranks)

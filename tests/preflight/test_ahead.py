@@ -87,7 +87,7 @@ def test_what_costs_more_than_it_gains_is_a_warning_with_its_remedy(wait: float,
 def test_check_shows_the_row_of_each_facility_that_can_be_reached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     federation = read_federation(write(tmp_path, {"a": SLURM}, True))
     monkeypatch.setattr(checking, "check_connection", lambda name, deployment: ok(name, "connection", "in"))
-    monkeypatch.setattr(checking, "check_site", lambda *_: ([], None))
+    monkeypatch.setattr(checking, "check_site", lambda *_, **__: ([], None))
     monkeypatch.setattr(checking, "check_scheduler", lambda *_, **__: [])
     rows, _ = checking.check_facility(federation, federation.facilities[0], None, link=False)
     assert [row.check for row in rows if row.check == CHECK] == [CHECK]

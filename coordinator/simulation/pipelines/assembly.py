@@ -81,8 +81,8 @@ def _add_pipeline(
         if not isinstance(node, Compute):
             source, target = layout.grid[node.source][replica], layout.grid[node.target][replica]
             name = f"{'act' if node.forward else 'grad'} {node.micro_batch}"
-            size = float(layout.cut_bytes[node.cut])
-            task_of.append(_flow(built, layout, source, target, size, 1, waits, name, node.cut, replica))
+            leg = collectives.Leg(source=source, target=target, bytes=float(layout.cut_bytes[node.cut]))
+            task_of.append(_flow(built, layout, leg, waits, (name, node.cut, replica)))
             built.pipeline.append(task_of[-1])
             continue
         lost = 0.0
@@ -136,30 +136,20 @@ def _phase(built: Assembly, layout: Layout, phase: collectives.Phase, waits: lis
     for chain in phase:
         waiting = waits
         for leg in chain:
-            flow = _flow(built, layout, leg.source, leg.target, leg.bytes, leg.steps, waiting, "sync", chunk, -1)
+            flow = _flow(built, layout, leg, waiting, ("sync", chunk, -1))
             built.sync.append(flow)
             waiting = [2 * flow + 1]
         ends += waiting
     return ends
 
 
-def _flow(
-    built: Assembly,
-    layout: Layout,
-    source: int,
-    target: int,
-    size: float,
-    steps: int,
-    waits: list[int],
-    name: str,
-    chunk: int,
-    replica: int,
-) -> int:
+def _flow(built: Assembly, layout: Layout, leg: collectives.Leg, waits: list[int], what: tuple[str, int, int]) -> int:
+    """Add the sending of a leg's bytes; returns its task. `what`: its name, chunk and replica on the timeline."""
     task = Task(
         waits,
-        bytes=layout.sent_bytes(source, target, size),
-        bytes_per_second=float(layout.bandwidth[source, target]),
-        latency=layout.delay(source, target, size, steps),
-        uplinks=layout.uplinks_of(source, target),
+        bytes=layout.sent_bytes(leg.source, leg.target, leg.bytes),
+        bytes_per_second=float(layout.bandwidth[leg.source, leg.target]),
+        latency=layout.delay(leg.source, leg.target, leg.bytes, leg.steps),
+        uplinks=layout.uplinks_of(leg.source, leg.target),
     )
-    return built.add(task, (f"link {source} to {target}", name, chunk, replica))
+    return built.add(task, (f"link {leg.source} to {leg.target}", *what))

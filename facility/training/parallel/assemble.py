@@ -100,10 +100,14 @@ def assemble(
     ranks: Ranks,
     settings: TrainingSettings,
     clock: Clock,
-    structure: ModelStructure | None,
+    *,
+    structure: ModelStructure | None = None,
     chunk_rows: int = 0,
 ) -> Assembly:
-    """Cut, shard and allocate this rank's part of a meta model; `chunk_rows`: see `facility.training.head`."""
+    """Cut, shard and allocate this rank's part of a meta model.
+
+    `structure`: where `layout` has pipeline stages, which are cut by it. `chunk_rows`: see `facility.training.head`.
+    """
     found = names_of(skeleton, checkpoint)
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
