@@ -98,12 +98,16 @@ def details(
     held: Assembly,
     layout: Layout,
     config: Any,
+    *,
     seconds: float,
-    tokens: int,
+    positions: int,
     per_rank: list[dict[str, Any]],
-    peak: float = 0.0,
+    given_peak: float,
 ) -> dict[str, Any]:
     """Figures for `report.json`: model operations a second, MFU where the peak is known or given, time split, bubble.
+
+    `positions`: of the activation, trained in `seconds` by all ranks: tokens of text, patches of images. `given_peak`:
+    operations a second of a device; 0: by its name.
 
     The time split, `seconds` of every rank: `data`, `forward`, `backward`, `optimizer`, `communication`, of a pipeline
     `pipeline` and the `busy` part of it. Torch's own collectives are parts of these and not beside them: `all_gather`
@@ -113,8 +117,8 @@ def details(
     operations = held.weight_operations + attention_operations(config, layout.block_tokens)
     # Operations of a convolution are not its parameters'.
     known = bool(getattr(config.get_text_config(), "hidden_size", 0)) and math.isfinite(operations)
-    rate = operations * tokens / seconds if known else math.nan
-    whole_peak = sum(peak or peak_flops(r["device"]) or math.nan for r in per_rank)
+    rate = operations * positions / seconds if known else math.nan
+    whole_peak = sum(given_peak or peak_flops(r["device"]) or math.nan for r in per_rank)
     result: dict[str, Any] = {
         "layout": layout.to_json(),
         "parameters": held.parameters,

@@ -106,9 +106,7 @@ def finish_round(round: Round) -> None:
     if round.private is None and taken.good == 0:
         raise ConfigurationError(every_step_skipped(taken.scale, round.progress.done))
     request, inputs, held = round.request, round.inputs, round.engine.assembly
-    figures = measure(round, taken)
-    if walked is not None:
-        figures["details"][drift.KEY] = walked.to_json()
+    figures = measure(round, taken, walked)
     adapters, dtype = bool(request.training.lora.rank), request.training.export_dtype
     tensors = outgoing_tensors(
         inputs.checkpoint, held.shapes, held.names, dtype, adapters=adapters, federated=request.federated
@@ -178,7 +176,7 @@ def every_step_skipped(scale: LossScale, steps: int) -> str:
     )
 
 
-def add_files(round: Round, figures: dict[str, Any], directory: Path, sent: dict[str, tuple[int, ...]]) -> None:
+def add_files(round: Round, figures: RoundFigures, directory: Path, sent: dict[str, tuple[int, ...]]) -> None:
     """What an update holds beside its tensors: the report, and the moments that facilities average.
 
     `sent`: shapes of its tensors.
@@ -260,8 +258,25 @@ def save_state(round: Round, scale: LossScale) -> None:
     )
 
 
-def measure(round: Round, taken: StepsTaken) -> dict[str, Any]:
-    """Figures that need every rank: sequences, seconds, per-rank times and memory, details. Called on all ranks."""
+@dataclass(frozen=True, kw_only=True)
+class RoundFigures:
+    """What `report.json` says of a trained round that no rank knows alone."""
+
+    sequences: int
+    """Blocks trained on by all replicas, those that were lost included."""
+    tokens: int
+    seconds: float
+    """Of training, in all jobs of the round; loading, evaluating and saving left out."""
+    training_loss: float
+    """Nats per prediction, mean over the steps taken; `WITHHELD` where training is private."""
+    peak_memory_bytes: int
+    """Of the rank that needed most."""
+    devices: list[str]
+    details: dict[str, Any]
+
+
+def measure(round: Round, taken: StepsTaken, walked: drift.DriftReport | None) -> RoundFigures:
+    """Gather the figures of all ranks. Called on all of them."""
     setup, inputs, training = round.setup, round.inputs, round.request.training
     shape, engine, ranks = setup.layout.shape, round.engine, round.ranks
     counted = gather(ranks, round.progress.sequences if round.counts else 0)
@@ -275,15 +290,14 @@ def measure(round: Round, taken: StepsTaken) -> dict[str, Any]:
         "seconds": account.rounded(round.clock.seconds),
     }
     per_rank = gather(ranks, here)
-    tokens = sequences * inputs.block_tokens
     details = account.details(
         engine.assembly,
         setup.layout,
         inputs.config,
-        seconds,
-        sequences * inputs.positions,
-        per_rank,
-        training.peak_flops,
+        seconds=seconds,
+        positions=sequences * inputs.positions,
+        per_rank=per_rank,
+        given_peak=training.peak_flops,
     )
     details[reports.TASK] = inputs.dataset.manifest.task
     details |= reports.accuracies(received=round.progress.accuracy_received, returned=round.accuracy_returned)
@@ -302,43 +316,46 @@ def measure(round: Round, taken: StepsTaken) -> dict[str, Any]:
         details[DETAILS] = round.private.details()
     if round.lost:
         details[lost_replicas.KEY] = [one.to_json() for one in round.lost]
-    return {
-        "sequences": sequences,
-        "tokens": tokens,
-        "seconds": seconds,
-        "training_loss": WITHHELD if round.private else taken.loss,
-        "per_rank": per_rank,
-        "details": details,
-    }
+    if walked is not None:
+        details[drift.KEY] = walked.to_json()
+    return RoundFigures(
+        sequences=sequences,
+        tokens=sequences * inputs.block_tokens,
+        seconds=seconds,
+        training_loss=WITHHELD if round.private else taken.loss,
+        peak_memory_bytes=max(one["peak_memory_bytes"] for one in per_rank),
+        devices=sorted({one["device"] for one in per_rank}),
+        details=details,
+    )
 
 
-def report_of(round: Round, figures: dict[str, Any]) -> reports.Report:
+def report_of(round: Round, figures: RoundFigures) -> reports.Report:
     """`report.json` of a trained round."""
     request, settings, times, progress = round.request, round.request.settings, round.times, round.progress
     return reports.Report(
         federation=settings.federation,
         facility=settings.facility,
         round=request.round,
-        samples=figures["sequences"],
-        tokens=figures["tokens"],
+        samples=figures.sequences,
+        tokens=figures.tokens,
         steps=progress.done,
         loss_received=progress.loss_received,
         loss_returned=round.loss_returned,
         perplexity_received=perplexity(progress.loss_received),
         perplexity_returned=perplexity(round.loss_returned),
-        training_loss=figures["training_loss"],
-        tokens_per_second=figures["tokens"] / figures["seconds"],
+        training_loss=figures.training_loss,
+        tokens_per_second=figures.tokens / figures.seconds,
         seconds=reports.Seconds(
             load=times.loaded - request.began,
-            train=figures["seconds"],
+            train=figures.seconds,
             save=time.perf_counter() - times.evaluated_again,
             evaluate=times.evaluated - times.loaded + times.evaluated_again - times.trained,
         ),
-        peak_memory_bytes=max(r["peak_memory_bytes"] for r in figures["per_rank"]),
+        peak_memory_bytes=figures.peak_memory_bytes,
         seed=settings.seed,
         position=progress.position,
         ranks=round.ranks.world,
-        devices=sorted({r["device"] for r in figures["per_rank"]}),
+        devices=figures.devices,
         versions=account.versions(),
-        details=figures["details"],
+        details=figures.details,
     )
