@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
@@ -22,6 +22,8 @@ from coordinator.console import command_console
 
 ENGINE = "coordinator.engine"
 """Name of the logger of all that goes to a run's console."""
+QUIET_SECONDS = 30.0
+"""A console without a display says after so long without a line what the run waits for."""
 GONE = (errno.EPIPE, errno.EIO)
 """Errors of a stream that nobody reads any more."""
 
@@ -65,20 +67,26 @@ def lasting_console() -> Console:
 class ConsoleHandler(logging.Handler):
     """Prints messages above a live display; control characters of facilities are taken out."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
-        self.console = console
+        self.console, self.clock, self.said = console, clock, clock()
+
+    def say_if_quiet(self, sentence: Callable[[], str]) -> None:
+        """Print what is now, where nothing was printed for `QUIET_SECONDS`."""
+        if self.clock() - self.said >= QUIET_SECONDS:
+            logging.getLogger(ENGINE).info("%s", sentence())
 
     def emit(self, record: logging.LogRecord) -> None:
+        self.said = self.clock()
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
         self.console.print(f"{moment} {shown(record.getMessage())}", markup=False, highlight=False)
 
 
 @contextmanager
-def shown_on(console: Console) -> Iterator[None]:
-    """Within the block the engine's messages, from `info` on, go to `console` and nowhere else."""
+def shown_on(handler: ConsoleHandler) -> Iterator[None]:
+    """Within the block the engine's messages, from `info` on, go to this console and nowhere else."""
     logger = logging.getLogger(ENGINE)
-    handler, level = ConsoleHandler(console), logger.level
+    level = logger.level
     logger.addHandler(handler)
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
     logger.propagate = False

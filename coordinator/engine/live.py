@@ -37,6 +37,8 @@ ALWAYS = 3
 LAST_AT_WORK = 5
 STATES = ("waiting", "queued", "training", "late", "receiving", "done")
 """Those that need no attention."""
+SILENT = "does not answer"
+"""State of a facility that was waiting for what comes next when its login node was found away."""
 OTHERS = "out for other reasons: crossfed explain NAME"
 
 
@@ -59,6 +61,15 @@ class FacilityState:
     seconds_left: float | None = None
     heard: float = 0.0
     """Last sign of life of the job; 0: none yet."""
+    away: float = 0.0
+    """Since when it does not answer; 0: it does."""
+
+    @property
+    def condition(self) -> str:
+        """Its state; of one that does not answer, that first."""
+        if not self.away:
+            return self.state
+        return f"{SILENT}, {self.state}" if self.state not in ("waiting", "done") else SILENT
 
 
 @dataclass(kw_only=True)
@@ -111,7 +122,7 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     """
     if not many(snapshot.facilities):
         return list(snapshot.facilities), {}
-    states = {name: one.state for name, one in snapshot.facilities.items()}
+    states = {name: one.condition for name, one in snapshot.facilities.items()}
     known = {name: next((state for state in STATES if text.startswith(state)), "") for name, text in states.items()}
     at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] in ("training", "late")]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
@@ -156,6 +167,15 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
 
 
+def awaited(snapshot: Snapshot, now: float) -> str:
+    """What the run waits for now, in one line: what the coordinator does, and each facility that is not done."""
+    alone, together = to_show(snapshot)
+    states = {name: one for name, one in snapshot.facilities.items() if name in alone and one.state != "done"}
+    parts = [f"{name}: {sentence(one, now, snapshot.unit)}" for name, one in states.items()]
+    parts += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items() if state != "done"]
+    return f"{snapshot.heading}: {'; '.join([shown(snapshot.coordinator), *parts])}"
+
+
 def _whose(state: str, names: list[str]) -> str:
     """How many facilities are in a state; for those that need attention, their names too."""
     return f"{len(names)} facilities" + ("" if state in STATES else f" ({names_of(names)})")
@@ -185,21 +205,21 @@ def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
 
 def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str, ...]:
     """`narrow`: with few words, for the column of a table, which has another for the time in a state."""
-    state = shown(one.state)
-    if one.state.startswith("queued"):
+    state = shown(one.condition)
+    if one.state.startswith("queued") and not one.away:
         begins = shown(one.begins)
         if narrow:
             state += f" until about {BEGINS.sub(_short, begins)}" if begins else ""
         else:
             state += f" since {_clock(one.since)}" + (f", expected to begin {begins}" if begins else "")
     at_work = bool(one.stage)
-    if at_work and one.stage != "training":
+    if at_work and one.stage != "training" and not one.away:
         state = one.stage
     steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
     time_of = _minutes if narrow else span
     return (
         state,
-        time_of(now - one.since),
+        time_of(now - (one.away or one.since)),
         steps,
         f"{one.loss:.4f}" if at_work and one.loss is not None else "",
         f"{one.tokens_per_second:,.0f}" if at_work and one.tokens_per_second else "",

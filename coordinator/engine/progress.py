@@ -68,6 +68,8 @@ class Progress:
     """By facility: when its steps were last reported as a line."""
     _late: dict[str, int] = field(default_factory=dict)
     """By facility: the latest round that has closed while its job goes on."""
+    _away: dict[str, float] = field(default_factory=dict)
+    """By facility that does not answer: since when, in seconds since 1970."""
     _before_login: dict[str, str] = field(default_factory=dict)
     """By facility that refuses the login: its state before."""
 
@@ -90,6 +92,10 @@ class Progress:
         if self.round is None:
             return f"after round {self.done - 1}" if self.done else "before the first round"
         return self.phase or "final evaluation" if self.round >= self.rounds else f"round {self.round}"
+
+    def start_again(self) -> None:
+        """StreamFlow has ended too soon, and is started again after a pause."""
+        self.step = "starting again"
 
     def _on_starting(self, event: Event) -> None:
         self.round = int(event["round"])
@@ -196,6 +202,7 @@ class Progress:
 
     def _on_login_refused(self, event: Event) -> str:
         name = self._facility(event)
+        self._set_away(name, 0.0)
         self._before_login[name] = self.states.get(name, "")
         self._set(name, WAITS_FOR_LOGIN)
         return (
@@ -210,6 +217,36 @@ class Progress:
         if self.states.get(name) == WAITS_FOR_LOGIN:
             self._set(name, before)
         return f"{name}: the login works again, going on"
+
+    def _on_away(self, event: Event) -> str | None:
+        name = self._facility(event)
+        return self.find_away(name, f"{name} does not answer: {event['reason']}")
+
+    def _on_back(self, event: Event) -> str | None:
+        return self.find_back(self._facility(event))
+
+    def find_away(self, name: str, sentence: str) -> str | None:
+        """A facility does not answer, whoever asked it: the sentence to report, once while it lasts. May be called in
+        any thread, as `find_back`."""
+        if name in self._away or self.states.get(name) in (None, WAITS_FOR_LOGIN):
+            return None
+        self._set_away(name, self.wall())
+        return f"{sentence}; it is waited for, its jobs and the other facilities go on"
+
+    def find_back(self, name: str) -> str | None:
+        """It answers: the sentence to report, if it did not before."""
+        if name not in self._away:
+            return None
+        self._set_away(name, 0.0)
+        return f"{name} answers again"
+
+    def _set_away(self, name: str, since: float) -> None:
+        if since:
+            self._away[name] = since
+        else:
+            self._away.pop(name, None)
+        if name in self.live:
+            self.live[name].away = since
 
     @property
     def _at_work(self) -> str:
@@ -235,3 +272,4 @@ class Progress:
             at_work = state in ("training", "evaluating") and before.job and before.state.startswith("queued")
             job = state.partition("as job ")[2] or (before.job if at_work else "")
             self.live[name] = FacilityState(state=state, since=self.wall(), job=job)
+            self.live[name].away = self._away.get(name, 0.0)  # read last: another thread may just have set it

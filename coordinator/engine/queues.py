@@ -11,7 +11,7 @@ import logging
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,10 +269,21 @@ class Answers:
     away: dict[str, str] = field(default_factory=dict)
     """By facility: why its login node did not; these are of `silent` too."""
 
-    def log_silent(self, what_follows: str = "") -> None:
-        """Log the facilities that did not answer."""
+    def log_silent(self, what_follows: str = "", *, but: Collection[str] = ()) -> None:
+        """Log the facilities that did not answer, `but` for these sentences."""
         for sentence in self.silent:
-            log.warning("%s%s", sentence, what_follows)
+            if sentence not in but:
+                log.warning("%s%s", sentence, what_follows)
+
+    def tell_away(
+        self, asked: Iterable[Queue], away: Callable[[str, str], object], back: Callable[[str], object]
+    ) -> None:
+        """Of those `asked`, give `away` each facility whose login node did not answer, and `back` each other one."""
+        for name in {queue.facility: None for queue in asked}:
+            if name in self.away:
+                away(name, self.away[name])
+            else:
+                back(name)
 
 
 def at_all(queues: list[Queue], act: Callable[[Queue], list[Job]]) -> Answers:

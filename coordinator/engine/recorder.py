@@ -89,25 +89,23 @@ class Recorder:
     def write(self, ended: str = "") -> None:
         """Leave the snapshot for `crossfed status --follow`."""
         self._written = self.clock()
+        with suppress(OSError):  # a disk that is full stops no federation
+            write_snapshot(self.workdir, self.snapshot(ended))
+
+    def snapshot(self, ended: str = "") -> Snapshot:
+        """The run, now."""
         progress = self.progress
-        facilities = {name: progress.live.get(name, FacilityState()) for name in progress.facilities}
-        try:
-            write_snapshot(
-                self.workdir,
-                Snapshot(
-                    federation=self.federation,
-                    heading=progress.heading,
-                    coordinator=progress.step,
-                    time=self._written,
-                    unit=progress.unit(),
-                    expected_end=self._expected_end(),
-                    ended=ended,
-                    process=this_process(),
-                    facilities=facilities,
-                ),
-            )
-        except OSError:
-            return  # a disk that is full stops no federation
+        return Snapshot(
+            federation=self.federation,
+            heading=progress.heading,
+            coordinator=progress.step,
+            time=self.clock(),
+            unit=progress.unit(),
+            expected_end=self._expected_end(),
+            ended=ended,
+            process=this_process(),
+            facilities={name: progress.live.get(name, FacilityState()) for name in progress.facilities},
+        )
 
     def _expected_end(self) -> float:
         left = self.progress.rounds - self._complete
@@ -209,6 +207,13 @@ class Recorder:
         name = self.progress.facility(str(event["facility"]))
         self._append("login_works", event, name)
         self.notifier.forget("login", name)
+
+    def _on_away(self, event: Event) -> None:
+        text = f"{self.progress.facility(str(event['facility']))} does not answer: {event['reason']}"
+        self._append("problem", event, text=text)
+
+    def _on_back(self, event: Event) -> None:
+        self._append("problem", event, text=f"{self.progress.facility(str(event['facility']))} answers again")
 
     def _on_problem(self, event: Event) -> None:
         self._append("problem", event, text=event["text"])

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -28,16 +28,16 @@ from coordinator.archive.summary import remarks, shown, shown_perplexity, summar
 from coordinator.certificates import certificates_watched
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
-from coordinator.engine.console_log import lasting_console, shown_on
+from coordinator.engine.console_log import ConsoleHandler, lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.left_jobs import cancel_left, cancel_set_aside, remember_queues
-from coordinator.engine.live import Snapshot, live_table
+from coordinator.engine.live import Snapshot, awaited, live_table
 from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
 from coordinator.engine.open_files import allow_open_files
 from coordinator.engine.place import RunPlace, login_place, run_place
-from coordinator.engine.progress import WAITS_FOR_LOGIN, Progress
+from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.recorder import Recorder
 from coordinator.engine.render import write
@@ -242,8 +242,15 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
     allow_open_files()
     notifier = Notifier(federation.name, federation.notify, federation.file.parent)
     recorder = _recorder(federation, run.progress, archive, notifier)
-    supervisor = _supervisor(run, recorder)
-    with shown_on(run.console), _stopped_by_signals(supervisor):
+    console = ConsoleHandler(run.console)
+
+    def on_tick() -> None:
+        recorder.tick()
+        if not live:
+            console.say_if_quiet(lambda: awaited(recorder.snapshot(), time.time()))
+
+    supervisor = _supervisor(run, recorder, on_tick)
+    with shown_on(console), _stopped_by_signals(supervisor):
         recorder.begin(run.done)
         code, reason = 1, "the supervisor itself failed"
         try:
@@ -259,13 +266,16 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
             notifier.close()
 
 
-def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
+def _supervisor(run: Run, recorder: Recorder, on_tick: Callable[[], object]) -> Supervisor:
     """Runs the engine; what it reports goes to the run's progress, its console and the recorder."""
     federation, archive = run.federation, run.archive
 
-    def on_event(event: Event) -> None:
-        if (sentence := run.progress.feed(event)) is not None:
+    def tell(sentence: str | None) -> None:
+        if sentence is not None:
             log.info(sentence)
+
+    def on_event(event: Event) -> None:
+        tell(run.progress.feed(event))
         recorder.hear(event)
 
     return Supervisor(
@@ -279,9 +289,11 @@ def _supervisor(run: Run, recorder: Recorder) -> Supervisor:
         on_line=run.write_line,
         events=run.place.events,
         on_event=on_event,
-        on_tick=recorder.tick,
+        on_tick=on_tick,
+        on_again=run.progress.start_again,
         on_stuck=recorder.stuck,
-        waits_for_login=lambda name: run.progress.states.get(name) == WAITS_FOR_LOGIN,
+        on_away=lambda name, sentence: tell(run.progress.find_away(name, sentence)),
+        on_back=lambda name: tell(run.progress.find_back(name)),
         rounds_done=lambda: len(archive.rounds()),
         unwritable=run.unwritable,
         stopped=run.stopped,

@@ -64,8 +64,11 @@ class Watch:
     queues: list[Queue]
     stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
     """Gets facility, job, reason and advice of each stuck job, once."""
-    waits_for_login: Callable[[str], bool] = lambda facility: False
-    """Is it known already that a facility refuses the login?"""
+    away: Callable[[str, str], object] = lambda facility, sentence: None
+    """Gets a facility whose login node does not answer and a sentence on it, at every look. The engine's own connection
+    notices a link that swallows everything only after ten minutes (`connection.ALIVE_COUNT`)."""
+    back: Callable[[str], object] = lambda facility: None
+    """Gets each facility that answers, at every look."""
     every_seconds: float = 60.0
     clock: Callable[[], float] = time.monotonic
     _since: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -74,8 +77,6 @@ class Watch:
     """How often each facility did not answer, one look after the other."""
     _rests: dict[str, int] = field(default_factory=dict)
     """Looks that leave it out."""
-    _away: set[str] = field(default_factory=set)
-    """Facilities whose login node was reported not to answer."""
 
     def look(self) -> None:
         """Ask every queue once. A facility that does not answer is asked ever more rarely: each question is a login,
@@ -91,18 +92,7 @@ class Watch:
             silences = 0 if queue.facility in found.jobs else self._silences.get(queue.facility, 0) + 1
             self._silences[queue.facility] = silences
             self._rests[queue.facility] = min(2**silences - 1, MOST_RESTS)
-            self._report_away(queue.facility, found.away.get(queue.facility, ""))
-
-    def _report_away(self, facility: str, sentence: str) -> None:
-        """Report a login node that does not answer, once, and that it does again. The engine's own connection notices a
-        link that swallows everything only after ten minutes (`connection.ALIVE_COUNT`); a scheduler that is away, and a
-        login that is refused, it reports itself."""
-        if not sentence and facility in self._away:
-            self._away.discard(facility)
-            log.info("%s answers again", facility)
-        elif sentence and facility not in self._away and not self.waits_for_login(facility):
-            self._away.add(facility)
-            log.warning("%s; it is waited for, its jobs and the other facilities go on", sentence)
+        found.tell_away(asked, self.away, self.back)
 
     @contextmanager
     def going_on(self) -> Iterator[None]:

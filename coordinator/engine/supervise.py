@@ -154,10 +154,14 @@ class Supervisor:
     """Gets every event."""
     on_tick: Callable[[], object] = lambda: None
     """Called about twice a second while StreamFlow runs, and while queues are asked."""
+    on_again: Callable[[], object] = lambda: None
+    """Called where StreamFlow is started again after a pause."""
     on_stuck: Callable[[str, str, str, str], None] = lambda facility, job, reason, advice: None
     """Gets facility, job, reason and advice of each job that will not begin by itself, once."""
-    waits_for_login: Callable[[str], bool] = lambda facility: False
-    """Is it known already that a facility refuses the login?"""
+    on_away: Callable[[str, str], object] = lambda facility, sentence: None
+    """Gets a facility whose login node does not answer and a sentence on it, each time that it is asked in vain."""
+    on_back: Callable[[str], object] = lambda facility: None
+    """Gets a facility that answers, each time that it is asked."""
     rounds_done: Callable[[], int]
     """Complete rounds in the archive."""
     unwritable: Callable[[], str] = str
@@ -177,7 +181,8 @@ class Supervisor:
         watch = Watch(
             queues=self.queues,
             stuck=self.on_stuck,
-            waits_for_login=self.waits_for_login,
+            away=self.on_away,
+            back=self.on_back,
             every_seconds=self.limits.look_seconds,
         )
         with watch.going_on():
@@ -198,6 +203,7 @@ class Supervisor:
                 last = self.attempts[-1]
                 return self._end(ExitCode.INPUT if last.fatal else max(1, last.code), decision.reason)  # < 0: by us
             log.warning("%s; starting again in %g s", decision.reason, decision.pause_seconds)
+            self.on_again()
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:
                 self.on_tick()
@@ -342,8 +348,13 @@ class Supervisor:
         self, act: Callable[[Queue], list[Job]], doing: str, queues: list[Queue] | None = None, *, silent: str = ""
     ) -> Answers:
         """What all queues answer, or those named. `silent`: what follows of one that does not."""
-        found = asked_meanwhile(self.queues if queues is None else queues, act, doing, self.on_tick)
-        found.log_silent(silent)
+        asked = self.queues if queues is None else queues
+        found = asked_meanwhile(asked, act, doing, self.on_tick)
+        if silent:
+            found.log_silent(silent)
+        else:
+            found.tell_away(asked, self.on_away, self.on_back)
+            found.log_silent(but=found.away.values())
         return found
 
     def _signal(self, number: int) -> None:

@@ -48,6 +48,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "host_key": ("host", "reason"),
     "login_refused": ("facility", "host", "reason"),
     "login_works": ("facility", "host"),
+    "away": ("facility", "reason"),
+    "back": ("facility",),
 }
 """Every kind of event and its fields."""
 QUOTED_CHARACTERS = 2000

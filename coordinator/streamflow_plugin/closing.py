@@ -257,12 +257,17 @@ class Closing:
         reported = False
         while True:
             try:
-                return await errand.reach()
+                await errand.reach()
             except Exception as error:
                 if not reported:
-                    tell(f"{errand.facility} cannot be reached ({error}): the others go on, it is tried again")
+                    logger.warning(f"{errand.facility} cannot be reached ({error}): it is tried again")
+                    emit("away", facility=errand.facility, reason=str(error))
                 reported = True
                 await asyncio.sleep(self.pause_seconds)
+            else:
+                if reported:
+                    emit("back", facility=errand.facility)
+                return
 
     async def _ends_first(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:
         """Whether the work ends before the round closes to it. `stays`: the round waits for a job that has begun."""

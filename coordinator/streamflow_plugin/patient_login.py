@@ -72,19 +72,13 @@ class PatientLogin:
         if not self._unreachable:
             self._unreachable = True
             logger.warning(f"{host} cannot be reached ({error}): trying again")
-            where = f"{self._name}: {host} cannot be reached"
-            emit("problem", text=f"{where} ({error}): it is tried again, the other facilities go on")
+            emit("away", facility=self.facility, reason=f"{host}: {error}")
 
     def tell_reached(self, host: str) -> None:
         if self._unreachable:
             self._unreachable = False
             logger.info(f"{host} can be reached again")
-            emit("problem", text=f"{self._name}: {host} can be reached again")
-
-    @property
-    def _name(self) -> str:
-        """The facility's, which its operator knows it by; a host may be an address, or serve two of them."""
-        return self.facility.removesuffix("-ssh")
+            emit("back", facility=self.facility)
 
     async def _pause(self) -> None:
         """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""

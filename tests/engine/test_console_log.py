@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -12,12 +13,13 @@ from typing import Any, cast
 import pytest
 from rich.console import Console
 
-from coordinator.engine.console_log import ENGINE, Lasting, shown_on
+from coordinator.engine.console_log import ENGINE, ConsoleHandler, Lasting, shown_on
+from coordinator.engine.live import FacilityState, Snapshot, awaited
 from coordinator.engine.run import _stopped_by_signals
 
 
 def say(stream: Any, *sentences: str) -> None:
-    with shown_on(Console(file=cast(Any, Lasting(stream)), width=100)):
+    with shown_on(ConsoleHandler(Console(file=cast(Any, Lasting(stream)), width=100))):
         for sentence in sentences:
             logging.getLogger(ENGINE).info(sentence)
 
@@ -37,6 +39,32 @@ def test_a_console_whose_reader_is_gone_ends_no_run(tmp_path: Path):
     say(stream, "one", "two")
     stream.close()
     say(stream, "a closed stream says nothing")
+
+
+def test_a_console_is_never_quiet_for_longer_than_it_promises():
+    """A facility that was away from a round's start was told once; then nothing was said for a quarter of an hour."""
+    now, out = [0.0], io.StringIO()
+    handler = ConsoleHandler(Console(file=out, width=100), clock=lambda: now[0])
+    away = FacilityState(state="waiting", away=1.0)
+    run = Snapshot(
+        federation="f",
+        heading="round 0 of 2",
+        coordinator="waiting for the facilities",
+        time=0.0,
+        facilities={"here": FacilityState(state="done"), "far": away},
+    )
+    spoken = [0.0]
+    with shown_on(handler):
+        for second in range(0, 200):
+            now[0] = float(second)
+            before = out.tell()
+            if second == 70:
+                logging.getLogger(ENGINE).info("another matter")
+            handler.say_if_quiet(lambda: awaited(run, now[0]))
+            spoken += [now[0]] if out.tell() > before else []
+    assert spoken == [0, 30, 60, 70, 100, 130, 160, 190]
+    lines = [line.partition(" ")[2] for line in out.getvalue().splitlines()]
+    assert lines[0] == "round 0 of 2: waiting for the facilities; far: does not answer for 29 s", lines
 
 
 def test_what_can_be_written_is(tmp_path: Path):

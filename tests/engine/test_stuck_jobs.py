@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.config.federation import read_federation
+from coordinator.engine.progress import Progress
 from coordinator.engine.queues import NoAnswer, Queue, read_queues
 from coordinator.engine.render import write
 from coordinator.engine.stuck_jobs import Watch, present
+from coordinator.events.event import Event
 from coordinator.schedulers.none import SCHEDULER as NONE
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import Job, step_code
@@ -128,8 +130,9 @@ def test_a_facility_that_does_not_answer_is_asked_ever_more_rarely():
     assert asked == [0, 2, 6, 14, 30, 46, *range(62, 70)] and len(near.ssh["asked"]) == 70
 
 
-def test_a_login_node_that_does_not_answer_is_told_once_and_so_is_its_answer():
-    """The engine's connection takes ten minutes to notice a link that swallows everything. A scheduler that does not
+def test_a_login_node_that_does_not_answer_is_told_once_whoever_asked_it_and_so_is_its_answer():
+    """It was told in the words of the look before a start, of the engine's connection and of the look of every minute.
+    The engine's connection takes ten minutes to notice a link that swallows everything. A scheduler that does not
     answer, and a login that is known to be refused, are reported by the engine."""
     answers: dict[str, Exception | None] = {}
 
@@ -144,15 +147,31 @@ def test_a_login_node_that_does_not_answer_is_told_once_and_so_is_its_answer():
     refused = NoAnswer("leonardo does not answer: login.leonardo refuses the login")
     answers |= {"lumi": away, "vega": silent, "leonardo": refused}
     queues = [Far(facility=name, kind="slurm", job_name="n", directory=Path("/"), ssh={}) for name in answers]
-    said = engine_messages()
-    watch = Watch(queues=queues, waits_for_login=lambda name: name == "leonardo")
+    progress, said = Progress([*answers], 2), []
+    fields = {"facility": "leonardo-ssh", "host": "login.leonardo", "reason": "Permission denied"}
+    progress.feed(Event(kind="login_refused", fields=fields))
+
+    def away_to(name: str, sentence: str) -> None:
+        said.append(progress.find_away(name, sentence))
+
+    def engine(kind: str, **fields: str) -> None:
+        said.append(progress.feed(Event(kind=kind, fields={"facility": "lumi-ssh", **fields})))
+
+    watch = Watch(queues=queues, away=away_to, back=lambda name: said.append(progress.find_back(name)))
     for _ in range(8):
         watch.look()
-    assert len(said) == 1 and said[0].startswith(f"{away}; ") and "go on" in said[0]
+        engine("away", reason="10.0.0.2: timed out")
+    [sentence] = filter(None, said)
+    assert sentence.startswith(f"{away}; ") and "go on" in sentence
+    assert progress.live["lumi"].condition == "does not answer" and progress.live["vega"].condition == "waiting"
+    progress.feed(Event(kind="executing", fields={"step": "/rounds/train_lumi"}))
+    assert progress.live["lumi"].condition == "does not answer, training"
     answers |= dict.fromkeys(answers)
+    said.clear()
     for _ in range(32):
         watch.look()
-    assert said[1:] == ["lumi answers again"]
+        engine("back")
+    assert [one for one in said if one] == ["lumi answers again"] and progress.live["lumi"].condition == "training"
 
 
 def test_the_question_of_a_login_node_that_cannot_be_reached_is_no_answer_of_its_scheduler(

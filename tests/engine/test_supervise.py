@@ -125,7 +125,7 @@ def test_a_run_that_is_stopped_says_so_and_names_who_keeps_it_waiting(tmp_path: 
     one.on_line = stop
     assert one.run() == (128 + signal.SIGINT, "stopped")
     words = [text for text in said if "vega" not in text]
-    assert words[1].startswith("stopping") and words[-2] == "jobs are being cancelled, waiting for lumi"
+    assert words[0].startswith("stopping") and words[-2] == "jobs are being cancelled, waiting for lumi"
     assert words[-1].startswith("lumi does not answer: connection timed out; a job of ours may go on there")
 
 

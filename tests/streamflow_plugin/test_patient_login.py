@@ -162,8 +162,8 @@ def test_a_host_that_is_away_is_told_by_its_facilitys_name(tmp_path: Path, monke
         login.tell_unreachable("10.0.0.2", TimeoutError("timed out"))
     for _ in range(2):
         login.tell_reached("10.0.0.2")
-    away, back = [str(one["text"]) for one in events.new()]
-    assert away.startswith("lumi: 10.0.0.2 cannot be reached (timed out)") and back.startswith("lumi: 10.0.0.2 can be")
+    away, back = map(Progress(["lumi"], 2).feed, events.new())
+    assert away and away.startswith("lumi does not answer: 10.0.0.2: timed out; ") and back == "lumi answers again"
 
 
 def test_the_state_before_comes_back_and_the_sentence_says_what_to_do():
