@@ -23,6 +23,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError, exit_on_error
 from facility.exchange.logs import add_log_options
+from facility.exchange.text import number_of
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, attempt_of, master_port, place, read_tasks
@@ -118,14 +119,14 @@ def wanted_ranks(tasks: Tasks, devices: Devices, ranks: int, use_devices: bool) 
     if tasks.per_rank:
         return 1, f"{tasks.scheduler} starts one task a rank"
     if use_devices and tasks.job and (granted := tasks.devices_per_node or tasks.devices_here):
-        return granted, f"{tasks.scheduler} gave this node {granted} GPUs: one rank each"
+        return granted, f"{tasks.scheduler} gave this node {number_of(granted, 'GPU')}: one rank each"
     if use_devices and devices.count and (tasks.job or not ranks):
-        return devices.count, f"one rank for each of {devices.count} GPUs"
+        return devices.count, f"one rank for each of {number_of(devices.count, 'GPU')}"
     if ranks > (most := max(MOST_RANKS, os.cpu_count() or 1)):
         raise ConfigurationError(f"{str(ranks):.20} ranks are asked for on this node, expected at most {most}")
     return max(
         1, ranks
-    ), f"{max(1, ranks)} ranks a node as the settings say" if ranks else "one rank: no GPU, no --ranks"
+    ), f"{number_of(max(1, ranks), 'rank')} a node as the settings say" if ranks else "one rank: no GPU, no --ranks"
 
 
 def _environment(where: Place, index: int, changes: Mapping[str, str]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from facility.dataset import IMAGES, PreparedDataset
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.panics import panics_refused
+from facility.exchange.text import number_of
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
 from facility.preparing.sources import spelled
 
@@ -264,7 +265,7 @@ def progress_lines(out: TextIO, clock: Callable[[], float] = time.monotonic) -> 
         if clock() - last >= LINE_SECONDS:
             last = clock()
             where = f" ({source})" if source else ""
-            print(f"{share:.0%} read, {documents:,} documents{where}", file=out, flush=True)
+            print(f"{share:.0%} read, {number_of(documents, 'document')}{where}", file=out, flush=True)
 
     return progress
 
@@ -276,9 +277,9 @@ def summary(dataset: PreparedDataset, *, reused: bool) -> str:
     if manifest.task == IMAGES:
         return "\n".join([*lines, *summary_of_images(dataset)])
     for name, split in manifest.splits.items():
-        more = f", {split.truncated_documents:,} documents cut" if split.truncated_documents else ""
+        more = f", {number_of(split.truncated_documents, 'document')} cut" if split.truncated_documents else ""
         more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
-        more += f", {split.empty_documents:,} empty documents skipped" if split.empty_documents else ""
+        more += f", {number_of(split.empty_documents, 'empty document')} skipped" if split.empty_documents else ""
         more += f", {split.duplicate_documents:,} near duplicates left out" if split.duplicate_documents else ""
         more += (
             f", {split.elsewhere_documents:,} left out that other facilities hold" if split.elsewhere_documents else ""
@@ -290,8 +291,9 @@ def summary(dataset: PreparedDataset, *, reused: bool) -> str:
         if split.document_tokens:
             least, median, long, most = split.document_tokens
             more += f"; tokens of a document: {least:,} to {most:,}, median {median:,}, 95 % up to {long:,}"
+        documents, blocks = number_of(split.documents, "document"), number_of(split.blocks, "block")
         lines.append(
-            f"  {name}: {split.documents:,} documents, {split.tokens:,} tokens, {split.blocks:,} blocks of "
+            f"  {name}: {documents}, {split.tokens:,} tokens, {blocks} of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
         )
     lines += [f"  {len(manifest.classes)} classes: {', '.join(manifest.classes[:20])}"] * bool(manifest.classes)

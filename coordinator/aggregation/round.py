@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.messages.manifest import Manifest
+from facility.exchange.text import number_of
 
 
 @dataclass(kw_only=True)
@@ -115,6 +116,6 @@ class Aggregation:
         left = len(updates)
         if self.dropped and left < max(1, self.request.minimum_updates):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.dropped.items()))
-            raise InputError(
-                f"{left} updates are left, expected at least {max(1, self.request.minimum_updates)} ({reasons})"
-            )
+            least = max(1, self.request.minimum_updates)
+            verb = "is" if left == 1 else "are"
+            raise InputError(f"{number_of(left, 'update')} {verb} left, expected at least {least} ({reasons})")

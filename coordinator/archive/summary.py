@@ -331,7 +331,10 @@ def _left_open(waits: Sequence[Mapping[str, Any]]) -> list[str]:
     if not learned:
         return []
     seconds = f"{statistics.median(learned):,.0f} s (median; {learned[0]:,.0f} to {learned[-1]:,.0f})"
-    return [f"rounds.grace is auto: {len(learned)} of {len(waits)} rounds stayed open for {seconds} after their quorum"]
+    return [
+        f"rounds.grace is auto: {len(learned)} of {number_of(len(waits), 'round')} stayed open for {seconds} "
+        "after their quorum"
+    ]
 
 
 def _steps(steps: Mapping[str, int]) -> str:

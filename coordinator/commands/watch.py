@@ -13,6 +13,7 @@ from coordinator.commands.app import WATCH, FederationOption, app
 from coordinator.console import command_console
 from facility.exchange.errors import InputError
 from facility.exchange.files.bounded import real
+from facility.exchange.text import number_of
 
 if TYPE_CHECKING:
     from coordinator.config.federation import Federation
@@ -59,6 +60,13 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
     return data
 
 
+def _complete(done: int, wanted: int) -> str:
+    """How many rounds are complete; there may be more than are wanted, lowered since."""
+    if done > wanted:
+        return f"{number_of(done, 'round')} are complete, {wanted:,} {'was' if wanted == 1 else 'were'} asked for,"
+    return f"{done:,} of {number_of(wanted, 'round')} {'is' if 1 in (done, wanted) else 'are'} complete"
+
+
 def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from rich.markup import escape
 
@@ -68,8 +76,7 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
 
     console = command_console(140)
     console.print(
-        f"federation {described.name}: {len(data['rounds'])} of {described.rounds} rounds are complete in "
-        f"{escape(data['archive'])}"
+        f"federation {described.name}: {_complete(len(data['rounds']), described.rounds)} in {escape(data['archive'])}"
     )
     if data["rounds"]:
         print_rounds(console, data)

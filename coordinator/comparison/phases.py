@@ -38,6 +38,7 @@ from facility.exchange.messages.comparison import (
 from facility.exchange.messages.evaluation import OF_DATA
 from facility.exchange.messages.manifest import Manifest, read_manifest
 from facility.exchange.messages.report import Failure
+from facility.exchange.text import number_of
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +214,8 @@ def _take_figures(
         account = dataclasses.replace(account, over=True)
         account = choose(archive, settings.comparison, account)
     places = f"{len(answers.updates)} of {len(settings.facilities)} facilities"
-    return account, f"{len(folders)} models evaluated at {places} (part {account.batch} of {account.batch + left})"
+    models = number_of(len(folders), "model")
+    return account, f"{models} evaluated at {places} (part {account.batch} of {account.batch + left})"
 
 
 def _lacking(answer: Manifest, expected: Sequence[str], found: Collection[str]) -> str:

@@ -13,6 +13,7 @@ from coordinator.archive.many import grouped, kind_of, names_of
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
 from coordinator.spans_and_sizes import span
+from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
 
@@ -48,7 +49,7 @@ def lines_of(found: Sequence[Mapping[str, str]]) -> list[str]:
     for jobs in grouped(found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])):
         first = " ".join(filter(None, jobs[0].values()))
         names = names_of([job["facility"] for job in jobs[1:]])
-        lines.append(f"{first} (and {len(jobs) - 1} more jobs alike: {names})" if names else first)
+        lines.append(f"{first} (and {number_of(len(jobs) - 1, 'more job')} alike: {names})" if names else first)
     return lines
 
 

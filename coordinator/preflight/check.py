@@ -111,7 +111,7 @@ def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]
 
     def missing() -> str:
         names = [name for name, one in asked.items() if not one.done()]
-        answered = f"{len(asked) - len(names)} of {len(asked)} facilities have answered"
+        answered = f"{len(asked) - len(names)} of {number_of(len(asked), 'facility', 'facilities')} answered"
         return f"{answered}, waiting for {names_of(names)}" if names else ""
 
     with told_meanwhile(missing, progress):

@@ -10,6 +10,7 @@ from coordinator.preflight.row import Row, ok
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
 from coordinator.spans_and_sizes import size
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF
+from facility.exchange.text import number_of
 
 
 def check_comparison(
@@ -25,8 +26,10 @@ def check_comparison(
     sent = batches([*always, *map(str, range(others))], wanted.models_per_job)
     alone = federation.rounds if wanted.alone else 0
     jobs = alone + len(sent)
-    parts = [f"{len(sent)} of {others + len(always)} models"] + ([f"{alone} of training alone"] if alone else [])
-    found = f"{jobs} more jobs after the last round ({' and '.join(parts)})"
+    parts = [f"{len(sent)} of {number_of(others + len(always), 'model')}"] + (
+        [f"{alone} of training alone"] if alone else []
+    )
+    found = f"{number_of(jobs, 'more job')} after the last round ({' and '.join(parts)})"
     nodes, _ = wanted_nodes(deployment, template)
     if hours := wanted_hours(deployment, template):
         found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"

@@ -17,6 +17,7 @@ from coordinator.report.page import cell, number
 from coordinator.spans_and_sizes import size, span
 from facility.exchange.messages.evaluation import VALIDATION
 from facility.exchange.task_words import words_of
+from facility.exchange.text import number_of
 
 SEEN = "Updates were sent as model weights to the coordinator, which can see each of them"
 LICENSES = frozenset(
@@ -131,7 +132,8 @@ def _text(
     lines = [
         f"# {title}",
         "",
-        f"Trained from {base} by the federation `{federation.name}` of {len(names)} facilities with CrossFed: each "
+        f"Trained from {base} by the federation `{federation.name}` of "
+        f"{number_of(len(names), 'facility', 'facilities')} with CrossFed: each "
         f"facility trained on data that it did not give away, and a coordinator aggregated the updates.",
         "",
         f"- facilities: {', '.join(names.values())}",

@@ -22,6 +22,7 @@ from coordinator.schedulers.directives import gpus_asked
 from coordinator.share import FOLDER
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
+from facility.exchange.text import number_of
 
 log = logging.getLogger(__name__)
 
@@ -80,9 +81,9 @@ def fit_batch(file: Path, blocks: Sequence[int], wanted: int) -> str | None:
     text = file.read_text(encoding="utf-8")
     if batch == wanted or not (found := BATCH.search(text)) or int(found[1]) <= batch:
         return None
-    line = f"  batch_sequences: {batch} # the smallest dataset has {min(blocks)} blocks to train on"
+    line = f"  batch_sequences: {batch} # the smallest dataset has {number_of(min(blocks), 'block')} to train on"
     write_text(file, BATCH.sub(line, text, count=1))
-    return f"batch_sequences: {batch}, since the smallest dataset has {min(blocks)} blocks to train on"
+    return f"batch_sequences: {batch}, since the smallest dataset has {number_of(min(blocks), 'block')} to train on"
 
 
 def torch_for(federation: Federation, facility: Facility, survey: Survey) -> str:

@@ -14,6 +14,7 @@ from coordinator.config.federation import Federation
 from coordinator.engine.live import Snapshot, read_snapshot, sentence
 from coordinator.report.advice import advice_for
 from facility.exchange.errors import InputError
+from facility.exchange.text import number_of
 
 LOG_LINES = 20
 OUT = ("failed", "absent", "refused")
@@ -131,7 +132,7 @@ def _history(rows: Sequence[FacilityRow]) -> list[str]:
     if not rows:
         return ["  It has taken part in no complete round."]
     good = [row for row in rows if row.status == "ok"]
-    lines = [f"  It took part in {len(good)} of {len(rows)} complete rounds."]
+    lines = [f"  It took part in {len(good)} of {number_of(len(rows), 'complete round')}."]
     out = [f"{row.round} ({row.status})" for row in rows if row.status in OUT]
     return lines + ([f"  Rounds without it: {', '.join(out[-10:])}."] if out else [])
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.global_loss import Told, global_losses, until_known, without_each
+from facility.exchange.text import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,13 @@ def decide(
         if all(other is not None and other.broken == found.broken for other in others):
             return found
     if (len(losses) if done is None else done) >= settings.rounds:
-        return Decision(proceed=False, reason=f"all {settings.rounds} rounds are done")
+        return Decision(proceed=False, reason=all_done(settings.rounds))
     return Decision(proceed=True, reason="go on")
+
+
+def all_done(rounds: int) -> str:
+    """Why a federation of so many rounds ends after its last."""
+    return f"all {rounds:,} rounds are done" if rounds > 1 else "the only round is done"
 
 
 def decide_after(settings: CoordinatorSettings, reported: Sequence[Told]) -> Decision:
@@ -70,6 +76,7 @@ def _early_end(settings: CoordinatorSettings, losses: Sequence[float | None]) ->
         reached = f"the global perplexity {math.exp(current):.3f} reached the target {stop.target_perplexity}"
         return Decision(proceed=False, reason=reached)
     if stop.patience and known and len(losses) - 1 - best_round >= stop.patience:
-        reason = f"no better global loss for {stop.patience} rounds (best {best:.4f}, received by round {best_round})"
+        lasted = number_of(stop.patience, "round")
+        reason = f"no better global loss for {lasted} (best {best:.4f}, received by round {best_round})"
         return Decision(proceed=False, reason=reason)
     return None

@@ -34,6 +34,7 @@ from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files import present
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages.manifest import verify_manifest
+from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.steps.start")
 
@@ -178,7 +179,7 @@ def main() -> int:
         model, number, proceed = following
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)
     if not proceed:
-        log.info("nothing left to do: %d rounds are complete", len(archive.rounds()))
+        log.info("nothing left to do, complete: %s", number_of(len(archive.rounds()), "round"))
     else:
         log.info("round %d: starting from %s", number, model)
         emit("starting", round=number, model=str(model))

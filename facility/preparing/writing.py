@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from facility.dataset import SPLITS, DatasetError, Documents, SplitEntry
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
+from facility.exchange.text import number_of
 from facility.preparing.encoding import EncodedBatch, Encoding, encode_all
 from facility.preparing.marked import MarkedStream, WholeDocuments
 from facility.preparing.overlap import check_overlap
@@ -114,7 +115,8 @@ def check_blocks(writer: Writer, split: str, documents: int, block_tokens: int) 
     dropped = getattr(writer, "dropped", 0)
     why = f" ({dropped} of them bear no loss within {block_tokens} tokens)" if dropped else ""
     raise DatasetError(
-        f"{split}: {documents} documents{why} gave {writer.tokens} tokens, not one block of {block_tokens}; "
+        f"{split}: {number_of(documents, 'document')}{why} gave {number_of(writer.tokens, 'token')}, not one block of "
+        f"{block_tokens}; "
         f"{hint}, or {'a larger' if dropped else 'a smaller'} --block-tokens"
     )
 

@@ -13,6 +13,7 @@ from facility.exchange.errors import ManifestError
 from facility.exchange.files.links import link_tree, replace_by_links
 from facility.exchange.messages.comparison import UPDATE_OF, own_models_of
 from facility.exchange.messages.manifest import Manifest, verify_manifest
+from facility.exchange.text import number_of
 from facility.rounds.alone import OwnModel
 from facility.rounds.kept import OWN_MODELS, UPDATE, by_round, compared_place
 
@@ -61,7 +62,10 @@ def own_training(state: Path, rounds: int) -> tuple[Path, str]:
     """The model after `rounds` rounds alone, and why it cannot be evaluated, or ''."""
     own = OwnModel(state)
     if own.rounds != rounds:
-        return state, f"the model trained alone for {rounds} rounds is not here; {own.rounds or 0} rounds were trained"
+        return (
+            state,
+            f"the model trained alone for {number_of(rounds, 'round')} is not here; trained rounds: {own.rounds or 0}",
+        )
     return own.model(rounds), _flaw(own.model(rounds))
 
 

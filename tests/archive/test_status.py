@@ -13,7 +13,7 @@ import pytest
 from coordinator import cli
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
-from coordinator.commands.watch import _print_progress
+from coordinator.commands.watch import _complete, _print_progress
 from coordinator.config.federation import read_federation
 from coordinator.report.make import make_report
 from facility.exchange.files.durable import write_json
@@ -41,6 +41,21 @@ def test_no_text_is_taken_for_markup_or_for_the_name_of_a_picture(federation: Pa
     _print_progress(described, summary(Archive(described.archive_path)))
     told = capsys.readouterr().out
     assert f"round 0: {REASON}" in told and "login:100:" in told.split("round 0:")[0] and "[bold]" in told
+
+
+@pytest.mark.parametrize(
+    ("done", "wanted", "said"),
+    [
+        (0, 1, "0 of 1 round is complete"),
+        (1, 1, "1 of 1 round is complete"),
+        (1, 2, "1 of 2 rounds is complete"),
+        (2, 5, "2 of 5 rounds are complete"),
+        (3, 2, "3 rounds are complete, 2 were asked for,"),
+    ],
+)
+def test_the_first_line_counts_as_people_do(done: int, wanted: int, said: str):
+    """`rounds` may be lowered below what the archive holds: "3 of 2 rounds are complete" was said then."""
+    assert _complete(done, wanted) == said
 
 
 def test_a_terminal_that_lacks_letters_stops_no_command(federation: Path):

@@ -35,7 +35,7 @@ def test_whoever_is_missing_is_told_until_all_have_answered(monkeypatch: pytest.
     with ThreadPoolExecutor() as pool:
         found = check.answers({name: pool.submit(answer, name) for name in gates}, heard)
     assert found == list(gates)
-    assert told[0].endswith("waiting for lumi, vega") and "of 3 facilities have answered" in told[0]
+    assert told[0].endswith("waiting for lumi, vega") and "of 3 facilities answered" in told[0]
     assert all("vega" in one for one in told)
 
 

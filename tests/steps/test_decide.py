@@ -16,6 +16,7 @@ def test_goes_on_until_the_last_round():
     assert decide(settings(3), [3.0, 2.5]).proceed
     last = decide(settings(3), [3.0, 2.5, 2.0])
     assert not last.proceed and not last.broken and "all 3 rounds" in last.reason
+    assert decide(settings(1), [3.0]).reason == "the only round is done"
 
 
 def test_stops_at_the_target_perplexity():
@@ -28,6 +29,7 @@ def test_patience_counts_rounds_without_a_better_loss():
     assert decide(settings(patience=2), [3.0, 2.0, 2.1]).proceed
     assert not decide(settings(patience=2), [3.0, 2.0, 2.1, 2.0]).proceed
     assert decide(settings(patience=2), [3.0, 2.0, 2.1, 1.9]).proceed
+    assert "for 1 round (" in decide(settings(patience=1), [2.0, 2.1]).reason
 
 
 def test_divergence_is_broken():

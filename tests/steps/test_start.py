@@ -112,7 +112,8 @@ def test_a_federation_that_ended_early_goes_on_under_another_stop(
         (2, 1, ", going on after round 0"),
         (5, 4, ", going on after round 3"),
         (4, 4, ", all 4 are done"),
-        (2, 4, ", all 4 are done"),
+        (1, 1, ", which is done"),
+        (2, 4, ", all are done: 4 in all"),
     ],
 )
 def test_the_first_line_of_a_run_says_what_is_done(rounds: int, done: int, said: str):
