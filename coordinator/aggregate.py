@@ -23,6 +23,7 @@ from coordinator.aggregation.run import run
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import no_duplicates, parse_values
@@ -160,7 +161,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    a = parser().parse_args(arguments)
+    a = parsed(parser(), arguments)
     settings = read_settings(a.settings, a.rule, a.weights)
     settings = dataclasses.replace(settings, maximum_staleness=0)  # a late step counts from a model that is not given
     record = aggregate(

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json, write_text
 from facility.exchange.files.paths import shipped
@@ -315,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the random weights (default 1)")
     parser.add_argument("--json", action="store_true", help="print what was made as JSON")
     add_log_options(parser)
-    options = parser.parse_args(argv)
+    options = parsed(parser, argv)
     check_seed(options.seed)
     made, there = make(options.out, seed=options.seed, progress=told)
     if options.json:

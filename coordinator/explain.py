@@ -16,6 +16,8 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
     """The text to print. Raises `InputError` for what is none of the three."""
     match words:
         case []:
+            if file is not None:
+                raise InputError("--federation has no effect without a facility or `round N`: leave it out")
             return tree()
         case ["round", number]:
             if not number.isdecimal():

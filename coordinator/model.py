@@ -32,6 +32,7 @@ from coordinator.models.text import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_layers
+from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
 from facility.exchange.files import present
 from facility.exchange.files.bounded import real
@@ -62,6 +63,8 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         open_checkpoint(out)
         return f"{out} is there already, made from {source}"
     folder = Path(source).expanduser()
+    if present.exists(folder) and revision != "main":
+        raise InputError(f"--revision has no effect with the folder {folder}: it is for a model of the hub")
     if present.is_file(folder / "config.json"):
         source_name = str(folder)
     elif present.exists(folder):
@@ -159,10 +162,15 @@ def main() -> int:
         "none or others",
     )
     add_log_options(parser)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     adapter = arguments.export_adapter or arguments.import_adapter
     if (adapter is None) != (arguments.base is None):
         parser.error("--export-adapter or --import-adapter, and --base belong together")
+    changed = changed_options(parser, arguments)
+    if adapter is not None:
+        refuse_unused(changed, ("dtype", "revision", "classes"), "with an adapter")
+    if arguments.export_adapter is None:
+        refuse_unused(changed, ("merged",), "without --export-adapter")
     if arguments.import_adapter is not None:
         print(import_adapter(adapter, base=real(arguments.base), out=real(arguments.out)))
         return 0

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import sys
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
+from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import note_in, read_values
@@ -30,6 +32,12 @@ from facility.exchange.seeds import check_seed
 
 if TYPE_CHECKING:
     from coordinator.steps.outlook import Outlook
+
+LAYOUT_OPTIONS = (
+    *("method", "seconds", "iterations", "seed", "devices", "order", "stages", "replicas"),
+    *("previous", "federation", "facility", "any_devices"),
+)
+"""Options that only the plan of a layout has a use for."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,16 +93,20 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Read, solve, write; the first SIGINT ends the search and writes the best so far."""
-    given = parser().parse_args(arguments)
+    line = parser()
+    given = parsed(line, arguments)
+    changed = changed_options(line, given)
     check_search(given.out, seconds=given.seconds, seed=given.seed)
     if given.iterations is not None and given.iterations < 0:
         raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if work is not None:
+        check_work(given.problem, work, changed)
         write_steps(given.out, work)
         print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
+    check_layout(changed)
     with on_interrupt(stop):
         plan, _ = solve_for(
             given.problem,
@@ -138,6 +150,22 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
         raise ConfigurationError(f"--out {out}: there is not a directory {out.parent}; make it first")
     if out.is_dir():
         raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
+
+
+def check_work(path: Path, work: Budget | Outlook, given: Collection[str]) -> None:
+    """Raise `InputError` for an option that the work of a round, which this file asks for, has no use for."""
+    refuse_unused(given, LAYOUT_OPTIONS, "where steps of a round are planned, which has no layout to search for")
+    if path.suffix not in (".yml", ".yaml"):
+        refuse_unused(given, ("queue", "batch_samples", "gain"), "beside a problem that holds its own facilities")
+    elif not isinstance(work, Budget):
+        refuse_unused(given, ("gain",), "with rounds.steps elastic")
+
+
+def check_layout(given: Collection[str]) -> None:
+    """Raise `InputError` for an option that the plan of a layout has no use for."""
+    refuse_unused(given, ("queue",), "where a layout is planned: it is for a federation.yml")
+    if "previous" not in given:
+        refuse_unused(given, ("gain",), "without --previous")
 
 
 def write_steps(out: Path, work: Budget | Outlook) -> None:

@@ -31,7 +31,8 @@ venv=$here/.venv python=python3 wheelhouse= model= out= convert=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h|--help) usage; exit 0 ;;
-        --venv|--python|--wheelhouse|--model|--revision|--out|--dtype) [ $# -ge 2 ] || fail "$1 needs a value" ;;
+        --venv|--python|--wheelhouse|--model|--revision|--out|--dtype) [ $# -ge 2 ] || fail "$1 needs a value"
+            [ -n "$2" ] || fail "$1 is empty, expected a value: is a variable of the shell not set?" ;;
         *) fail "unknown option $1; --help lists them" ;;
     esac
     case "$1" in
@@ -45,6 +46,7 @@ while [ $# -gt 0 ]; do
     esac
     shift 2
 done
+[ -n "$model" ] || [ -z "$out${convert[*]-}" ] || fail "--out, --dtype and --revision have no effect without --model: leave them out"
 command -v "$python" >/dev/null || fail "$python does not exist; name another by --python"
 [ "$("$python" -c 'print(6 * 7)')" = 42 ] || fail "$python does not run, see above, or is no Python; name another by --python"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$("$python" --version 2>&1) is too old, expected 3.11 or newer; name another by --python"

@@ -16,6 +16,7 @@ from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.pictures import write_html, write_trace
 from coordinator.simulation.pipelines.plans import simulate
 from coordinator.simulation.pipelines.result import SimulationResult
+from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
@@ -25,6 +26,13 @@ from facility.exchange.seeds import check_seed
 
 MOST_ITERATIONS = 1_000_000
 """Each is a figure of the summary."""
+
+
+PLAN_OPTIONS = (
+    *("iterations", "stall_probability", "stall_seconds", "factors", "speeds"),
+    *("transport", "no_overlap"),
+)
+"""Options of the iterations of a plan."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,10 +72,14 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; raises `CrossFedError` for bad input."""
-    options = parser().parse_args(arguments)
+    line = parser()
+    options = parsed(line, arguments)
+    changed = changed_options(line, options)
     check_seed(options.seed or 0)
     if options.federation is not None:
+        refuse_unused(changed, PLAN_OPTIONS, "with --federation")
         return _federation(options)
+    refuse_unused(changed, ("rounds",), "without --federation")
     if options.problem is None or options.plan is None:
         raise ConfigurationError("give --problem and --plan, or --federation")
     if not 1 <= options.iterations <= MOST_ITERATIONS:

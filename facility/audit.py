@@ -15,6 +15,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.audit_compare import compared, head_of, verified
@@ -29,9 +30,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head", action="append", default=[], metavar="SHA256", help="digest seen before (repeat)")
     parser.add_argument("others", nargs="*", metavar="OTHER", help="compare: a head, a copy of the log or a gate's log")
     add_log_options(parser)
-    arguments = parser.parse_args(argv)
+    arguments = parsed(parser, argv)
     if arguments.command != "compare" and arguments.others:
         parser.error(f"{arguments.command} takes one log")
+    if arguments.command != "verify" and arguments.head:
+        parser.error(f"--head has no effect on {arguments.command}: give it to verify")
     if arguments.command == "head":
         print(head_of(arguments.file))
         return 0

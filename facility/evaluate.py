@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import read_values
@@ -31,7 +32,7 @@ def main() -> int:
     add("--out", type=Path, required=True, metavar="FILE", help="the scores, JSON")
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add_log_options(parser)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     settings = parse(EvaluationSettings, read_values(arguments.settings), file=arguments.settings)
     try:
         found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)

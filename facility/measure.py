@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import add_log_options
 from facility.measuring.names import DISTRIBUTIONS, TASKS
@@ -74,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure; the first rank writes. Raises `CrossFedError` for bad input."""
-    options = parser().parse_args(arguments)
+    options = parsed(parser(), arguments)
     for name, (least, most) in BOUNDS.items():
         if not least <= (given := getattr(options, name)) <= most:
             raise ConfigurationError(f"--{name} is {str(given):.20}, expected {least} to {most}")

@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from facility.dataset import IMAGES, PreparedDataset
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.panics import panics_refused
 from facility.exchange.text import number_of
+from facility.preparing.fitting_options import check_options
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
 from facility.preparing.sources import spelled
 
@@ -349,26 +351,9 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
         return prepare(request, progress=progress)
 
 
-def check_options(arguments: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """End with a message where an option is missing, or belongs to another kind of data."""
-    if options.task == IMAGES:
-        if not (options.image_processor or options.model):
-            arguments.error("images need --image-processor, or --model with a model that carries one")
-        texts = ("tokenizer", "block_tokens", "template", "chat_template", "documents", "pair_field", "show", "weights")
-        if given := [name for name in texts if getattr(options, name)]:
-            arguments.error(f"--{given[0].replace('_', '-')} is for text; the task is {options.task}")
-        return
-    if missing := [name for name in ("tokenizer", "block_tokens") if getattr(options, name) is None]:
-        arguments.error(f"text needs --{missing[0].replace('_', '-')}")
-    if options.classes and options.task != "classification":
-        arguments.error(f"--classes is for classification and images; the task is {options.task}")
-    if given := [name for name in ("image_processor", "skip_unreadable") if getattr(options, name)]:
-        arguments.error(f"--{given[0].replace('_', '-')} is for images; the task is {options.task}")
-
-
 def main(argv: list[str] | None = None) -> int:
     arguments = parser()
-    options = arguments.parse_args(argv)
+    options = parsed(arguments, argv)
     check_options(arguments, options)
     if options.offline:  # read when the libraries are imported, below
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")

@@ -21,6 +21,7 @@ import uuid
 from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error, shown
 from facility.exchange.files.storage import naming
 from facility.exchange.logs import add_log_options
@@ -219,7 +220,9 @@ def main() -> int:
         "--limit", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the job (default 3600)"
     )
     add_log_options(parser)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
+    if arguments.fill and arguments.template is None:
+        raise InputError("--fill has no effect without --template, whose placeholders it fills: leave it out")
     wrong = [item for item in arguments.fill if "=" not in item]
     if wrong:
         raise InputError(f"--fill is {wrong[0]!r}, expected NAME=VALUE")

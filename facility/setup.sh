@@ -46,7 +46,8 @@ modules=() fills=() prepare=()
 while [ $# -gt 0 ]; do
     case "$1" in
         --home|--python|--module|--conda|--torch|--torch-index|--wheelhouse|--template|--fill|--gate|--coordinator|--authorized-keys)
-            [ $# -ge 2 ] || fail "$1 needs a value" ;;&
+            [ $# -ge 2 ] || fail "$1 needs a value"
+            [ -n "$2" ] || fail "$1 is empty, expected a value: is a variable of the shell not set?" ;;&
         --home) home=$2; shift 2 ;;
         --python) python=$2; shift 2 ;;
         --module) modules+=("$2"); shift 2 ;;
@@ -66,7 +67,10 @@ while [ $# -gt 0 ]; do
         *) fail "unknown option $1; --help lists them" ;;
     esac
 done
-[ -n "$home" ] || fail "--home is empty, expected a directory"
+[ -n "$template" ] || [ ${#fills[@]} = 0 ] || fail "--fill has no effect without --template, whose placeholders it fills: leave it out"
+[ -n "$gate" ] || [ "$authorized" = "$HOME/.ssh/authorized_keys" ] || fail "--authorized-keys has no effect without --gate: leave it out"
+[ -z "$as_is" ] || [[ $torch = auto && -z "$torch_index$wheelhouse" ]] || fail "--torch, --torch-index and --wheelhouse have no effect with --as-is, which installs nothing: leave them out"
+[ -z "$wheelhouse" ] || [ -z "$torch_index" ] || fail "--torch-index has no effect with --wheelhouse, which asks no index: leave it out"
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh

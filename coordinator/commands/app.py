@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from coordinator.config.locate import find_federation
 from facility import __version__
+from facility.exchange.command_line import refuse_empty
 from facility.exchange.errors import InputError
 from facility.exchange.logs import LEVELS, VARIABLE, configure_logging
 from facility.exchange.logs import log_level as effective_level
@@ -26,9 +27,10 @@ class Interrupted(BaseException):
 class Commands(TyperGroup):
     """All commands."""
 
-    def make_context(self, *arguments: Any, **further: Any) -> Any:
+    def make_context(self, info_name: Any, args: list[str], *arguments: Any, **further: Any) -> Any:
+        refuse_empty(args)
         try:
-            return super().make_context(*arguments, **further)
+            return super().make_context(info_name, args, *arguments, **further)
         except KeyboardInterrupt:
             raise Interrupted from None
 
@@ -56,6 +58,12 @@ FederationOption = Annotated[
         help="The file that describes the federation.",
     ),
 ]
+
+
+def given_options(context: typer.Context) -> set[str]:
+    """Names of the parameters that the command line gives."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
 
 
 def _version(wanted: bool) -> None:

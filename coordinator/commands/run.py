@@ -77,6 +77,8 @@ def render(
     from coordinator.engine.render import stale
     from coordinator.engine.run import render_alone
 
+    if check and not paths:
+        raise InputError("--no-paths has no effect with --check, which looks at no path: leave it out")
     described = read_federation(federation)
     if described.deprecated:
         print(f"deprecated: {described.deprecated}")

@@ -33,6 +33,8 @@ def status(
     """Print rounds, facilities and losses from the archive; with --queues also why jobs wait and what to do."""
     from coordinator.config.federation import read_federation
 
+    if following and queues:
+        raise InputError("--queues has no effect with --follow, which asks no facility: leave one of them out")
     described = read_federation(federation)
     if following:
         from coordinator.engine.follow_run import follow_run
@@ -167,6 +169,10 @@ def audit(
         raise InputError(f"audit {action} takes one log, and {others[0]!r} stands there as well")
     if (archive is None) != (not facility):
         raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
+    if action != "verify" and (head or archive is not None):
+        raise InputError(
+            f"--head, --archive and --facility have no effect on audit {action}: they are for audit verify"
+        )
     if action == "head":
         print(head_of(file))
         return

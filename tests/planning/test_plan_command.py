@@ -17,7 +17,7 @@ from coordinator.planning.show import show_plan, what_if
 from coordinator.planning.stop import Stop
 from coordinator.problem.read import read_problem
 from coordinator.simulation.described import read_federation
-from facility.exchange.errors import ConfigurationError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.plan import read_plan
 from facility.measuring.emulated import read_emulated
 from tests.planning.cases import BEST_KNOWN, published, whole
@@ -113,7 +113,7 @@ def test_bad_input_gets_one_clear_error_and_no_file(change, arguments, message, 
     assert not (tmp_path / "plan.json").exists()
 
 
-@pytest.mark.parametrize("name", ["", "config-17"])
+@pytest.mark.parametrize("name", ["config", "config-17"])
 def test_a_set_of_devices_that_is_not_there_is_refused_with_those_that_are(name, tmp_path):
     with pytest.raises(ConfigurationError, match=f"no set of devices is called '{name}'; there are .*config-16"):
         run("--problem", published("sky-bert160"), "--devices", name, "--out", tmp_path / "plan.json")
@@ -233,24 +233,59 @@ def test_crossfed_plan_writes_and_shows(problem_file, tmp_path):
     read_plan(out).validate(world_size=4, layers=6)
 
 
-@pytest.mark.parametrize("method", ["", "joined"])
-def test_crossfed_plan_takes_no_default_for_a_method_that_is_none(method, problem_file, tmp_path):
-    """An empty one, as of a variable of the shell that is not set, was planned by the default without a word."""
-    from coordinator.commands.plan import plan as command
+def crossfed_plan(*words: object) -> str:
+    """What `crossfed plan` refuses the words for."""
+    from typer.testing import CliRunner
 
-    with pytest.raises(ConfigurationError, match=f"--method is '{method}', expected one of joint, place"):
-        command(problem_file, tmp_path / "plan.json", method=method, seconds=0.1)
-    assert not (tmp_path / "plan.json").exists()
+    from coordinator.cli import app
+
+    ran = CliRunner().invoke(app, ["plan", *map(str, words)])
+    assert isinstance(ran.exception, InputError), ran.output
+    return str(ran.exception)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"), [("", "--method is empty"), ("joined", "--method is 'joined', expected one of joint, place")]
+)
+def test_crossfed_plan_takes_no_default_for_a_method_that_is_none(method, said, problem_file, tmp_path):
+    """An empty one, as of a variable of the shell that is not set, was planned by the default without a word."""
+    out = tmp_path / "plan.json"
+    assert crossfed_plan(problem_file, "--out", out, "--method", method, "--seconds", "0.1").startswith(said)
+    assert not out.exists()
+
+
+WORK = {"facilities": [{"name": "a", "seconds_per_step": 1.0, "samples_per_step": 1}], "round_samples": 4}
+
+
+@pytest.mark.parametrize(
+    ("work", "words", "option"),
+    [
+        (True, ["--method", "exact"], "--method"),
+        (True, ["--seed", "0"], "--seed"),
+        (True, ["--previous", "plan.json"], "--previous"),
+        (True, ["--queue", "a=1"], "--queue"),
+        (True, ["--gain", "0.1"], "--gain"),
+        (False, ["--queue", "a=1"], "--queue"),
+        (False, ["--gain", "0.1"], "--gain"),
+    ],
+)
+def test_an_option_that_a_plan_has_no_use_for_is_refused(work, words, option, problem_file, tmp_path):
+    """`crossfed plan FEDERATION --method exact` left --method out without a word."""
+    file, out = tmp_path / "work.json", tmp_path / "plan.json"
+    file.write_text(json.dumps(WORK))
+    problem = file if work else problem_file
+    assert crossfed_plan(problem, "--out", out, *words).startswith(f"{option} has no effect ") and not out.exists()
+    if words[1] != "0":  # the default's own value is no choice there
+        with pytest.raises(InputError, match=f"^{option} has no effect "):
+            run("--problem", problem, "--out", out, *words)
 
 
 def test_crossfed_plan_searches_nothing_that_it_could_not_write(problem_file, tmp_path, monkeypatch):
     from coordinator import plan
-    from coordinator.commands.plan import plan as command
 
     monkeypatch.setattr(plan, "solve_for", None)
     for out, message in ((tmp_path / "absent" / "plan.json", "make it first"), (tmp_path, "is a directory")):
-        with pytest.raises(ConfigurationError, match=message):
-            command(problem_file, out)
+        assert message in crossfed_plan(problem_file, "--out", out)
 
 
 def test_planning_needs_no_torch():
