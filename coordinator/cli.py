@@ -9,7 +9,7 @@ import typer
 
 from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F401 (each adds its commands)
 from coordinator.commands.app import PANELS, Interrupted, app
-from facility.exchange.errors import exit_on_error
+from facility.exchange.errors import exit_on_error, shown
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.interrupts import WORD
 
@@ -24,6 +24,7 @@ def main() -> None:
     try:
         sys.exit(exit_on_error(called))
     except ClickException as error:
+        error.message = shown(error.message)
         error.show()
         sys.exit(error.exit_code)
 

@@ -34,6 +34,17 @@ ENDS = re.compile(rf"({ERROR}|[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b)
 """Begins that line, or the last one of Python's traceback."""
 
 
+KEPT = 120
+"""Characters of a long value that a message shows, beside its end."""
+LONG = (
+    re.compile(r"(?<!\w)'(?:\\.|[^'\\\n]){400,}'"),
+    re.compile(r'(?<!\w)"(?:\\.|[^"\\\n]){400,}"'),
+    re.compile(r"(?<= is )[\[{(][^\n]{400,}[\]})](?=, expected)"),
+    re.compile(r"[^\s/]{400,}|\S{4100,}"),
+)
+"""Values that a message quotes, lists and mappings that it says of a key, and words that are no path of any system."""
+
+
 class CrossFedError(Exception):
     """Base of every error meant for the user."""
 
@@ -102,8 +113,21 @@ def error_line(lines: Sequence[str]) -> str:
 
 
 def shown(text: str) -> str:
-    """A message for a terminal: names of files and words of libraries move no cursor, and no address shows a login."""
-    return visible(hidden_login(text))
+    """A message for a terminal: names of files and words of libraries move no cursor, no address shows a login, and no
+    value fills the screen."""
+    return visible(bounded(hidden_login(text)))
+
+
+def bounded(text: str) -> str:
+    """The message with the middle left out of each quoted value, list and word that is very long."""
+    for pattern in LONG:
+        text = pattern.sub(_shortened, text)
+    return text
+
+
+def _shortened(found: re.Match[str]) -> str:
+    value = found[0]
+    return f"{value[:KEPT]}[... {len(value) - KEPT - 20:,} characters ...]{value[-20:]}"
 
 
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:
