@@ -13,13 +13,14 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from facility.dataset import LOSS, START, PreparedDataset
+from facility.dataset import LOSS, START, DatasetError, Documents, PreparedDataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.report import read_report
+from facility.exchange.task_words import Task
 from facility.preparing.build import Request, prepare
 from facility.preparing.sources import Fields
-from facility.training.data.documents import check_lengths, trial
+from facility.training.data.documents import advice, check_lengths, trial
 from facility.training.model import read_config
 from tests.pico import save_pico
 from tests.preparing.chats import chats, save_chat_tokenizer
@@ -181,15 +182,31 @@ def test_a_document_beyond_the_original_length_would_change_the_positions_of_the
         alone = net(**trial(last).inputs).logits[0]
     assert torch.allclose(after[0], alone, atol=1e-4) and not torch.allclose(after[1], alone, atol=1e-2)
     config = read_config(model)
-    check_lengths(config, 64)
+    check_lengths(config, 64, "chat")
+    with pytest.raises(InputError, match="fewer$"):
+        check_lengths(config, 65, "preference")
     with pytest.raises(InputError, match="longer than 64 tokens a phi3 .* prepare the dataset with --block-tokens 64"):
-        check_lengths(config, 65)
+        check_lengths(config, 65, "chat")
     dataset, padded = prepare_chats(tmp_path / "data"), prepare_chats(tmp_path / "padded", documents="padded")
     refused = rounds_in([("longrope", arguments(tmp_path / "longrope", model, dataset.directory))], expect=2)
     assert (
         "documents share blocks of 256 tokens" in refused["longrope"][0] and "Traceback" not in refused["longrope"][0]
     )
     rounds_in([("padded", arguments(tmp_path / "taken", model, padded.directory))])
+
+
+@pytest.mark.parametrize("task", ["causal-lm", "chat", "preference"])
+def test_what_is_advised_for_a_family_that_cannot_keep_documents_apart_can_be_prepared(task: Task, tmp_path: Path):
+    """Preferences were to be prepared padded or joined, and plain text padded, which `facility.prepare` refuses."""
+    fields = Fields(chat=task != "causal-lm", pairs=task == "preference")
+    ways: tuple[Documents, ...] = ("padded", "joined", "separate")
+    for sharing in ways:
+        given: dict[str, Any] = {"inputs": ["a"], "tokenizer": tmp_path, "out": tmp_path, "block_tokens": 8}
+        try:
+            taken = Request(**given, task=task, fields=fields, documents=sharing).sharing == sharing
+        except DatasetError:
+            taken = False
+        assert taken == (sharing == "separate" or sharing in advice(task)), sharing
 
 
 def test_a_step_without_anything_to_predict_has_no_part_in_the_training_loss(tmp_path: Path):

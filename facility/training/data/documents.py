@@ -22,19 +22,29 @@ LEAK = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 1e-3}
 """Share of a document's loss that rounding may change where only the document before it is another."""
 ALONE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 5e-3}
 """The same where the block is another."""
-ADVICE = "prepare the dataset with --documents padded (one document a block) or joined"
+WAYS = {
+    "chat": "prepare the dataset with --documents padded (one document a block) or joined",
+    "causal-lm": "prepare the dataset with --documents joined",
+}
+"""By task, how a dataset is prepared for a family of models that cannot keep documents apart."""
 
 
-def check_positions(config: Any, factory: Any) -> None:
-    """Refuse a family whose models take no positions. Raises `InputError`."""
+def advice(task: str) -> str:
+    """What to do where the model cannot keep the documents of a dataset of this task apart."""
+    return WAYS.get(task, f"{task} needs documents that are kept apart: train a model of another family")
+
+
+def check_positions(config: Any, factory: Any, task: str) -> None:
+    """Refuse a family whose models take no positions. `task`: of the dataset. Raises `InputError`."""
     kind = factory._model_mapping[type(config)]
     if "position_ids" not in inspect.signature(kind.forward).parameters:
         raise InputError(
-            f"{kind.__name__} takes no positions, so documents that share a block would be read as one text: {ADVICE}"
+            f"{kind.__name__} takes no positions, so documents that share a block would be read as one text: "
+            f"{advice(task)}"
         )
 
 
-def check_lengths(config: Any, block_tokens: int) -> None:
+def check_lengths(config: Any, block_tokens: int, task: str) -> None:
     """Refuse blocks in which a document may be so long that all others of its pass are read in another way.
 
     transformers turns a model with `longrope` by its longer factors as soon as one position of a pass is beyond the
@@ -46,10 +56,11 @@ def check_lengths(config: Any, block_tokens: int) -> None:
     for one in kinds:
         original = one.get("original_max_position_embeddings") or block_tokens
         if one.get("rope_type") == "longrope" and block_tokens > original:
+            other = f", or {advice(task).removeprefix('prepare the dataset ')}" if task in WAYS else ""
             raise InputError(
                 f"documents share blocks of {block_tokens} tokens, and once one is longer than {original} tokens a "
                 f"{reading.model_type} reads all others of its pass with other positions (longrope): prepare the "
-                f"dataset with --block-tokens {original} or fewer, or with --documents padded or joined"
+                f"dataset with --block-tokens {original} or fewer{other}"
             )
 
 
@@ -59,6 +70,7 @@ def check_separation(loss_of: Callable[[Batch], float], inputs: Any, dtype: str)
 
     `dtype`: what the model computes in. Raises `InputError` where they differ by more than rounding.
     """
+    otherwise = advice(inputs.dataset.manifest.task)
     length = min(LENGTH, inputs.block_tokens // 2)
     if length < 2:
         return
@@ -71,12 +83,12 @@ def check_separation(loss_of: Callable[[Batch], float], inputs: Any, dtype: str)
     if abs(after[0] - after[1]) > LEAK[dtype] * scale:
         raise InputError(
             f"a {kind} lets a document see the one before it in its block (loss {after[0]:.6f} after one, "
-            f"{after[1]:.6f} after another): {ADVICE}"
+            f"{after[1]:.6f} after another): {otherwise}"
         )
     if abs(after[0] - alone) > ALONE[dtype] * scale:
         raise InputError(
             f"a {kind} does not begin the positions of a document anew in its block (loss {after[0]:.6f}, alone "
-            f"{alone:.6f}): {ADVICE}"
+            f"{alone:.6f}): {otherwise}"
         )
 
 

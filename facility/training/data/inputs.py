@@ -82,9 +82,9 @@ def read_inputs(request: RoundRequest, ranks: Ranks) -> RoundInputs:
     dtype = getattr(torch, request.training.compute_dtype)
     attention = choose_attention(config, task.factory, ranks.device, dtype, separate=task.separate)
     if task.separate:
-        check_positions(config, task.factory)
+        check_positions(config, task.factory, dataset.manifest.task)
         if request.settings.differential is None:  # else each is a row of its own, all as long as a block
-            check_lengths(config, dataset.manifest.block_tokens)
+            check_lengths(config, dataset.manifest.block_tokens, dataset.manifest.task)
     return RoundInputs(
         received=received,
         base=base,
