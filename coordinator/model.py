@@ -37,6 +37,8 @@ from facility.exchange.errors import CrossFedError, InputError, TransientError, 
 from facility.exchange.files import present
 from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import as_umask_allows, new_directory
+from facility.exchange.files.storage import naming
+from facility.exchange.files.unwinding import unwound_by_signals
 from facility.exchange.hub import hub
 from facility.exchange.json_values import note_in
 from facility.exchange.logs import add_log_options
@@ -86,9 +88,10 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
 def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:
     """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert`."""
-    with new_directory(out) as temporary:
+    with unwound_by_signals(), new_directory(out) as temporary:
         try:
-            summary = _saved(source, temporary, made_from["dtype"], made_from["revision"], classes)
+            with naming(out):
+                summary = _saved(source, temporary, made_from["dtype"], made_from["revision"], classes)
         except (CrossFedError, OSError):
             raise
         except Exception as error:  # whatever the values of config.json lead to once the model is loaded

@@ -31,6 +31,7 @@ from facility.exchange.checkpoints.companions import FOLDERS, OWN
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
+from facility.exchange.files.unwinding import unwound_by_signals
 from facility.exchange.messages.manifest import read_manifest, sha256_of, verify_manifest
 
 log = logging.getLogger("coordinator.publishing")
@@ -86,7 +87,7 @@ def publish(file: Path, out: Path) -> Path:
         )
     names = public_names(federation, data["facilities"])
     shown = anonymous(data, names)
-    with new_directory(out) as folder:
+    with unwound_by_signals(), new_directory(out) as folder:
         copy_tree(model, folder / "model", leave=(*OWN, *FOLDERS))
         changed = name_the_base(folder / "model", federation.base_model)
         notes = loaded_otherwise(folder / "model")

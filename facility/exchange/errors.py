@@ -16,10 +16,12 @@ An `assert` marks our own mistakes, never the user's.
 
 from __future__ import annotations
 
+import gc
 import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from traceback import clear_frames
 
 from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
@@ -130,6 +132,16 @@ def _shortened(found: re.Match[str]) -> str:
     return f"{value[:KEPT]}[... {len(value) - KEPT - 20:,} characters ...]{value[-20:]}"
 
 
+def let_go(error: BaseException) -> None:
+    """Close what the calls that failed hold open: the room of a file that was removed is free only then, and how much
+    is free is said."""
+    failed: BaseException | None = error
+    while failed is not None:
+        clear_frames(failed.__traceback__)
+        failed = failed.__cause__ or failed.__context__
+    gc.collect()
+
+
 def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_job: bool = False) -> int:
     """Run `main` and turn a `CrossFedError`, or a file system that refuses, into one line on stderr and its exit code.
 
@@ -149,6 +161,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise
+        let_go(error)
         print(f"{ERROR}{shown(sentence(error, again=not in_job))}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:

@@ -1,0 +1,78 @@
+"""What a command that failed or was ended has half made is gone, and its room is free when it says how much is."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from coordinator import model
+from facility.exchange import errors
+from facility.exchange.files.unwinding import unwound_by_signals
+from tests.pico import save_pico
+
+
+def test_the_room_that_is_told_is_that_without_what_was_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A preparation removed its arrays on a full disk, held them open, and said that 0 B were free now."""
+    held: list[int] = []
+
+    def fails() -> int:
+        with_a_name = tempfile.TemporaryFile(dir=tmp_path)
+        held.append(with_a_name.fileno())
+        raise OSError(errno.ENOSPC, "full", str(tmp_path / "out"))
+
+    def told(error: OSError, **_: object) -> str:
+        with pytest.raises(OSError):
+            os.fstat(held[0])
+        return "full"
+
+    monkeypatch.setattr(errors, "sentence", told)
+    assert errors.exit_on_error(fails) == 2 and "error: full" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_model_that_is_ended_by_a_signal_leaves_nothing(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`.out.abc.tmp`, as large as the model, stayed for ever unless the same command was given again."""
+    source = save_pico(tmp_path / "source")
+
+    def saved(source: str, out: Path, *_: object) -> str:
+        (out / "model.safetensors").touch()
+        os.kill(os.getpid(), number)
+        raise AssertionError
+
+    monkeypatch.setattr(model, "_saved", saved)
+    before = signal.getsignal(number)
+    with pytest.raises(SystemExit) as ended:
+        model.convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+    assert ended.value.code == 128 + number and os.listdir(tmp_path) == ["source"]
+    assert signal.getsignal(number) == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with unwound_by_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_full_disk_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """safetensors raises an error of its own, of which a config.json that fits its weights was asked for."""
+    source = save_pico(tmp_path / "source")
+
+    def saved(*_: object) -> str:
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(model, "_saved", saved)
+    with pytest.raises(OSError) as full:
+        model.convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+    assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / "out")
