@@ -195,7 +195,7 @@ install() {  # what pip says passes by, and of a file system that took no more e
     { refused=$(
         set -o pipefail +e; trap - ERR
         meanwhile "packages: still installing" "$run" -m pip install --quiet --disable-pip-version-check "$@" 2>&1 >&3 | while IFS= read -r line; do
-            printf '%s\n' "$line" >&4
+            printf 'setup: pip: %s\n' "${line#ERROR: }" >&4  # whether it ends the set-up is said below
             case "$line" in *"No space left on device"*|*"Disk quota exceeded"*|*"File too large"*) echo "$line" ;; esac
         done
     ) || code=$?; } 3>&1 4>&2
