@@ -375,7 +375,7 @@ class PatientQueue(QueueManagerConnector):
             await self._overdue.make_way(jobs, location, looked)
             for job in jobs:
                 if job.began and job.id not in reported:
-                    logger.info(f"job {job.id} ({name}) of an earlier run is {job.state.lower()}: waiting for its end")
+                    logger.info(f"job {job.id} ({name}) of an earlier run has begun ({job.state}): waiting for its end")
                     reported.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))
             asked = self._overdue.now()

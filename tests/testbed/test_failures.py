@@ -150,7 +150,7 @@ def test_a_killed_coordinator_finds_its_running_job_again_and_trains_nothing_twi
     wait_for_job(testbed, b)
     kill_coordinator(first)
     assert run.run() == 0, run.text()
-    assert any("of an earlier run is running: waiting for its end" in line for line in run.log), run.text()
+    assert any("of an earlier run has begun (RUNNING): waiting for its end" in line for line in run.log), run.text()
     for site in testbed.sites:
         records = jobs(run, site)
         assert [record["JobState"] for record in records] == ["COMPLETED"] * 2
