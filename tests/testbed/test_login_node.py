@@ -153,7 +153,9 @@ def test_its_jobs_are_watched_found_again_told_and_cancelled(testbed, login_node
     assert node.states() == ["RUNNING"], "a job outlives the coordinator"
     process = node.run()
     log = node.folder / "work" / "streamflow.log"
-    wait_until(lambda: "of an earlier run has begun (RUNNING): waiting for its end" in log.read_text(), 60, "finding the job")
+    wait_until(
+        lambda: "of an earlier run has begun (RUNNING): waiting for its end" in log.read_text(), 60, "finding the job"
+    )
     (node.site.home / "hold").unlink()
 
     node.wait_for_state("RUNNING", begun=3)
