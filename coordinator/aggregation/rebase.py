@@ -31,6 +31,9 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 
+MADE = "made_sha256"
+"""In `extra` of a late update that was moved: the digest of its content as its facility made it."""
+
 
 def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> None:
     """Write `update` + (`now` - `then`) to the new directory `out`; peak memory is a few megabytes.
@@ -58,7 +61,8 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
                     for offset, content in raw(entry):
                         writer.write(name, offset, content)
         manifest, written = read_manifest(update), open_checkpoint(temporary)
-        extra = manifest.extra if DECODED in manifest.extra else manifest.extra | {TRAVELLED: _bytes_of(manifest)}
+        extra = manifest.extra | {MADE: manifest.content_sha256}
+        extra |= {} if DECODED in extra else {TRAVELLED: _bytes_of(manifest)}
         write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}, extra=extra))
 
 

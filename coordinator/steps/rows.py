@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from coordinator.aggregation.rebase import MADE
 from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
@@ -98,9 +99,9 @@ def _row(
         moments_bytes=sent.moments_bytes if sent else 0,
     )
     if (update := arrived.updates.get(name)) is not None:
-        row = _with_manifest(row, read_manifest(update))
+        row = _with_manifest(row, read_manifest(update), late=arrived.reports[name].round < number)
     elif (dropped := arrived.dropped_updates.get(name)) and (manifest := manifest_if_any(dropped)) is not None:
-        row = _with_manifest(row, manifest)  # what is wrong with it may be its manifest
+        row = _with_manifest(row, manifest, late=False)  # what is wrong with it may be its manifest
     if name in arrived.failures or name in left_out:
         failure = arrived.failures.get(name) or Failure(
             facility=name, round=number, reason=left_out[name], kind="refused"
@@ -142,13 +143,13 @@ def _row(
     )
 
 
-def _with_manifest(row: FacilityRow, manifest: Manifest) -> FacilityRow:
-    """The row with what an update's manifest says."""
+def _with_manifest(row: FacilityRow, manifest: Manifest, *, late: bool) -> FacilityRow:
+    """The row with what an update's manifest says. `late`: it was moved to the present model since it came."""
     return dataclasses.replace(
         row,
         received_bytes=_travelled(manifest),
         moments_bytes=row.moments_bytes + bytes_of(manifest, MOMENTS),
-        update_sha256=manifest.content_sha256,
+        update_sha256=(_digest(manifest.extra.get(MADE)) if late else "") or manifest.content_sha256,
         usage=usage_of(manifest),
         scores=scores_of(manifest),
         dataset=dataset_of(manifest),

@@ -310,6 +310,10 @@ def test_a_model_counts_as_sent_where_a_job_began_from_it(tmp_path: Path):
     assert size and all(row.sent_bytes == (size if row.sent else 0) for row in rows.values() if row.round)
     came = [row.received_bytes for row in rows.values() if row.status == "ok"]
     assert min(came) > 0.98 * max(came), "a late one is moved in float32, and came in half as many bytes"
+    for row in rows.values():
+        if row.status == "ok":
+            made = tmp_path / "jobs" / f"{row.facility}-{row.round - row.staleness}"
+            assert row.update_sha256 == read_manifest(made).content_sha256, "not of the copy that was moved"
     traffic = gather(federation.archive, federation="f", settings={"facilities": list("abc")})["traffic"]
     for name in "abc":
         sent = [rows[place].sent_bytes for place in begun_jobs if place[0] == name]
