@@ -42,6 +42,7 @@ from facility.exchange.files.unwinding import unwound_by_signals
 from facility.exchange.hub import hub
 from facility.exchange.json_values import note_in
 from facility.exchange.logs import add_log_options
+from facility.exchange.text import one_line
 
 DTYPES = ("bfloat16", "float16", "float32")
 HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+", re.ASCII)
@@ -71,6 +72,8 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         source_name = str(folder)
     elif present.exists(folder):
         raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
+    elif folder.is_symlink():
+        raise InputError(f"{folder} is a link that leads nowhere; expected a Hugging Face checkpoint's folder")
     elif source.startswith((".", "/", "~")):
         raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
     elif not HUB_NAME.fullmatch(source):
@@ -113,7 +116,12 @@ def _saved(source: str, out: Path, dtype: str, revision: str, classes: Sequence[
 
 
 def check_class_names(classes: Sequence[str]) -> None:
-    """Raise `InputError` for one name alone, or a name twice."""
+    """Raise `InputError` for one name alone, a name twice, or one that is no line of text."""
+    for name in classes:
+        try:
+            one_line(name)
+        except ValueError as error:
+            raise InputError(f"--class {name!r}: {error}") from None
     if classes and len(set(classes)) < max(2, len(classes)):
         raise InputError(f"the classes are named {', '.join(classes[:10])}: expected two or more, each once")
 

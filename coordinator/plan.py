@@ -102,8 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
     if work is not None:
-        check_work(given.problem, work, changed)
-        write_steps(given.out, work)
+        write_steps(given.out, work, given.problem, changed)
         print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
     check_layout(changed)
@@ -152,7 +151,7 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
         raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
 
 
-def check_work(path: Path, work: Budget | Outlook, given: Collection[str]) -> None:
+def _check_work(path: Path, work: Budget | Outlook, given: Collection[str]) -> None:
     """Raise `InputError` for an option that the work of a round, which this file asks for, has no use for."""
     refuse_unused(given, LAYOUT_OPTIONS, "where steps of a round are planned, which has no layout to search for")
     if path.suffix not in (".yml", ".yaml"):
@@ -168,9 +167,10 @@ def check_layout(given: Collection[str]) -> None:
         refuse_unused(given, ("gain",), "without --previous")
 
 
-def write_steps(out: Path, work: Budget | Outlook) -> None:
-    """Write the steps of a round. Raises `ConfigurationError` rather than replace the plan of a layout, which trainers
-    read."""
+def write_steps(out: Path, work: Budget | Outlook, path: Path, given: Collection[str]) -> None:
+    """Write the steps of a round that the file `path` asks for. Raises `InputError` for one of the options `given` that
+    has no effect on them, and rather than replace the plan of a layout, which trainers read."""
+    _check_work(path, work, given)
     try:
         read_plan(out)
     except (InputError, OSError):

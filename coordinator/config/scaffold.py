@@ -11,7 +11,7 @@ import yaml
 from coordinator.config.facility_names import check_names
 from coordinator.config.schema import FIRST_LINE, NAME, write_schema
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.durable import write_text
+from facility.exchange.files.durable import make_parents, write_text
 from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS
@@ -65,7 +65,7 @@ def init(folder: Path, name: str, facilities: list[str]) -> Path:
         else:
             raise InputError(f"there is no template {template!r}; there are local, {', '.join(known)}")
     _check_together(sites)
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(file)
     write_text(file, FIRST_LINE + text)
     write_schema(file.with_name(NAME))
     return file

@@ -47,6 +47,7 @@ from coordinator.rounds.acceptance import accept, changes_since, is_accepted, re
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
+from facility.exchange.files.durable import make_parents
 from facility.exchange.files.storage import unwritable
 from facility.exchange.text import number_of
 
@@ -69,7 +70,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
         raise InputError(reason)
     console = lasting_console()
     log = log or federation.workdir_path / "streamflow.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(log)
     with only_run(federation) as locks:
         if said := finish(archive):
             console.print(said, markup=False, highlight=False)

@@ -29,7 +29,7 @@ from coordinator.share import share
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files import present
-from facility.exchange.files.durable import write_text
+from facility.exchange.files.durable import make_parents, write_text
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS, number_of
 
@@ -237,7 +237,7 @@ def _model(request: Request, source: str) -> Path:
 
 
 def _write(file: Path, request: Request, model: Path, choices: list[Choice], signing_key: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(file)
     for choice in choices:
         if choice.template_text:
             write_text(file.with_name(choice.template), choice.template_text)

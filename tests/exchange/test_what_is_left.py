@@ -12,6 +12,9 @@ import pytest
 
 from coordinator import model
 from facility.exchange import errors
+from facility.exchange.errors import InputError
+from facility.exchange.files.durable import new_directory
+from facility.exchange.files.storage import is_path, sentence
 from facility.exchange.files.unwinding import unwound_by_signals
 from tests.pico import save_pico
 
@@ -76,3 +79,33 @@ def test_a_full_disk_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError) as full:
         model.convert(str(source), tmp_path / "out", dtype="float32", revision="main")
     assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / "out")
+
+
+def test_a_file_in_the_place_of_a_folder_is_not_to_be_removed(tmp_path: Path):
+    """mkdir says of it that it exists, and `exists already: remove it` was said of the user's own file."""
+    (tmp_path / "file").write_text("of the user's own")
+    (tmp_path / "link").symlink_to("link")
+    for name in ("file", "link"):
+        with pytest.raises(OSError) as refused, new_directory(tmp_path / name / "out"):
+            raise AssertionError
+        assert refused.value.errno in (errno.ENOTDIR, errno.ELOOP) and is_path(refused.value)
+        assert "remove" not in sentence(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "classes", "said"),
+    [
+        ("source", ["a\nb", "c"], "holds the control character"),
+        ("link", [], "is a link that leads nowhere"),
+    ],
+)
+def test_odd_words_make_no_model(
+    source: str, classes: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A class of two lines was taken; a link to nothing was asked of the hub."""
+    save_pico(tmp_path / "source")
+    (tmp_path / "link").symlink_to("link")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=said):
+        model.convert(source, tmp_path / "out", dtype="float32", revision="main", classes=classes)
+    assert not (tmp_path / "out").exists()

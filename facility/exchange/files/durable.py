@@ -145,6 +145,15 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def make_parents(path: Path) -> None:
+    """Make the folders above `path`. Raises `NotADirectoryError` where a file is in the place of one, of which mkdir
+    says that it exists: nobody is to be told to remove it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename) from None
+
+
 @contextmanager
 def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; on success sync every file in it and rename it to `path`.
@@ -156,7 +165,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     path = Path(path)
     if os.path.lexists(path):  # a link that leads nowhere, too: no directory takes its place
         raise FileExistsError(f"{path} exists already; remove it or choose another name")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(path)
     remove_abandoned(path)
     temporary, lock = _locked_sibling(path)
     os.chmod(temporary, as_umask_allows(mode))
