@@ -89,11 +89,11 @@ def bundle(
     check_code(out / CODE)
     if tasks:  # first: a wrong name is found before gigabytes of packages come
         fill(out, tasks, include=include)
-    wheelhouse = out / "wheelhouse"
-    wheelhouse.mkdir(parents=True, exist_ok=True)
     index = index or INDEX[torch]
     if run is None and index:
         ask_index(index)
+    wheelhouse = out / "wheelhouse"
+    wheelhouse.mkdir(parents=True, exist_ok=True)
     extras = ("eval",) if tasks else ()
     (out / COMPLETE).unlink(missing_ok=True)  # of an earlier one, until this one is whole
     remove_cut_off(wheelhouse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,8 @@ def begin(request: Request, dialog: Dialog) -> Path:
 
     What an earlier run of the same command did is recognised at every step.
     """
+    if os.path.lexists(request.folder) and not request.folder.is_dir():
+        raise InputError(f"{request.folder} is no folder, expected one to make, or that of a federation")
     file = federation_file(request.folder)
     texts, surveys = dict(request.data), {}
     if file.exists():

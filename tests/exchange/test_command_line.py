@@ -90,3 +90,11 @@ def test_crossfed_leaves_no_option_out(words: list[str], said: str, tmp_path: Pa
 def test_setup_leaves_no_option_out(side: str, words: list[str], said: str):
     ran = subprocess.run(["bash", str(ROOT / side / "setup.sh"), *words], capture_output=True, text=True, timeout=60)
     assert ran.returncode == 2 and ran.stderr.startswith(f"error: {said}") and ran.stdout == "", ran
+
+
+def test_quickstart_takes_no_file_for_its_folder(tmp_path: Path):
+    """It said that `.demo` in the file should be removed."""
+    (tmp_path / "file").touch()
+    words = ["quickstart", str(tmp_path / "file"), "--facility", "a=local", "--data", "a=x", "--model", "demo", "--yes"]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, InputError) and "is no folder, expected one to make" in str(error)

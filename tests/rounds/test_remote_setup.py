@@ -151,13 +151,14 @@ def test_two_shares_at_once_both_send_the_whole_tokenizer(far: Path, tmp_path: P
     assert [path.name for path in shared.iterdir()] == ["model"] and (shared / "model" / "tokenizer.json").is_file()
 
 
-def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path):
+def test_what_cannot_be_set_up_is_refused(far: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
     with pytest.raises(InputError, match="is on this machine"):
         set_up(federation, "here", bundle=None, arguments=[])
     with pytest.raises(InputError, match="no facility 'fra' in .*expected one of here, far"):
         set_up(federation, "fra", bundle=None, arguments=[])
-    with pytest.raises(InputError, match="holds no bundle.json"):
+    with monkeypatch.context() as asked, pytest.raises(InputError, match="holds no bundle.json"):
+        asked.setattr("coordinator.remote_setup.check_connection", None)  # no login before that
         set_up(federation, "far", bundle=tmp_path, arguments=[])
     for wrong in (["--python", "no-such-python"], ["--no-such-option"], ["--torch", "tpu"]):
         with pytest.raises(InputError, match="ended with code 2; its last lines above say why, and what to change"):

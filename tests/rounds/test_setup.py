@@ -941,6 +941,12 @@ def test_an_index_that_does_not_answer_is_asked_once(silent_index: str, monkeypa
             ask_index(address)
 
 
+def test_an_index_that_is_none_leaves_no_folder(tmp_path: Path):
+    with pytest.raises(InputError, match="--torch-index is"):
+        bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", index="nonsense")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_login_in_an_index_s_address_is_for_pip_and_nobody_else(monkeypatch):
     monkeypatch.setenv("no_proxy", "*")
     asked: list[str] = []
