@@ -104,6 +104,16 @@ def test_a_manifest_that_lies_in_place_of_the_one_that_was_written_is_not_signed
     assert not (update / SIGNATURE).exists()
 
 
+def test_a_link_beside_a_manifest_leads_its_signature_nowhere(keys: Path, update: Path):
+    """A coordinator can write there: a file of the facility's account would be lost."""
+    for place in (update / SIGNATURE, update / f".{SIGNATURE}.tmp"):
+        place.symlink_to(keys / "alpha")
+    before = (keys / "alpha").read_bytes()
+    sign(update, keys / "alpha", kind="update")
+    assert (keys / "alpha").read_bytes() == before and not (update / SIGNATURE).is_symlink()
+    verify(update, "alpha", keys / "allowed")
+
+
 def test_keys_and_signers_that_are_absent(keys: Path, update: Path):
     with pytest.raises(ConfigurationError, match="cannot be signed with .*nowhere"):
         sign(update, keys / "nowhere", kind="update")

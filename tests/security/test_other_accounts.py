@@ -18,6 +18,7 @@ from facility.dataset import DatasetError
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import owners
 from facility.exchange.files.owners import not_ours
+from facility.exchange.messages.progress import FILE, JobProgress, write_progress
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.strict_json import Fields
 from facility.gating.policy import read_policy
@@ -167,3 +168,13 @@ def test_a_gate_has_no_workdir_of_another_account(site: Gate):
     strangers(site.workdir, 0o770)
     with pytest.raises(ConfigurationError, match=f"workdir: .*user {STRANGER}"):
         read_policy(site.home / "policy.yml")
+
+
+def test_a_link_in_place_of_a_jobs_progress_leads_nowhere(tmp_path: Path):
+    """A coordinator may write where a job runs."""
+    (tmp_path / "kept").write_text("the account's")
+    (tmp_path / f".{FILE}.{os.getpid()}").symlink_to("kept")
+    assert not write_progress(tmp_path, JobProgress())
+    assert (tmp_path / "kept").read_text() == "the account's"
+    (tmp_path / f".{FILE}.{os.getpid()}").unlink()
+    assert write_progress(tmp_path, JobProgress()) and (tmp_path / FILE).is_file()

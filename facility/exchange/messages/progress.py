@@ -44,6 +44,10 @@ class JobProgress:
     """Of the latest change on the facility's clock, seconds since 1970."""
 
 
+NEW = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+"""A coordinator may write where a job runs: a link there leads nowhere."""
+
+
 class ProgressFile:
     """`progress.json` in a job's directory, which each report replaces atomically.
 
@@ -59,7 +63,8 @@ class ProgressFile:
         """Replace the file; False where it cannot be written."""
         temporary = self._file.with_name(f".{FILE}.{os.getpid()}")
         try:
-            temporary.write_text(json.dumps(asdict(message)) + "\n", encoding="utf-8")
+            with os.fdopen(os.open(temporary, NEW, 0o644), "w", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(message)) + "\n")
             temporary.replace(self._file)
         except OSError as error:
             if self._writable:

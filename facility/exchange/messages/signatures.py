@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, ManifestError
+from facility.exchange.files.durable import write_bytes
 from facility.exchange.messages.manifest import NAME, SIGNATURE, read_manifest
 from facility.exchange.messages.strict_json import clean
 
@@ -50,9 +51,7 @@ def sign(directory: Path, key: Path, *, kind: str) -> None:
             ["-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(copy)], b"", f"the manifest cannot be signed with {key}"
         )
         signature = copy.with_name(SIGNATURE).read_bytes()
-    temporary = directory / f".{SIGNATURE}.tmp"
-    temporary.write_bytes(signature)
-    os.replace(temporary, directory / SIGNATURE)
+    write_bytes(directory / SIGNATURE, signature)  # under a name that nobody guesses: a link may lie under any other
 
 
 def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
