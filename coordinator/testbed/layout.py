@@ -10,6 +10,7 @@ from pathlib import Path
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import write_text
+from facility.exchange.files.owners import not_ours
 from facility.exchange.json_values import values_in
 
 DEFAULT_ROOT = Path("/var/tmp/crossfed-testbed")
@@ -175,10 +176,18 @@ def save(testbed: Testbed) -> None:
 
 
 def load(root: Path) -> Testbed:
-    """Read the state file. Raises `InputError` when there is no testbed under `root`."""
+    """Read the state file. Raises `InputError` when there is no testbed under `root`, or another account's."""
+    check_ours(root)
     try:
         state = values_in(root / MARK)
     except FileNotFoundError:
         raise InputError(f"no testbed under {root}: `crossfed testbed up --root {root}` makes one") from None
     sites = tuple(Site(**(site | {"base": Path(site["base"])})) for site in state["sites"])
     return Testbed(root=Path(state["root"]), tag=state["tag"], python=Path(state["python"]), sites=sites)
+
+
+def check_ours(root: Path) -> None:
+    """Raise `InputError` where another account may say what root starts, ends and removes there."""
+    for place in (root, root / MARK):
+        if reason := not_ours(place):
+            raise InputError(f"{reason}, and a testbed is root's: remove it, or choose another --root")

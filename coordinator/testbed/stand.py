@@ -15,7 +15,7 @@ from pathlib import Path
 from coordinator.bundle import copy_code
 from coordinator.testbed import configuration, daemons, link, namespaces
 from coordinator.testbed.command import call, end, recall, wait_until
-from coordinator.testbed.layout import MARK, Site, Testbed, load, plan, save
+from coordinator.testbed.layout import MARK, Site, Testbed, check_ours, load, plan, save
 from coordinator.testbed.packages import require
 from facility.exchange.errors import CrossFedError, InputError
 
@@ -36,6 +36,7 @@ def up(
     root = Path(root).resolve()
     require(install=install)
     with _alone():
+        check_ours(root)
         if (root / MARK).exists():
             raise InputError(
                 f"there is a testbed under {root} already: use it, or `crossfed testbed down --root {root}`"
@@ -93,11 +94,9 @@ def down(root: Path) -> list[str]:
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
     """One `up` at a time chooses its network."""
-    with open(
-        "/run/lock/crossfed-testbed.lock" if os.path.isdir("/run/lock") else "/tmp/crossfed-testbed.lock",
-        "w",
-        encoding="utf-8",
-    ) as file:
+    path = "/run/lock/crossfed-testbed.lock" if os.path.isdir("/run/lock") else "/tmp/crossfed-testbed.lock"
+    # every account may write there: no link is followed, and nothing is emptied
+    with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

@@ -14,6 +14,7 @@ from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.facility import _room
 from coordinator.preflight.probe_answer import _disk
 from coordinator.remote_setup import set_up
+from coordinator.testbed.layout import MARK, load
 from facility.dataset import DatasetError
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import owners
@@ -178,3 +179,18 @@ def test_a_link_in_place_of_a_jobs_progress_leads_nowhere(tmp_path: Path):
     assert (tmp_path / "kept").read_text() == "the account's"
     (tmp_path / f".{FILE}.{os.getpid()}").unlink()
     assert write_progress(tmp_path, JobProgress()) and (tmp_path / FILE).is_file()
+
+
+def test_root_stands_no_testbed_up_where_another_account_is_at_home_nor_believes_what_it_wrote(tmp_path: Path):
+    """`down` removes the users that the state file names."""
+    root = strangers(tmp_path / "testbed", 0o755)
+    with pytest.raises(InputError, match=f"{root} belongs to .*user {STRANGER}"):
+        load(root)
+    os.chown(root, 0, -1)
+    (root / MARK).write_text("{}")
+    os.chown(root / MARK, STRANGER, -1)
+    with pytest.raises(InputError, match=f"{root / MARK} belongs to .*user {STRANGER}"):
+        load(root)
+    os.chown(root / MARK, 0, -1)
+    with pytest.raises(KeyError):  # it is read
+        load(root)
