@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,14 @@ def strangers(path: Path, mode: int = 0o777) -> Path:
     return path
 
 
+@pytest.fixture
+def reached() -> Iterator[Path]:
+    """A folder that other accounts can enter, as they can none of pytest's."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="crossfed-test-") as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_a_state_directory_that_another_account_made_first_is_refused(tmp_path: Path, monkeypatch, level: int):
     """Its updates and keys could be read there, and an update of another's put in their place, to be signed."""
@@ -72,12 +82,14 @@ def test_a_link_that_another_account_made_leads_nowhere(tmp_path: Path):
     assert f"state is a link that an account without a name (user {STRANGER}) made" in not_ours(tmp_path / "state")
 
 
-def test_what_an_account_opened_to_its_group_and_what_root_made_is_taken(tmp_path: Path):
+def test_what_an_account_opened_to_its_group_and_what_root_made_is_taken(reached: Path):
     for mode, taken in ((0o700, True), (0o2770, True), (0o1777, True), (0o777, False)):
-        (place := tmp_path / f"{mode:o}").mkdir()
+        (place := reached / f"{mode:o}").mkdir()
         place.chmod(mode)
         assert (not_ours(place) == "") is taken, oct(mode)
-    assert not_ours(tmp_path / "absent") == ""
+    assert not_ours(reached / "absent") == ""
+    reached.chmod(0o700)
+    assert not_ours(reached / "777") == "", "as an engine makes it under a umask of 000, where no other comes"
 
 
 def test_a_file_system_that_shows_our_files_as_anothers_is_no_strangers(tmp_path: Path, monkeypatch):
@@ -87,15 +99,15 @@ def test_a_file_system_that_shows_our_files_as_anothers_is_no_strangers(tmp_path
     assert not_ours(tmp_path) == ""
 
 
-def test_a_job_in_a_workdir_of_another_account_works_with_nothing_that_lies_there(tmp_path: Path):
-    job = strangers(tmp_path / "work") / str(uuid.uuid4())
+def test_a_job_in_a_workdir_of_another_account_works_with_nothing_that_lies_there(reached: Path):
+    job = strangers(reached / "work") / str(uuid.uuid4())
     job.mkdir(mode=0o700)
-    with pytest.raises(InputError, match=f"{tmp_path}/work belongs to .*user {STRANGER}.*`workdir:`"):
+    with pytest.raises(InputError, match=f"{reached}/work belongs to .*user {STRANGER}.*`workdir:`"):
         check_workdir(job)
-    os.chown(tmp_path / "work", 0, -1)
+    os.chown(reached / "work", 0, -1)
     with pytest.raises(InputError, match="may be written by every account"):
         check_workdir(job)
-    (tmp_path / "work").chmod(0o770)
+    (reached / "work").chmod(0o770)
     check_workdir(job)
 
 
@@ -142,11 +154,11 @@ def test_a_facility_is_not_set_up_in_a_home_of_another_account(tmp_path: Path, m
     assert not (tmp_path / "home" / "env.sh").exists()
 
 
-def test_nor_in_one_that_every_account_may_write(tmp_path: Path):
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home").chmod(0o777)
-    done = setup("facility", "--home", str(tmp_path / "home"), "--as-is", "--no-self-check")
-    assert done.returncode == 2 and f"chmod o-w {tmp_path}/home" in done.stderr, done.stderr
+def test_nor_in_one_that_every_account_may_write(reached: Path):
+    (reached / "home").mkdir()
+    (reached / "home").chmod(0o777)
+    done = setup("facility", "--home", str(reached / "home"), "--as-is", "--no-self-check")
+    assert done.returncode == 2 and f"chmod o-w {reached}/home" in done.stderr, done.stderr
 
 
 def test_nor_is_code_sent_there(far: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):

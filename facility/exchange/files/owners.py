@@ -29,11 +29,12 @@ def of_another(folder: Path) -> str:
 
 def not_ours(folder: Path) -> str:
     """What speaks against keeping in `folder` what nobody else may change: `of_another`, or that every account may
-    write it; '' where nothing does, or nothing is there. That a group may write it is a decision of its owner."""
+    write it, and reach it; '' where nothing does, or nothing is there. That a group may write it is a decision of its
+    owner."""
     if reason := of_another(folder):
         return reason
     mode = os.stat(folder).st_mode if os.path.exists(folder) else 0
-    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+    if mode & stat.S_IWOTH and not mode & stat.S_ISVTX and _reached_by_all(folder):
         return f"{os.path.abspath(folder)} may be written by every account (`chmod o-w` it)"
     return ""
 
@@ -53,6 +54,11 @@ def account(user: int) -> str:
 
 def _another(user: int) -> bool:
     return user not in (os.geteuid(), ROOT)
+
+
+def _reached_by_all(path: Path) -> bool:
+    """Whether no folder above keeps other accounts out, as the work directory does from what an engine makes in it."""
+    return all(os.stat(above).st_mode & stat.S_IXOTH for above in Path(os.path.realpath(path)).parents)
 
 
 def _shows_ours_as(user: int, folder: Path) -> bool:
