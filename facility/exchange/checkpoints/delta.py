@@ -351,5 +351,5 @@ def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> f
             width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(magnitudes.BINS, np.int64)
             for _, _, step, _ in differences(entry, new[name], width):
                 seen += magnitudes.histogram(step)
-            counts += seen * (entry.elements / max(1, seen.sum()))
+            counts += seen * (entry.elements / max(1, int(seen.sum())))
     return magnitudes.threshold(counts, density, smallest=1)
