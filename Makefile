@@ -48,12 +48,13 @@ nightly: env ## The longest: every family, every cause of a fault, further feder
 	CROSSFED_FAMILIES=$(abspath build/families-nightly.jsonl) \
 	python -m pytest -n $(WORKERS) --dist loadgroup --timeout 3600 $(NIGHTLY) -m 'nightly and not testbed and not readme'
 
-# uv finds the oldest versions; it knows no pip.conf and takes CUDA's torch (3 GB). WORKERS and PYTEST_ADDOPTS as for test.
+# uv finds the oldest versions; --seed brings a new packaging, which uv would keep.
+# It knows no pip.conf and takes CUDA's torch (3 GB). WORKERS and PYTEST_ADDOPTS as for test.
 lowest: ## The default suite with the oldest packages that pyproject.toml admits, in build/lowest.
 	$(PYTHON) -m venv build/uv
 	build/uv/bin/python -m pip install --quiet --disable-pip-version-check uv
 	build/uv/bin/uv venv --quiet --seed --python $(PYTHON) --clear build/lowest
-	VIRTUAL_ENV=build/lowest build/uv/bin/uv pip install --quiet --resolution lowest-direct -e '.[test]'
+	VIRTUAL_ENV=build/lowest build/uv/bin/uv pip install --quiet --resolution lowest-direct --reinstall-package packaging -e '.[test]'
 	build/lowest/bin/python -m pytest -n $(WORKERS) --dist loadgroup -m 'not testbed and not slow and not readme'
 
 testbed: env ## Two rounds over real sshd and real Slurm on this machine (root, Debian packages).

@@ -9,7 +9,9 @@ from importlib.metadata import distributions as installed
 from importlib.metadata import packages_distributions, requires, version
 
 import pytest
+from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from tests.house.imports import PACKAGES, ROOT, imported_names, together
 from tests.house.lock import distributions, normal
@@ -88,3 +90,23 @@ def test_the_oldest_python_takes_every_pinned_version() -> None:
     found = {pin: known[pin] for pin in known.keys() & pinned if known[pin]}
     assert len(found) > len(pinned) / 2
     assert {pin: asks for pin, asks in found.items() if oldest not in SpecifierSet(asks)} == {}
+
+
+def test_each_oldest_version_is_one_that_can_be_installed() -> None:
+    """Of what `make lowest` installs, each is the oldest that is admitted, or a package that facilities do without, or
+    what that brings, asks for a later one."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = map(Requirement, project["dependencies"])
+    oldest = {normal(one.name): next(each.version for each in one.specifier if each.operator == ">=") for one in asked}
+    if Version(version("transformers")) != Version(oldest["transformers"]):
+        pytest.skip("these are not the oldest packages, as by `make lowest`")
+    later = {name for name, bound in oldest.items() if Version(version(name)) != Version(bound)}
+    ask = [
+        (normal(one.name), normal(each.name))
+        for one in installed()
+        for each in map(Requirement, one.requires or [])
+        if (each.marker is None or each.marker.evaluate({"extra": ""})) and normal(each.name) in oldest
+        if not each.specifier.contains(oldest[normal(each.name)])
+    ]
+    assert [(by, name) for by, name in ask if by in oldest] == []
+    assert later - {name for _, name in ask} == set()
