@@ -227,18 +227,21 @@ def check_facility(
         block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
         rows.append(memory_row(federation, facility, model, block, template))
         if link and not deployment.gate:
-            rows.append(
-                check_link(
-                    facility,
-                    deployment,
-                    model,
-                    federation.sending,
-                    federated=federation.aggregation.federated,
-                    masked_bits=federation.masked_bits,
-                    changed=changed_by_all(federation, model),
-                )
-            )
+            rows.append(link_row(federation, facility, model))
     return rows, answer
+
+
+def link_row(federation: Federation, facility: Facility, model: ModelFigures) -> Row:
+    """How fast the link is, and how long a round's models take over it."""
+    return check_link(
+        facility,
+        facility.deployment,
+        model,
+        federation.sending,
+        federated=federation.aggregation.federated,
+        masked_bits=federation.masked_bits,
+        changed=changed_by_all(federation, model),
+    )
 
 
 def certificate_rows(facility: Facility, hours: float) -> list[Row]:
