@@ -28,7 +28,7 @@ from facility.exchange.checkpoints.twins import Twins
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link
+from facility.exchange.files.links import link_files
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 
 MADE = "made_sha256"
@@ -95,9 +95,7 @@ def _moments(trained: Checkpoint, started: Checkpoint, present: Checkpoint, dire
 def _link_others(update: Path, directory: Path, trained: Checkpoint, moved: set[str]) -> None:
     """Link what an update holds beside its tensors, its manifest and what was `moved`."""
     written = {entry.file.name for entry in trained.tensors.values()} | {NAME, INDEX} | moved
-    for path in sorted(update.iterdir()):
-        if path.name not in written:
-            link(path, directory / path.name)
+    link_files(update, directory, leave=written)
 
 
 def _moved_dtype(entry: TensorEntry, *models: Checkpoint) -> str:

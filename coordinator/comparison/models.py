@@ -19,7 +19,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.comparison.candidates import candidate, candidates
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link_tree, replace_by_links
+from facility.exchange.files.links import link_files, link_tree, replace_by_links
 from facility.exchange.messages.comparison import (
     ALONE,
     ALONE_OF,
@@ -141,13 +141,7 @@ def make_order(archive: Archive, settings: CoordinatorSettings, rounds: Mapping[
     shutil.rmtree(target, ignore_errors=True)
     with new_directory(target) as temporary:
         if whole:
-            initial = target.with_name(".initial")
-            shutil.rmtree(initial, ignore_errors=True)
-            link_tree(archive.model_for(0), initial)
-            for path in initial.iterdir():
-                if path.name not in (NAME, SIGNATURE):
-                    path.rename(temporary / path.name)
-            shutil.rmtree(initial)
+            link_files(archive.model_for(0), temporary, leave=(NAME, SIGNATURE))
         manifest = _manifest(archive, settings, ALONE, {ROUNDS: dict(rounds)})
         if whole:
             start = read_manifest(archive.model_for(0))

@@ -16,7 +16,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, ope
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.links import link_file, link_tree
+from facility.exchange.files.links import link_file, link_files, link_tree
 from facility.exchange.json_values import values_in
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.comparison import Alone, rounds_alone, with_alone
@@ -98,20 +98,15 @@ class OwnModel:
     def _appear(self, source: Path, rounds: int, *, tokens: int, run: str = "") -> None:
         """Keep `source` under a manifest that says how it came to be."""
         manifest = read_manifest(source)
-        target, parts = self.model(rounds), self.place / "parts"
-        for path in (target, parts):
-            shutil.rmtree(path, ignore_errors=True)
+        target = self.model(rounds)
+        shutil.rmtree(target, ignore_errors=True)
         with new_directory(target) as temporary:
-            link_tree(source, parts)
-            for path in parts.iterdir():
-                if path.name not in (NAME, SIGNATURE):
-                    path.rename(temporary / path.name)
+            link_files(source, temporary, leave=(NAME, SIGNATURE))
             extra = {"run": run or run_of(manifest), TOKENS: tokens}
             kept = dataclasses.replace(
                 manifest, kind="model", round=rounds, facility=None, encoding="full", extra=extra
             )
             write_manifest(temporary, kept)
-        shutil.rmtree(parts, ignore_errors=True)
 
 
 def train_alone(job: Job, received: Manifest) -> Ending:

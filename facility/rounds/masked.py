@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link_file, link_tree
+from facility.exchange.files.links import link_files, link_tree
 from facility.exchange.files.paths import resolve
 from facility.exchange.masking.roster import check_size, read_roster
 from facility.exchange.masking.walks import check_own, check_walks
@@ -100,8 +100,7 @@ class Masked:
             return False
         keep_rest(self.state, held)
         with new_directory(out) as directory:
-            for path in sorted(held.sent.iterdir()):
-                link_file(path, directory / path.name)
+            link_files(held.sent, directory)
             complete(update, received, directory, held.masked, member=self.member, settings=self.settings.masking)
         return True
 

@@ -48,7 +48,7 @@ from facility.exchange.delta_codecs import Codec, declared_codec, load_codec
 from facility.exchange.errors import CheckpointError, ConfigurationError
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.links import link
+from facility.exchange.files.links import link_files
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
@@ -243,8 +243,7 @@ def encode_model(
         )
         made = decode(temporary, reference=reference, out=decoded)
         with new_directory(out) as directory:
-            for path in sorted(temporary.iterdir()):
-                link(path, directory / path.name)
+            link_files(temporary, directory)
             (directory / NAME).unlink()
             sent = read_manifest(temporary)
             write_manifest(

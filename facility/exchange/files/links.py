@@ -25,10 +25,16 @@ def link_tree(source: Path, target: Path) -> None:
 
     Symbolic links in `source` are followed (engines stage inputs by them). `target` must not exist.
     """
-    source, target = Path(source), Path(target)
+    target = Path(target)
     target.mkdir()
+    link_files(source, target)
+
+
+def link_files(source: Path, target: Path, *, leave: Collection[str] = ()) -> None:
+    """Put what the directory `source` holds into the existing `target`, as `link` does, but for the names `leave`."""
     for entry in sorted(os.scandir(source), key=lambda e: e.name):
-        link(Path(entry.path), target / entry.name)
+        if entry.name not in leave:
+            link(Path(entry.path), target / entry.name)
 
 
 def replace_by_links(source: Path, target: Path) -> None:
