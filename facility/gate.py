@@ -152,12 +152,12 @@ def serve(session: Session, command: str | None) -> int:
     except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
         session.write("broken off", request=asked)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
-        return 2
+        return ExitCode.INPUT
     except Exception as error:  # whatever it is, it is on record
         reason = str(error) if isinstance(error, CrossFedError | OSError | ValueError) else repr(error)
         session.write("failed", request=asked, reason=reason[:1000])
         print(f"error: {reason}", file=sys.stderr)
-        return 2
+        return ExitCode.INPUT
 
 
 def check(policy_file: Path) -> str:
@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
         return serve(session, os.environ.get("SSH_ORIGINAL_COMMAND"))
     except (CrossFedError, OSError) as error:  # without a sound policy or a log that can be written, nothing is done
         print(f"error: the gate is closed: {error}", file=sys.stderr)
-        return 2
+        return ExitCode.INPUT
 
 
 if __name__ == "__main__":

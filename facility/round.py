@@ -17,6 +17,7 @@ import traceback
 from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.paths import resolve
 from facility.exchange.files.storage import is_storage, located, sentence
 from facility.exchange.logs import add_log_options
@@ -85,7 +86,7 @@ def first(job: Job) -> int:
     try:
         ending = run(job)
     except CrossFedError as error:
-        ending = Ending(code=2, reason=str(error))
+        ending = Ending(code=int(ExitCode.INPUT), reason=str(error))
     except Exception as error:
         tail = traceback.format_exc()
         cause = (

@@ -37,6 +37,8 @@ log = logging.getLogger("coordinator.engine")
 
 LEFT = "; a job of ours may go on there, which the next run waits for or cancels"
 """What follows of a facility that does not answer at the end."""
+PAUSE_TURN_SECONDS = 0.2
+"""How often a pause between attempts lets the display go on and looks whether the run is to stop."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +209,7 @@ class Supervisor:
             deadline = time.monotonic() + decision.pause_seconds
             while time.monotonic() < deadline and not self._stopped:
                 self.on_tick()
-                time.sleep(0.2)
+                time.sleep(PAUSE_TURN_SECONDS)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Stop StreamFlow and do not start it again; `run` then cancels our jobs and returns."""

@@ -30,14 +30,20 @@ from facility.launching.replica_notes import ReplicaNote, forget_note, read_note
 log = logging.getLogger("facility.launch")
 
 TAIL_LINES = 60
-FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, 2)
+INPUT, TRANSIENT = int(ExitCode.INPUT), int(ExitCode.TRANSIENT)
+FOR_ALL = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED, INPUT)
 """Codes that say something of the whole round; with any other a replica that can be missed is merely lost."""
-TRANSIENT = int(ExitCode.TRANSIENT)
-AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, 2, TRANSIENT)
+AGREED = (Outcome.SKIPPED, Outcome.CHECKPOINTED, INPUT, TRANSIENT)
 """Codes that ranks end with together: when one rank has, the others get the grace period to do so by themselves."""
 BY_US = (-signal.SIGTERM, -signal.SIGKILL)
 """Codes of ranks that were ended from outside: by this supervisor, where it had cause to."""
 FORWARDED = (signal.SIGINT, *ENDING)
+TURN_SECONDS = 0.1
+"""How long output is waited for before ends and limits are looked at again."""
+ELSEWHERE_SECONDS = 0.5
+"""How often to look at what other nodes have noted in the shared directory."""
+DRAIN_SECONDS, PAUSE_SECONDS = 1.0, 0.05
+"""How long pipes of ended ranks are read at most; a pause as long as the second one is their end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,13 +173,13 @@ class _Run:
 
     def turn(self) -> None:
         """Pass output on, notice ends and limits."""
-        for key, _ in self.selector.select(timeout=0.1):
+        for key, _ in self.selector.select(timeout=TURN_SECONDS):
             self._read(key.data)
         now = time.monotonic()
         for rank in self.living():
             self._look(rank, now)
         limits = self.limits
-        if self.elsewhere and now - self.looked > 0.5:
+        if self.elsewhere and now - self.looked > ELSEWHERE_SECONDS:
             self.looked = now
             if self.cause is None and (reason := self.elsewhere()):
                 self._end_all(1, reason, now)
@@ -261,9 +267,9 @@ class _Run:
 
     def drain(self) -> None:
         """What the ended ranks' pipes still hold; a stray grandchild that holds one open is not waited for."""
-        until = time.monotonic() + 1.0
+        until = time.monotonic() + DRAIN_SECONDS
         while self.selector.get_map() and time.monotonic() < until:
-            ready = self.selector.select(timeout=0.05)
+            ready = self.selector.select(timeout=PAUSE_SECONDS)
             for key, _ in ready:
                 self._read(key.data)
             if not ready:

@@ -28,6 +28,10 @@ MOST_WATTS = 600.0
 """Of one processor package: RAPL's counter may wrap more than once in a job that is long enough."""
 OTHERS_SECONDS = 15.0
 """How long the first task waits for the other nodes' readings."""
+LOOK_SECONDS = 0.5
+"""How often it looks for them."""
+SACCT_SECONDS = 20
+"""A slurmdbd that does not answer costs a job so much, and the figure."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +132,7 @@ class Meter:
             found = [note for number in wanted if isinstance(note := notes.read(f"energy-{number}"), dict)]
             if len(found) == len(wanted) or time.monotonic() > deadline:
                 return found
-            time.sleep(0.5)
+            time.sleep(LOOK_SECONDS)
 
 
 def combined(here: Mapping[str, float], others: Sequence[Mapping[str, float]], nodes: int) -> tuple[float | None, str]:
@@ -145,7 +149,7 @@ def _sacct(job: str) -> dict[str, float]:
     """The largest figure of the job and its steps, which are parts of it."""
     words = ["sacct", "-j", job, "-n", "-P", "-o", "ConsumedEnergyRaw"]
     try:
-        said = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=20)
+        said = subprocess.run(words, capture_output=True, text=True, errors="replace", timeout=SACCT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return {}
     known = [value for line in said.stdout.split() if 0 < (value := _number(line)) < MOST_JOULES]

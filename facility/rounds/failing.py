@@ -18,12 +18,15 @@ from facility.exchange.messages.signatures import sign
 from facility.launching.supervise import Ending
 from facility.rounds.job import Job, clear
 
+NOTE_SECONDS = 1.0
+"""Another node that failed at the same time may still be about to note why."""
+
 
 def earliest(job: Job, ending: Ending) -> Ending:
     """The failure that came first, of this task and the others."""
     if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
         return ending
-    time.sleep(1.0)  # another node may be about to report
+    time.sleep(NOTE_SECONDS)
     earlier = [note for note in job.notes.failures() if 0 < note.get("time", 0) < (ending.time or float("inf"))]
     others = [note for note in earlier if note.get("task") != job.tasks.task and "another node" not in note["reason"]]
     if not others:

@@ -21,7 +21,9 @@ from torch.distributed import distributed_c10d
 from facility.exchange.errors import first_line
 
 SLICE_SECONDS = 0.05
-"""How often a waiting rank looks whether the scheduler has called the exchange off."""
+"""How often a waiting rank looks whether the scheduler has called the exchange off; on a GPU, `LOOK_SECONDS`."""
+LOOK_SECONDS = 0.0002
+"""How often it looks whether a collective is complete on a GPU."""
 
 
 class ExchangeFailed(Exception):
@@ -41,7 +43,7 @@ class Channel:
             try:
                 if self.device.type == "cuda":
                     while not work.is_completed() and not self.called_off() and time.monotonic() < deadline:
-                        time.sleep(0.0002)
+                        time.sleep(LOOK_SECONDS)
                     if not work.is_completed():
                         raise ExchangeFailed("called off" if self.called_off() else "too slow")
                     work.wait()

@@ -25,7 +25,9 @@ from facility.sync.runtime.membership import Membership
 
 log = logging.getLogger("facility.sync")
 HELLO_SECONDS = 10.0
-"""A connection that has not shown the token by then is closed."""
+"""A connection that has not shown the token by then is closed; at the end, one that has not gone by itself."""
+LAST_LOOK_SECONDS = 0.005
+"""How often to look, at the end, whether the last decisions have been read and all connections have gone."""
 
 
 @dataclass(kw_only=True)
@@ -113,10 +115,8 @@ class SchedulerService:
         watch = asyncio.create_task(self._watch())
         await self._done.wait()
         until = self._loop.time() + HELLO_SECONDS
-        while (
-            self._writers and self._problem is None and self._loop.time() < until
-        ):  # the last decisions are still being read
-            await asyncio.sleep(0.005)
+        while self._writers and self._problem is None and self._loop.time() < until:
+            await asyncio.sleep(LAST_LOOK_SECONDS)
         watch.cancel()
         server.close()
         for writer in list(self._writers.values()):

@@ -24,6 +24,7 @@ from facility.exchange.errors import (
     TransientError,
     exit_on_error,
 )
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import is_storage, sentence
 from facility.training.processes.exchange import all_gather_json, broadcast_json
 
@@ -164,13 +165,13 @@ def end(main: Callable[[], int]) -> NoReturn:
         code = stop.code if isinstance(stop.code, int) else 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        code = 130
+        code = int(ExitCode.INTERRUPTED)
     except BaseException as error:
         rank = os.environ.get("RANK", "0")
         if reason := lost_contact(error):
             again = "the same command, run again, starts the round from its last checkpoint"
             print(f"error: rank {rank} lost contact with another rank ({reason}); {again}", file=sys.stderr)
-            code = 75
+            code = int(ExitCode.TRANSIENT)
         else:
             print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
             code = 1
