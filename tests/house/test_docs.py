@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.config.federation import read_federation
+from facility.exchange.scheduling.policies import POLICIES
 from tests.conftest import ROOT
 from tests.distributed import help_of
 from tests.house.conftest import Demo, shell
@@ -140,6 +141,11 @@ def test_links_to_a_heading_name_one_that_the_page_has():
             aim = (page.parent / target).resolve() if target else page
             if aim.suffix == ".md":
                 assert anchor in anchors(aim), f"{page}: {target}#{anchor}"
+
+
+def test_every_policy_is_in_the_table_of_its_page():
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "explanation" / "synchronisation.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == set(POLICIES.built_in)
 
 
 def test_every_page_is_in_the_table_of_contents():
