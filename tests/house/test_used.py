@@ -1,4 +1,5 @@
-"""The product holds no code that only tests or benches run: it is moved to `tests/reproductions/`, or removed.
+"""The product holds no code that only tests or benches run: it is moved to `tests/reproductions/`, or removed. Nor do
+the tests hold a module that nothing runs.
 
 By names: used is what a file runs when it is imported, what CWL, templates, set-up scripts and the generator of the
 documentation name, and what a used function or class mentions, in code or in a string. A method counts with its class.
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,29 @@ def test_the_product_runs_all_it_holds():
 def test_the_product_reads_every_constant_that_it_declares():
     found = [one for one in unread(ROOT, ("coordinator", "facility")) if one.partition(":")[2] not in BY_REGISTRY]
     assert found == []
+
+
+def unnamed(root: Path, pages: Iterable[Path] = ()) -> list[str]:
+    """Modules of the tests that pytest does not collect and no other file names, nor one of `pages`: nothing runs
+    them."""
+    files = {path: path.read_text() for path in [*root.rglob("*.py"), *root.rglob("*.md"), *pages]}
+    naming: dict[str, set[Path]] = defaultdict(set)
+    for path, text in files.items():
+        for word in WORD.findall(text):
+            naming[word].add(path)
+    helpers = [path for path in files if path.suffix == ".py" and not re.match("test_|conftest|__", path.name)]
+    return sorted(str(path.relative_to(root)) for path in helpers if not naming[path.stem] - {path})
+
+
+def test_every_module_of_the_tests_is_named_by_another():
+    assert unnamed(ROOT / "tests", ROOT.glob("docs/**/*.md")) == []
+
+
+def test_a_module_that_only_itself_names_is_found(tmp_path: Path):
+    (tmp_path / "left.py").write_text("'left'")
+    (tmp_path / "used.py").write_text("")
+    (tmp_path / "test_a.py").write_text("import used")
+    assert unnamed(tmp_path) == ["left.py"]
 
 
 def test_a_constant_is_read_by_its_own_file_or_by_an_import(tmp_path: Path):
