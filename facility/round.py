@@ -34,7 +34,7 @@ from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
 from facility.rounds.failing import earliest, fail
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
-from facility.rounds.kept import default_directory, state_directory
+from facility.rounds.kept import state_directory, state_path
 from facility.rounds.one_round import OneRound
 from facility.rounds.order_check import check_order
 from facility.rounds.released import check_remembered
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
             dataset=dataset,
             notes=Notes(Path(os.environ.get(PLACE) or Path.cwd()), tasks.job, attempt_of(os.environ)),
             meter=Meter(tasks),
-            state=arguments.state or default_directory(settings, dataset),
+            state=state_path(arguments.state, settings, dataset),
         )
         return first(job) if tasks.first else follow(job)
     except CrossFedError as error:

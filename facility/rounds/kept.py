@@ -29,7 +29,7 @@ def state_directory(given: Path | None, settings: FacilitySettings, dataset: Pat
             f"there is no dataset {dataset} here, or this account may not look for it: expected the path of one that "
             "`python -m facility.prepare` made at this facility; correct `dataset` in federation.yml"
         )
-    state = given or default_directory(settings, dataset)
+    state = state_path(given, settings, dataset)
     try:
         state.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -44,9 +44,10 @@ def state_directory(given: Path | None, settings: FacilitySettings, dataset: Pat
     return state
 
 
-def default_directory(settings: FacilitySettings, dataset: Path) -> Path:
-    """$CROSSFED_STATE/<federation>/<facility>, or `.crossfed/<federation>/<facility>` beside the dataset."""
-    return shared_directory(dataset) / settings.federation / settings.facility
+def state_path(given: Path | None, settings: FacilitySettings, dataset: Path) -> Path:
+    """Where the state directory lies: `given`, else $CROSSFED_STATE/<federation>/<facility>, else
+    `.crossfed/<federation>/<facility>` beside the dataset."""
+    return given or shared_directory(dataset) / settings.federation / settings.facility
 
 
 def shared_directory(dataset: Path) -> Path:
