@@ -21,7 +21,7 @@ from coordinator.events.event import emit, failures_of
 from coordinator.rounds.order import order_or_tell
 from coordinator.steps.arrived import Arrived, drop, sort_out
 from coordinator.steps.blame import to_blame
-from coordinator.steps.commit import commit
+from coordinator.steps.commit import Commit, commit
 from coordinator.steps.final import close_final
 from coordinator.steps.following import ends_anew
 from coordinator.steps.incomplete import ask_again, number_of_attempt, remember_failed, too_few, wait_for_late
@@ -51,7 +51,9 @@ def close_round(
         if found < settings.minimum_facilities:
             return too_few(archive, settings, model, number, arrived)
         try:
-            return commit(archive, settings, model, number, arrived, attempt)
+            return commit(
+                Commit(archive=archive, settings=settings, model=model, number=number, arrived=arrived, attempt=attempt)
+            )
         except Exception as error:
             blamed = to_blame(error, archive, settings, model, arrived)
             if not blamed:

@@ -113,30 +113,13 @@ class Commit:
         return self.record.quarantined | self.record.dropped
 
 
-def commit(
-    archive: Archive,
-    settings: CoordinatorSettings,
-    model: Path,
-    number: int,
-    arrived: Arrived,
-    attempt: int,
-    unmasking: Unmasking | None = None,
-) -> NextRound:
+def commit(round: Commit) -> NextRound:
     """Average the updates and append the round: model, number of the next round, and whether there is one.
 
     Raises `UpdateRefused`; then the archive is as it was.
     """
-    round = Commit(
-        archive=archive,
-        settings=settings,
-        model=model,
-        number=number,
-        arrived=arrived,
-        attempt=attempt,
-        unmasking=unmasking,
-    )
     open_round(round)
-    with archive.append(number) as directory:
+    with round.archive.append(round.number) as directory:
         write_model(round, directory)
         describe_round(round, directory)
         keep_beside(round)

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.masking.pending import Pending, write_request_directory
-from coordinator.masking.reconstruct import reconstruct
+from coordinator.masking.reconstruct import Seeds, reconstruct
 from coordinator.masking.rosters import open_roster, settings_of
 from coordinator.steps.arrived import Arrived, drop
-from coordinator.steps.commit import commit
+from coordinator.steps.commit import Commit, commit
 from coordinator.steps.incomplete import ask_again, give_up, number_of_attempt, too_few
 from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, InputError
@@ -36,6 +36,7 @@ from facility.exchange.masking.unmasking import (
     request_digest,
     shares_path,
 )
+from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.report import read_failure, read_report
 from facility.exchange.messages.strict_json import clean
 
@@ -149,15 +150,39 @@ def close_masked_round(
         return give_up(archive, settings, model, number, reason)
     for name, lie in seeds.liars.items():
         log.warning("round %d: of the answer of %s a share is left out: %s", number, name, lie)
-    masking = settings_of(settings)
-    unmasking = Unmasking(
+    closed = commit(
+        Commit(
+            archive=archive,
+            settings=settings,
+            model=model,
+            number=number,
+            arrived=arrived,
+            attempt=number_of_attempt(archive, number),
+            unmasking=unmasking_of(settings_of(settings), roster, asked.survivors, seeds, answered=found, round=number),
+        )
+    )
+    pending.drop()
+    return closed
+
+
+def unmasking_of(
+    masking: MaskingSettings,
+    roster: Roster,
+    survivors: Sequence[str],
+    seeds: Seeds,
+    *,
+    answered: Collection[str],
+    round: int,
+) -> Unmasking:
+    """What takes the masks off the sum of the survivors' updates, and what the round's record says of it."""
+    return Unmasking(
         bits=masking.bits,
         weights=roster.weights(masking.weights, masking.maximum_share),
-        survivors=asked.survivors,
+        survivors=survivors,
         seeds=seeds.streams,
         clips=roster.agreement.clips,
         default_clip=roster.agreement.default_clip,
-        moments=masking.moments_due(number),
+        moments=masking.moments_due(round),
         details={
             "masking": {
                 "bits": masking.bits,
@@ -165,16 +190,12 @@ def close_masked_round(
                 "minimum_sum": masking.minimum_sum,
                 "clip_norm": masking.clip_norm,
                 "roster": roster.members,
-                "survivors": asked.survivors,
-                "answered": sorted(found),
+                "survivors": survivors,
+                "answered": sorted(answered),
                 "wrong_answers": seeds.liars,
             }
         },
     )
-    attempt = number_of_attempt(archive, number)
-    closed = commit(archive, settings, model, number, arrived, attempt, unmasking)
-    pending.drop()
-    return closed
 
 
 def survivors_of(pending: Pending, asked: UnmaskRequest, arrived: Arrived) -> Arrived:
