@@ -12,11 +12,13 @@ problem without a batch: `python -m coordinator.plan` takes it together with a b
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import add_log_options
+from facility.exchange.seeds import check_seed
 from facility.measuring.names import DISTRIBUTIONS, TASKS
 
 BOUNDS = {"threads": (0, 4096), "repeats": (1, 10_000), "warmup": (0, 10_000)}
@@ -75,10 +77,17 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure; the first rank writes. Raises `CrossFedError` for bad input."""
-    options = parsed(parser(), arguments)
+    line = parser()
+    options = parsed(line, arguments)
+    if options.tc_out is None:
+        refuse_unused(changed_options(line, options), ("tc_interface",), "without --tc-out")
     for name, (least, most) in BOUNDS.items():
         if not least <= (given := getattr(options, name)) <= most:
             raise ConfigurationError(f"--{name} is {str(given):.20}, expected {least} to {most}")
+    for name in ("most_megabytes", "timeout"):
+        if not 0 < (number := getattr(options, name)) < math.inf:
+            raise ConfigurationError(f"--{name.replace('_', '-')} is {number:g}, expected a number above 0")
+    check_seed(options.seed)
     from facility.measuring.allocation import measure_allocation  # imports torch and transformers, which takes seconds
 
     return measure_allocation(options)

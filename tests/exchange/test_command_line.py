@@ -16,6 +16,7 @@ from tests.conftest import ROOT
 from tests.federations import write_federation
 
 TEXT = ["--input", "a.txt", "--tokenizer", "t", "--out", "o", "--block-tokens", "8"]
+MEASURE = ["--model", "m", "--out", "p"]
 IMAGES = ["--input", "i", "--task", "image-classification", "--model", "m", "--out", "o"]
 
 
@@ -46,7 +47,12 @@ def test_what_is_not_empty_is_left_alone():
         ("facility.prepare", [*TEXT, "--most-pixels", "7"], "--most-pixels has no effect on text"),
         ("facility.prepare", [*TEXT, "--task", "chat", "--text-unit", "file"], "--text-unit has no effect on chat"),
         ("facility.prepare", [*IMAGES, "--near-duplicates", "0.8"], "--near-duplicates has no effect on image"),
-        ("facility.measure", ["--model", "m", "--out", "p", "--site", ""], "--site is empty"),
+        ("facility.measure", [*MEASURE, "--site", ""], "--site is empty"),
+        ("facility.measure", [*MEASURE, "--tc-interface", "eth1"], "--tc-interface has no effect without --tc-out"),
+        ("facility.measure", [*MEASURE, "--timeout", "nan"], "--timeout is nan, expected a number above 0"),
+        ("facility.measure", [*MEASURE, "--timeout", "-1"], "--timeout is -1, expected a number above 0"),
+        ("facility.measure", [*MEASURE, "--most-megabytes", "inf"], "--most-megabytes is inf, expected a number above"),
+        ("facility.measure", [*MEASURE, "--seed", "-1"], "--seed is -1, expected 0 or more"),
         ("coordinator.simulate", ["--federation", "f", "--no-overlap"], "--no-overlap has no effect with --federation"),
         ("coordinator.simulate", ["--problem", "p", "--rounds", "2"], "--rounds has no effect without --federation"),
         ("coordinator.aggregate", ["--base", "", "--out", "o"], "--base is empty"),
