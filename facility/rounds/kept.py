@@ -30,12 +30,13 @@ def state_directory(given: Path | None, settings: FacilitySettings, dataset: Pat
             "`python -m facility.prepare` made at this facility; correct `dataset` in federation.yml"
         )
     state = state_path(given, settings, dataset)
+    made = [state] if given else [shared_directory(dataset), state.parent, state]
     try:
-        state.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for place in made:  # one by one: `parents` leaves those above as open as the umask says
+            place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         why = sentence(error, state, again=False)
         raise InputError(f"the state directory {state} cannot be made: {why}") from None
-    made = [state] if given else [shared_directory(dataset), state.parent, state]
     if reason := first_not_ours(made):
         raise InputError(
             f"the state directory {state} is not this account's alone, which keeps updates and keys there: {reason}; "

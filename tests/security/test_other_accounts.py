@@ -74,6 +74,18 @@ def test_a_state_directory_that_another_account_made_first_is_refused(tmp_path: 
     assert state_directory(None, settings, dataset).is_dir()
 
 
+def test_no_folder_above_a_state_directory_is_open_whatever_the_umask(tmp_path: Path, monkeypatch):
+    """Whoever may write one exchanges what lies in it."""
+    monkeypatch.delenv("CROSSFED_STATE", raising=False)
+    settings = read_facility_settings(write_settings(tmp_path / "settings.json"))
+    before = os.umask(0)
+    try:
+        place = state_directory(None, settings, write_dataset(tmp_path / "data", seed=1))
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE(one.stat().st_mode) for one in (place, *place.parents[:2])] == [0o700] * 3
+
+
 def test_a_link_that_another_account_made_leads_nowhere(tmp_path: Path):
     (tmp_path / "private").mkdir(mode=0o700)
     (tmp_path / "state").symlink_to("private")
