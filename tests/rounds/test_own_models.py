@@ -45,7 +45,7 @@ def test_the_last_update_is_kept_alone_and_its_files_are_shared(tmp_path: Path):
         ((None, 2), {"alone.a"}, {}),
         ((None, 0), set(), {}),
         ((0, 2), {"alone.a"}, {"update.a": "the update of round 0, the last that counted"}),
-        ((1, 3), {"update.a"}, {"alone.a": "2 rounds were trained"}),
+        ((1, 3), {"update.a"}, {"alone.a": "trained rounds: 2"}),
     ],
 )
 def test_what_is_asked_for_is_evaluated_here_or_its_absence_has_a_reason(
