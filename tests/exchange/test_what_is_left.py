@@ -7,6 +7,8 @@ import os
 import signal
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.storage import is_path, sentence
 from facility.exchange.files.unwinding import unwound_by_signals
+from facility.training.data.inputs import check_inputs
 from tests.pico import save_pico
 
 
@@ -90,6 +93,15 @@ def test_a_file_in_the_place_of_a_folder_is_not_to_be_removed(tmp_path: Path):
             raise AssertionError
         assert refused.value.errno in (errno.ENOTDIR, errno.ELOOP) and is_path(refused.value)
         assert "remove" not in sentence(refused.value)
+
+
+def test_no_round_is_trained_for_an_update_that_has_no_place(tmp_path: Path):
+    """It was trained to its end, and ended with a traceback."""
+    (tmp_path / "file").touch()
+    settings: Any = SimpleNamespace(rounds=2)
+    for out in (tmp_path / "file" / "u", tmp_path / "file" / "more" / "u"):
+        with pytest.raises(InputError, match="is no folder in which this account may make one"):
+            check_inputs(0, out, settings, None, None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

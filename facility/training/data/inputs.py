@@ -149,6 +149,11 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
         )
     if os.path.lexists(out):
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
+    place = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):  # else a whole round is trained for nothing
+        raise ConfigurationError(
+            f"--out {out}: {place} is no folder in which this account may make one; choose another"
+        )
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)  # of several parts, that which reads text
     if vocabulary is not None and dataset.manifest.vocabulary_size > vocabulary:
         raise InputError(
