@@ -88,7 +88,7 @@ def test_the_tutorial_runs_as_written(testbed: Testbed, tmp_path: Path):
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 0 and "1 of 1 rounds are complete" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "1 of 1 round is complete" in done.stdout, done.stdout + done.stderr
 
 
 def _own_home(testbed: Testbed, number: int) -> str:
