@@ -334,7 +334,7 @@ def test_command_line(round0, tmp_path: Path, capsys):
     by_hand = ["--base", str(plain), "--update", str(plain), "--out", str(tmp_path / "by-hand")]
     with pytest.raises(UpdateRefused, match="set weights to 'equal'"):
         main(by_hand)
-    with pytest.raises(ConfigurationError, match="rule is '', expected one of"):
+    with pytest.raises(InputError, match="--rule is empty, expected a value"):
         main([*by_hand, "--weights", "equal", "--rule", ""])
     assert main([*by_hand, "--weights", "equal"]) == 0
     (tmp_path / "settings.yml").write_text("aggregation:\n  rulle: mean\n")

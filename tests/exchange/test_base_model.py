@@ -21,7 +21,7 @@ from facility import probe
 from facility.exchange.checkpoints import base_model
 from facility.exchange.checkpoints.base_model import NAME, base_digest, check_base, remembered_digest, tensor_files
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.errors import CheckpointError, ConfigurationError, InputError
+from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files.user_cache import user_cache
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
@@ -142,7 +142,8 @@ def test_what_is_no_digest_is_refused_where_one_is_expected(
 ):
     """With `--expect "$DIGEST"` of a shell that knows no such variable, every model was the expected one."""
     monkeypatch.setattr(sys, "argv", ["command", str(model), "--expect", given])
-    with pytest.raises(ConfigurationError, match="--expect is .*, expected a SHA-256 of 64 hexadecimal digits"):
+    expected = "a SHA-256 of 64 hexadecimal digits" if given else "a value"
+    with pytest.raises(InputError, match=f"--expect is .*, expected {expected}"):
         command()
 
 
