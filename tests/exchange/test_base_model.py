@@ -142,8 +142,7 @@ def test_what_is_no_digest_is_refused_where_one_is_expected(
 ):
     """With `--expect "$DIGEST"` of a shell that knows no such variable, every model was the expected one."""
     monkeypatch.setattr(sys, "argv", ["command", str(model), "--expect", given])
-    expected = "a SHA-256 of 64 hexadecimal digits" if given else "a value"
-    with pytest.raises(InputError, match=f"--expect is .*, expected {expected}"):
+    with pytest.raises(InputError, match="--expect is .*, expected a (SHA-256 of 64 hexadecimal digits|value:)"):
         command()
 
 
