@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from coordinator.aggregation.rebase import rebase
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.candidates import candidate, candidates
 from coordinator.config.settings import CoordinatorSettings
-from facility.exchange.files.durable import new_directory
+from facility.exchange.files.durable import new_directory, scratch_directory
 from facility.exchange.files.links import link_files, link_tree, replace_by_links
 from facility.exchange.messages.comparison import (
     ALONE,
@@ -70,8 +69,8 @@ def keep_updates(
     counted = {name: path for name, path in updates.items() if name not in left_out}
     keep(archive, UPDATE_OF, {name: path for name, path in counted.items() if name not in late})
     for name in sorted(counted.keys() & late.keys()):
-        with tempfile.TemporaryDirectory(dir=archive.path, prefix=".late.") as folder:
-            scratch, update = Path(folder), counted[name]
+        with scratch_directory(archive.path / "moved-back") as scratch:
+            update = counted[name]
             with started_from(update, archive.model_for(late[name]), settings.seed, scratch=scratch) as then:
                 rebase(update, then=model, now=then, out=scratch / "made", facility=name)
             keep(archive, UPDATE_OF, {name: scratch / "made"})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from pathlib import Path
 
 from coordinator.aggregate import aggregate
@@ -12,6 +11,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
 from coordinator.steps.send import bytes_of
 from facility.exchange.errors import TransientError, UpdateRefused
+from facility.exchange.files.durable import scratch_directory
 from facility.exchange.files.storage import is_storage, refuses_writes
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.strict_json import clean
@@ -32,8 +32,8 @@ def to_blame(
     failed: dict[str, str] = {}
     for name, update in arrived.updates.items():
         try:
-            with tempfile.TemporaryDirectory(prefix=".alone.", dir=archive.path) as scratch:
-                _alone(settings, model, name, update, Path(scratch))
+            with scratch_directory(archive.path / "blamed") as scratch:
+                _alone(settings, model, name, update, scratch)
         except Exception as own:
             if isinstance(own, TransientError) or refuses_writes(own):
                 return {}

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from facility.exchange.files.durable import CUT_OFF_SECONDS, write_text
+from facility.exchange.files.durable import CUT_OFF_SECONDS, scratch_directory, write_text
 from tests.conftest import ROOT
 
 KILLED = """
@@ -44,3 +44,22 @@ def test_a_killed_writers_temporary_file_goes_with_a_later_write_and_no_other_do
     write_text(path, "newer")
     assert path.read_text() == "newer"
     assert set(tmp_path.iterdir()) == {path, fresh, other, link, target} and not old.exists()
+
+
+KILLED_AT_WORK = """
+import os, signal, sys
+from pathlib import Path
+from facility.exchange.files.durable import scratch_directory
+with scratch_directory(Path(sys.argv[1])) as scratch:
+    (scratch / "model").write_bytes(b"x" * 1000)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_had_in_a_scratch_directory_goes_with_the_next_and_a_living_ones_stays(tmp_path: Path):
+    """In an archive each kill left an update or a model for ever."""
+    done = subprocess.run([sys.executable, "-c", KILLED_AT_WORK, str(tmp_path / "moved")], cwd=ROOT)
+    assert done.returncode == -signal.SIGKILL and [path.name for path in tmp_path.glob(".moved.*/*")] == ["model"]
+    with scratch_directory(tmp_path / "moved") as first, scratch_directory(tmp_path / "moved") as second:
+        assert set(tmp_path.iterdir()) == {first, second} and not list(first.iterdir())
+    assert not list(tmp_path.iterdir())

@@ -330,7 +330,7 @@ def test_a_late_update_is_compared_as_its_facility_made_it(tmp_path: Path):
     for name, value in values(made).items():
         assert torch.allclose(kept[name], value, atol=1e-6), name
     assert sorted(path.name for path in federation.archive.compared.iterdir()) == ["update.a", "update.b"]
-    assert not list(federation.archive.path.glob(".late.*"))
+    assert not list(federation.archive.path.glob(".moved-back.*"))
 
 
 @pytest.mark.parametrize("reason", [BUSY, UNREACHED])

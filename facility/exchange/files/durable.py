@@ -182,6 +182,18 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     fsync_directory(path.parent)
 
 
+@contextmanager
+def scratch_directory(path: Path) -> Iterator[Path]:
+    """Yield a temporary sibling of `path` that is gone at the end; what killed processes left of one is removed first."""
+    remove_abandoned(path)
+    temporary, lock = _locked_sibling(path)
+    try:
+        yield temporary
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(lock)
+
+
 def _fsync_files(directory: Path) -> None:
     """Sync everything below."""
     for folder, _, names in os.walk(directory):
@@ -207,7 +219,7 @@ def _locked_sibling(path: Path) -> tuple[Path, int]:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Remove temporary directories that processes killed in `new_directory(path)` left behind."""
+    """Remove what processes that were killed in `new_directory(path)` or `scratch_directory(path)` left behind."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         try:
             descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
