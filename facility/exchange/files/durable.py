@@ -184,7 +184,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
 
 @contextmanager
 def scratch_directory(path: Path) -> Iterator[Path]:
-    """Yield a temporary sibling of `path` that is gone at the end; what killed processes left of one is removed first."""
+    """Yield a temporary sibling of `path` that is gone at the end; what killed processes left of one goes first."""
     remove_abandoned(path)
     temporary, lock = _locked_sibling(path)
     try:
