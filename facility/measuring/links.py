@@ -31,6 +31,8 @@ class LinkSettings:
     sharp: SharpTimes = field(default_factory=SharpTimes)
     shared_below: float = 0.75
     """A way out is shared when flows together get less than this part of what they get one at a time."""
+    crowd_tries: int = 3
+    """Of which the median counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +67,10 @@ def measure_links(
         dist.all_reduce(table)
     shared = []
     for crowd_step in crowds(groups):
-        dist.barrier()
-        seconds = torch.zeros(world, dtype=torch.float64)
-        sizes = torch.zeros(world, dtype=torch.float64)
-        for flows in crowd_step:
-            for source, target in flows:
-                if wire.rank in (source, target):
-                    size = _crowd_bytes(float(rate[source, target]), settings)
-                    trip = float(latency[source, target] + latency[target, source])
-                    flow = _flow(wire, source, target, size)
-                    taken = flow - trip
-                    if wire.rank == source:
-                        seconds[source], sizes[source] = max(taken, flow * SHARE), size
-        dist.all_reduce(seconds)
-        dist.all_reduce(sizes)
-        for flows in crowd_step:
+        tries = [_together(wire, crowd_step, latency, rate, settings) for _ in range(settings.crowd_tries)]
+        for flows, found in zip(crowd_step, zip(*tries, strict=True), strict=True):
             alone = sum(float(rate[a, b]) for a, b in flows)
-            # Flows that end later had the link to themselves for a while: the slowest one dates the crowd.
-            together = sum(float(sizes[a]) for a, _ in flows) / max(float(seconds[a]) for a, _ in flows)
+            together = statistics.median(found)
             if together < settings.shared_below * alone:
                 senders, receivers = ([g for g in groups if flows[0][side] in g][0] for side in (0, 1))
                 name = f"{labels[senders[0]]} to {labels[receivers[0]]}"
@@ -93,6 +81,30 @@ def measure_links(
                 )
     rates = [[float("inf") if i == j else float(rate[i, j]) for j in range(world)] for i in range(world)]
     return MeasuredLinks(latency_seconds=latency.tolist(), bytes_per_second=rates, shared=shared)
+
+
+def _together(
+    wire: Wire,
+    step: Sequence[Sequence[tuple[int, int]]],
+    latency: torch.Tensor,
+    rate: torch.Tensor,
+    settings: LinkSettings,
+) -> list[float]:
+    """Bytes per second that each crowd of flows got together. One that begins late, on a busy machine, shares less of
+    its time than it seems to: a single try may find too much."""
+    dist.barrier()
+    seconds, sizes = (torch.zeros(rate.shape[0], dtype=torch.float64) for _ in range(2))
+    for source, target in (flow for flows in step for flow in flows):
+        if wire.rank in (source, target):
+            size = _crowd_bytes(float(rate[source, target]), settings)
+            trip = float(latency[source, target] + latency[target, source])
+            flow = _flow(wire, source, target, size)
+            if wire.rank == source:
+                seconds[source], sizes[source] = max(flow - trip, flow * SHARE), size
+    dist.all_reduce(seconds)
+    dist.all_reduce(sizes)
+    # Flows that end later had the link to themselves for a while: the slowest one dates the crowd.
+    return [sum(float(sizes[a]) for a, _ in flows) / max(float(seconds[a]) for a, _ in flows) for flows in step]
 
 
 def _meet(wire: Wire, a: int, b: int, settings: LinkSettings, latency: torch.Tensor, rate: torch.Tensor) -> None:
