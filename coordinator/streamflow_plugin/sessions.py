@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.waiting import Waiting
+from facility.exchange.text import number_of
 
 LEAST = 4
 """Sessions that a login node must give at once: the shell, a job without a queue, the look at its progress, and one for
@@ -45,6 +47,8 @@ class Given:
         self._wanted = wanted
         self._known: dict[str, int] = {}
         self._members: list[Sessions] = []
+        self.reasons: dict[str, str] = {}
+        """By host: why the latest try, whoever made it, got no session."""
 
     def each(self, host: str) -> int:
         return min(self._wanted, self._known.get(host, self._wanted))
@@ -129,16 +133,14 @@ class _Session(SSHContextManager):
     async def __aenter__(self) -> asyncssh.SSHClientProcess:
         """As the original, but that nobody waits for one that sleeps between two tries. Raises
         `WorkflowExecutionException` once every connection has failed as often as it may."""
-        said = ""
         while True:
             self._waiting.check(self._contexts[0].get_hostname())
             async with self._condition:
                 usable = [one for one in self._contexts if one.connection_attempts < self._retries]
                 if not usable:
-                    raise WorkflowExecutionException(
-                        f"{self._contexts[0].get_hostname()} gives no session, tried {self._retries} times or for as "
-                        f"long: {said}"
-                    )
+                    host, tries = self._contexts[0].get_hostname(), number_of(self._retries, "try", "tries")
+                    reason = self._given.reasons.get(host, "")
+                    raise WorkflowExecutionException(f"{host} gives no session ({tries}): {reason}")
                 free = [one for one in usable if not one.full()]
                 if not free:
                     await self._condition.wait()
@@ -150,7 +152,7 @@ class _Session(SSHContextManager):
                         before = len(connection._channels)
                         return await self._begun(context, connection)
                     except FAILED as error:
-                        said = f"{type(error).__name__}: {error}"
+                        self._given.reasons[context.get_hostname()] = said = _words(error)
                         if connection is None or connection.is_closed():
                             await context.reset()
                             pause = float(self._retry_delay)
@@ -194,3 +196,10 @@ class _Session(SSHContextManager):
         await process.__aenter__()
         context.connection_attempts = 0
         return process
+
+
+def _words(error: BaseException) -> str:
+    """Why there is no session, as the system says it where it does: `Connection refused`."""
+    if isinstance(error, OSError) and error.errno:
+        return os.strerror(error.errno)
+    return f"{type(error).__name__}: {error}"

@@ -80,6 +80,22 @@ def test_a_host_that_is_away_does_not_hold_up_the_end_of_a_run(tmp_path: Path, m
         asyncio.run(act())
 
 
+def test_everybody_who_waits_for_a_host_that_is_away_is_told_why(tmp_path: Path):
+    """One whose tries another command had used up was told nothing behind the colon."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        host = f"127.0.0.1:{closed.getsockname()[1]}"
+        one = ParallelSSHConnector("facility-a-ssh", "/", nodes=[host], username="nobody", retries=2, retryDelay=1)
+        location = ExecutionLocation(name=host, deployment="facility-a-ssh", hostname=host, local=False)
+
+        async def act() -> list[Any]:
+            asked = [one.run(location, ["true"], capture_output=True) for _ in range(3)]
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        said = [str(error) for error in asyncio.run(asyncio.wait_for(act(), 100))]
+    assert len(said) == 3 and all(f"{host} gives no session (2 tries): Connection refused" in one for one in said), said
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["waits", "run-ends"])
 def test_a_host_that_answers_and_opens_no_session_is_given_up(tmp_path: Path, monkeypatch, over: bool):
     """It held its round for ever, and the end of the run: the connection lives, and nothing of it was late."""
@@ -109,7 +125,7 @@ def test_a_host_that_answers_and_opens_no_session_is_given_up(tmp_path: Path, mo
         if over:
             await one.undeploy(False)
         with pytest.raises(
-            WorkflowExecutionException, match="the run ends" if over else "gives no session, tried 2 times"
+            WorkflowExecutionException, match="the run ends" if over else r"gives no session \(2 tries\): \w"
         ):
             await waits
         await one.undeploy(False)
