@@ -81,7 +81,7 @@ def test_a_terminal_that_is_closed_cancels_no_job(before: Any):
     try:
         with _stopped_by_signals(cast(Any, SimpleNamespace(stop=seen.append))):
             assert signal.getsignal(signal.SIGHUP) == before
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         assert seen == [signal.SIGINT]
     finally:
         signal.signal(signal.SIGHUP, old)

@@ -51,7 +51,7 @@ def test_a_model_that_is_ended_by_a_signal_leaves_nothing(
 
     def saved(source: str, out: Path, *_: object) -> str:
         (out / "model.safetensors").touch()
-        os.kill(os.getpid(), number)
+        signal.raise_signal(number)
         raise AssertionError
 
     monkeypatch.setattr(model, "_saved", saved)
@@ -66,7 +66,7 @@ def test_a_signal_that_is_ignored_stays_so():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with unwound_by_signals():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
 
