@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from queue import Empty
 from typing import Any
 
 from facility.exchange.messages.sync import SyncSettings
@@ -70,6 +71,17 @@ class Fleet:
             if process.is_alive():
                 process.kill()
             process.join()
+
+    def ends(self, count: int, timeout: float = 200) -> list[tuple[int, bool, Any]]:
+        """The first `count` ends: rank, whether it ended well, its result or traceback."""
+        found: list[tuple[int, bool, Any]] = []
+        try:
+            while len(found) < count:
+                found.append(self.queue.get(timeout=timeout))
+        except Empty:
+            codes = [process.exitcode for process in self.processes]
+            raise AssertionError(f"{len(found)} of {count} ends came, exit codes {codes}: {found}") from None
+        return found
 
     def results(self, count: int, timeout: float = 200) -> dict[int, Any]:
         """The first `count` results; a rank that failed is an AssertionError with its traceback."""

@@ -137,14 +137,14 @@ def test_without_a_scheduler_all_others_end_and_say_so():
     """Here it is a thread of the first rank; the trainer's is a process that outlives it."""
     work = partial(solve, pause=0.02, started=partial(signal_self, victim=0, kind=signal.SIGKILL))
     with Fleet(work, 3, settings_of(policy="partial_reduce"), 50) as fleet:
-        ends = [fleet.queue.get(timeout=200) for _ in range(2)]
+        ends = fleet.ends(2)
     assert all(not good and "the scheduler of the replicas is gone" in said for _, good, said in ends)
 
 
 def test_a_replica_that_never_starts_is_named():
     settings = settings_of(policy="partial_reduce", timeout_seconds=2.0)
     with Fleet(partial(solve, missing=1), 2, settings, 3) as fleet:
-        rank, good, trace = fleet.queue.get(timeout=200)
+        ((rank, good, trace),) = fleet.ends(1)
     assert not good and "all 2 replicas to start within 2.0 s" in trace
 
 
