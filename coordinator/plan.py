@@ -95,17 +95,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Read, solve, write; the first SIGINT ends the search and writes the best so far."""
     line = parser()
     given = parsed(line, arguments)
-    changed = changed_options(line, given)
     check_search(given.out, seconds=given.seconds, seed=given.seed)
     if given.iterations is not None and given.iterations < 0:
         raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")
     stop = Stop(given.seconds, given.iterations)
     work = work_of(given.problem, queues=given.queue, samples=given.batch_samples, gain=given.gain)
+    check_options(given.problem, work, changed_options(line, given))
     if work is not None:
-        write_steps(given.out, work, given.problem, changed)
+        write_steps(given.out, work)
         print(json.dumps(work.to_json()) if given.json else work.table())
         return 0
-    check_layout(changed)
     with on_interrupt(stop):
         plan, _ = solve_for(
             given.problem,
@@ -151,8 +150,13 @@ def check_search(out: Path, *, seconds: float, seed: int) -> None:
         raise ConfigurationError(f"--out {out} is a directory, expected a file's name")
 
 
-def _check_work(path: Path, work: Budget | Outlook, given: Collection[str]) -> None:
-    """Raise `InputError` for an option that the work of a round, which this file asks for, has no use for."""
+def check_options(path: Path, work: Budget | Outlook | None, given: Collection[str]) -> None:
+    """Raise `InputError` for one of the options `given` that has no effect on the plan that the file `path` asks for:
+    on the `work` of a round or, where that is None, on a layout."""
+    if work is None:
+        refuse_unused(given, ("queue",), "where a layout is planned: it is for a federation.yml")
+        refuse_unused(given, () if "previous" in given else ("gain",), "without --previous")
+        return
     refuse_unused(given, LAYOUT_OPTIONS, "where steps of a round are planned, which has no layout to search for")
     if path.suffix not in (".yml", ".yaml"):
         refuse_unused(given, ("queue", "batch_samples", "gain"), "beside a problem that holds its own facilities")
@@ -160,17 +164,9 @@ def _check_work(path: Path, work: Budget | Outlook, given: Collection[str]) -> N
         refuse_unused(given, ("gain",), "with rounds.steps elastic")
 
 
-def check_layout(given: Collection[str]) -> None:
-    """Raise `InputError` for an option that the plan of a layout has no use for."""
-    refuse_unused(given, ("queue",), "where a layout is planned: it is for a federation.yml")
-    if "previous" not in given:
-        refuse_unused(given, ("gain",), "without --previous")
-
-
-def write_steps(out: Path, work: Budget | Outlook, path: Path, given: Collection[str]) -> None:
-    """Write the steps of a round that the file `path` asks for. Raises `InputError` for one of the options `given` that
-    has no effect on them, and rather than replace the plan of a layout, which trainers read."""
-    _check_work(path, work, given)
+def write_steps(out: Path, work: Budget | Outlook) -> None:
+    """Write the steps of a round. Raises `ConfigurationError` rather than replace the plan of a layout, which trainers
+    read."""
     try:
         read_plan(out)
     except (InputError, OSError):

@@ -29,7 +29,7 @@ from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_files
-from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
+from facility.exchange.messages.manifest import NAME, bytes_of, read_manifest, write_manifest
 
 MADE = "made_sha256"
 """In `extra` of a late update that was moved: the digest of its content as its facility made it."""
@@ -62,12 +62,8 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
                         writer.write(name, offset, content)
         manifest, written = read_manifest(update), open_checkpoint(temporary)
         extra = manifest.extra | {MADE: manifest.content_sha256}
-        extra |= {} if DECODED in extra else {TRAVELLED: _bytes_of(manifest)}
+        extra |= {} if DECODED in extra else {TRAVELLED: bytes_of(manifest)}
         write_manifest(temporary, dataclasses.replace(manifest, dtypes=written.dtypes(), files={}, extra=extra))
-
-
-def _bytes_of(manifest: Manifest) -> int:
-    return sum(entry.size for entry in manifest.files.values())
 
 
 def _steps(trained: Checkpoint, started: Checkpoint, present: Checkpoint, facility: str) -> list[str]:

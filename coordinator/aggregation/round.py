@@ -113,9 +113,8 @@ class Aggregation:
 
     def check_enough(self, updates: Sequence[Update]) -> None:
         """Raise `InputError` when too few updates are left."""
-        left = len(updates)
-        if self.dropped and left < max(1, self.request.minimum_updates):
+        left, least = len(updates), max(1, self.request.minimum_updates)
+        if self.dropped and left < least:
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(self.dropped.items()))
-            least = max(1, self.request.minimum_updates)
             verb = "is" if left == 1 else "are"
             raise InputError(f"{number_of(left, 'update')} {verb} left, expected at least {least} ({reasons})")

@@ -43,18 +43,19 @@ def plan(
     Of a federation.yml: how many steps each facility should make so that all end together, from its rounds so far;
     with `rounds: {steps: elastic}` how many its jobs are expected to take, within which bounds, at what cost.
     """
-    from coordinator.plan import check_layout, check_search, solve_for, work_of, write_steps
+    from coordinator.plan import check_options, check_search, solve_for, work_of, write_steps
     from coordinator.planning.show import show_plan
     from coordinator.planning.stop import Stop, on_interrupt
     from coordinator.problem.problem import Problem
     from facility.exchange.messages.plan import read_plan, write_plan
 
     check_search(out, seconds=seconds, seed=seed)
-    if (work := work_of(problem, queues=queue or [], samples=batch_samples, gain=gain)) is not None:
-        write_steps(out, work, problem, given_options(context))
+    work = work_of(problem, queues=queue or [], samples=batch_samples, gain=gain)
+    check_options(problem, work, given_options(context))
+    if work is not None:
+        write_steps(out, work)
         print(work.table(), f"written to {out}", sep="\n")
         return
-    check_layout(given_options(context))
     stop = Stop(seconds)
     with on_interrupt(stop):
         made, described = solve_for(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.archive.rounds import DISCARDED
-from coordinator.engine.live import FacilityState, sentence
+from coordinator.engine.live import SILENT, FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 from coordinator.spans_and_sizes import span
@@ -219,11 +219,18 @@ class Progress:
         return f"{name}: the login works again, going on"
 
     def _on_away(self, event: Event) -> str | None:
-        name = self._facility(event)
-        return self.find_away(name, f"{name} does not answer: {event['reason']}")
+        return self.find_away(self._facility(event), self.words_of_away(event))
 
     def _on_back(self, event: Event) -> str | None:
         return self.find_back(self._facility(event))
+
+    def words_of_away(self, event: Event) -> str:
+        """Who does not answer, and why."""
+        return f"{self._facility(event)} {SILENT}: {event['reason']}"
+
+    def words_of_back(self, name: str) -> str:
+        """Who answers again."""
+        return f"{name} answers again"
 
     def find_away(self, name: str, sentence: str) -> str | None:
         """A facility does not answer, whoever asked it: the sentence to report, once while it lasts. May be called in
@@ -238,7 +245,7 @@ class Progress:
         if name not in self._away:
             return None
         self._set_away(name, 0.0)
-        return f"{name} answers again"
+        return self.words_of_back(name)
 
     def _set_away(self, name: str, since: float) -> None:
         if since:

@@ -209,11 +209,11 @@ class Recorder:
         self.notifier.forget("login", name)
 
     def _on_away(self, event: Event) -> None:
-        text = f"{self.progress.facility(str(event['facility']))} does not answer: {event['reason']}"
-        self._append("problem", event, text=text)
+        self._append("problem", event, text=self.progress.words_of_away(event))
 
     def _on_back(self, event: Event) -> None:
-        self._append("problem", event, text=f"{self.progress.facility(str(event['facility']))} answers again")
+        name = self.progress.facility(str(event["facility"]))
+        self._append("problem", event, text=self.progress.words_of_back(name))
 
     def _on_problem(self, event: Event) -> None:
         self._append("problem", event, text=event["text"])

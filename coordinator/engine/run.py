@@ -145,13 +145,11 @@ def going_on(rounds: int, done: int) -> str:
     """What the archive already holds, as the first line says it; `done` may be more than `rounds`, lowered since."""
     if not done:
         return ""
+    if done < rounds:
+        return f", going on after round {done - 1}"
     if done > rounds:
         return f", all are done: {done} in all"
-    return (
-        f", {f'all {done} are' if done > 1 else 'which is'} done"
-        if done == rounds
-        else f", going on after round {done - 1}"
-    )
+    return f", all {done} are done" if done > 1 else ", which is done"
 
 
 def render_alone(federation: Federation) -> list[Path]:

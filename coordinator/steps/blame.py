@@ -9,11 +9,10 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.arrived import Arrived
-from coordinator.steps.send import bytes_of
 from facility.exchange.errors import TransientError, UpdateRefused
 from facility.exchange.files.durable import scratch_directory
 from facility.exchange.files.storage import is_storage, refuses_writes
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.manifest import bytes_of, read_manifest
 from facility.exchange.messages.strict_json import clean
 
 

@@ -102,6 +102,11 @@ class Commit:
         """The rounds before this one."""
         return self.archive.history()
 
+    @cached_property
+    def work(self) -> Work:
+        """What an update counts for of the work that was done for it."""
+        return work_of(self.settings, self.model)
+
     @property
     def weights(self) -> dict[str, float]:
         """Share of each facility in the next model."""
@@ -176,7 +181,7 @@ def by_participation(round: Commit, *, by_rounds: bool) -> AggregationSettings:
     own, history = own_weights(round), round.history
     shares = delivered(history, reports) if by_rounds else dict.fromkeys(reports, 1.0)
     if counts_work(round):
-        each = work_in_a_delivery(history, reports, work_of(round.settings, round.model))
+        each = work_in_a_delivery(history, reports, round.work)
         shares |= {name: shares.get(name, 1.0) * one for name, one in each.items() if one > 0}
     weights = {name: own[name] * factor for name, factor in participation(shares, reports).items() if name in own}
     if without := [name for name in sorted(weights) if not weights[name] > 0]:
@@ -219,8 +224,7 @@ def with_work(round: Commit, rows: list[FacilityRow]) -> list[FacilityRow]:
     """The rows with the work of each update, which the settings of later rounds do not tell."""
     if not counts_work(round):
         return rows
-    work = work_of(round.settings, round.model)
-    return [dataclasses.replace(row, work=work(row.facility, row)) if row.status == "ok" else row for row in rows]
+    return [dataclasses.replace(row, work=round.work(row.facility, row)) if row.status == "ok" else row for row in rows]
 
 
 def own_weights(round: Commit) -> dict[str, float]:

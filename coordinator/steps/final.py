@@ -14,8 +14,7 @@ from coordinator.steps.arrived import Arrived
 from coordinator.steps.global_loss import global_losses, losses_by_model, plausible
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
-from coordinator.steps.send import bytes_of
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.manifest import bytes_of, read_manifest
 
 log = logging.getLogger(__name__)
 

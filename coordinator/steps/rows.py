@@ -10,7 +10,7 @@ from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, Facili
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
-from coordinator.steps.send import Outgoing, bytes_of, outgoing
+from coordinator.steps.send import Outgoing, outgoing
 from facility.exchange.checkpoints.companions import MOMENTS
 from facility.exchange.checkpoints.delta_decoding import TRAVELLED
 from facility.exchange.messages.dataset_card import dataset_of
@@ -18,7 +18,7 @@ from facility.exchange.messages.drift import drift_of
 from facility.exchange.messages.evaluation import scores_of
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.lost_replicas import note_on
-from facility.exchange.messages.manifest import KEEPS, Manifest, manifest_if_any, read_manifest
+from facility.exchange.messages.manifest import KEEPS, Manifest, bytes_of, manifest_if_any, read_manifest
 from facility.exchange.messages.report import (
     MOST_COUNT,
     Failure,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
 from facility.exchange.files.paths import resolve
-from facility.exchange.messages.manifest import Manifest, read_manifest
+from facility.exchange.messages.manifest import bytes_of, read_manifest
 
 log = logging.getLogger("coordinator.steps.send")
 
@@ -60,12 +59,6 @@ class Outgoing:
     @property
     def moments_bytes(self) -> int:
         return bytes_of(read_manifest(self.path), MOMENTS)
-
-
-def bytes_of(manifest: Manifest, folders: Sequence[str] = ()) -> int:
-    """All files of the directory, or those in `folders` of it."""
-    files = manifest.files.items()
-    return sum(entry.size for name, entry in files if not folders or name.partition("/")[0] in folders)
 
 
 def outgoing(archive: Archive, settings: CoordinatorSettings, facility: str, number: int) -> Outgoing:

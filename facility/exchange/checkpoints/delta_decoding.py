@@ -29,6 +29,7 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.manifest import (
     Manifest,
+    bytes_of,
     check_digest,
     read_manifest,
     streamed_digest,
@@ -111,7 +112,7 @@ def _describe(
 ) -> Manifest:
     """Write the manifest of the decoded directory. Raises `CheckpointError` where its sender has another result."""
     extra = {key: value for key, value in manifest.extra.items() if key not in ("reference_sha256", "decoded_sha256")}
-    travelled = sum(entry.size for entry in manifest.files.values())
+    travelled = bytes_of(manifest)
     made = write_manifest(
         directory,
         dataclasses.replace(

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-ENDING = (signal.SIGTERM, signal.SIGHUP)
+SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """`timeout` and `kill`; a terminal that was closed."""
 
 
 @contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """Within the block one of `ENDING`, unless it is ignored (`nohup`), raises `SystemExit` with a shell's code."""
+    """Within the block one of `SIGNALS`, unless it is ignored (`nohup`), raises `SystemExit` with a shell's code."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -22,7 +22,7 @@ def unwound_by_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
-    before = {number: signal.getsignal(number) for number in ENDING}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     try:
         for number, handler in before.items():
             if handler == signal.SIG_DFL:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -19,22 +20,20 @@ Curve = list[tuple[int, float]]
 def loss_curve(losses: Sequence[float]) -> Curve:
     """Means over spans of equal length but for a step, at most `MOST_POINTS`; a step with a negative loss, which had
     none, does not count."""
-    ends = _ends(len(losses))
-    spans = [(end, losses[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+    spans = [(end, losses[begin:end]) for begin, end in _spans(len(losses))]
     good = [(end, [loss for loss in span if loss >= 0]) for end, span in spans]
     return [(end, round(math.fsum(span) / len(span), 5)) for end, span in good if span]
 
 
-def _ends(steps: int) -> list[int]:
-    """The last steps of the spans of so many steps."""
+def _spans(steps: int) -> list[tuple[int, int]]:
+    """Where the spans of so many steps begin and end."""
     count = min(MOST_POINTS, steps)
-    return [round(steps * number / count) for number in range(1, count + 1)]
+    return list(itertools.pairwise([0, *(round(steps * number / count) for number in range(1, count + 1))]))
 
 
 def mean_of(curve: Curve, steps: int) -> float | None:
     """Mean loss of the steps of a curve over so many, whose spans differ in length by a step; None: it has no point."""
-    ends = _ends(steps)
-    lengths = {end: end - begin for begin, end in zip([0, *ends], ends, strict=False)}
+    lengths = {end: end - begin for begin, end in _spans(steps)}
     counts = [lengths.get(end, 1) for end, _ in curve]
     return math.fsum(n * loss for n, (_, loss) in zip(counts, curve, strict=True)) / sum(counts) if curve else None
 

@@ -109,6 +109,12 @@ def content_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
+def bytes_of(manifest: Manifest, folders: Collection[str] = ()) -> int:
+    """Of all files that it names, or of those in `folders` of the directory."""
+    files = manifest.files.items()
+    return sum(entry.size for name, entry in files if not folders or name.partition("/")[0] in folders)
+
+
 def run_of(manifest: Manifest) -> str:
     """The run that a model or update belongs to; empty: made by a version or a caller that has no runs."""
     return str(manifest.extra.get(RUN) or "")
