@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from facility.exchange.command_line import parsed
 from facility.exchange.errors import ERROR, InputError, TransientError, exit_on_error, first_line
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.hub import hub, silence
@@ -79,7 +80,7 @@ def main() -> int:
     parser.add_argument("tasks", nargs="+", metavar="TASK", help="name of a task or group of lm-eval")
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
     add_log_options(parser)
-    arguments = parser.parse_args()
+    arguments = parsed(parser)
     if arguments.include is None and _nothing_is_here() and (silent := silence()):
         raise TransientError(f"{silent}: {WHERE}")  # before lm-eval has read its thousands of tasks
     from lm_eval.tasks import TaskManager, get_task_dict
