@@ -56,8 +56,8 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
         raise InputError(f"facility {name!r} has a gate, which gives no shell: its own people run facility/setup.sh")
     if deployment.environment.image or deployment.environment.venv:
         raise InputError(f"facility {name!r} brings its own environment (image or venv): there is nothing to set up")
-    if bundle is not None and not (bundle / COMPLETE).is_file():  # before a login, which may want a second factor
-        raise InputError(f"{bundle} holds no {COMPLETE}: `crossfed bundle --out {bundle}` makes a bundle")
+    if bundle is not None:
+        check_bundle(bundle)  # before a login, which may want a second factor
     if (row := check_connection(name, deployment)).verdict != "ok":
         raise refused(row, f"{name}: {row.found}; {row.fix}")
     with tempfile.TemporaryDirectory(prefix="crossfed-setup-") as scratch:
@@ -82,10 +82,17 @@ def _facility(federation: Federation, name: str) -> Facility:
     raise InputError(f"there is no facility {name!r} in {federation.file}, expected one of {known}")
 
 
+def check_bundle(bundle: Path) -> None:
+    """Raise `InputError` for what is no complete bundle."""
+    if not (bundle / COMPLETE).is_file():
+        raise InputError(f"{bundle} holds no {COMPLETE}: `crossfed bundle --out {bundle}` makes a bundle")
+
+
 def _send(deployment: Deployment, folder: Path, bundle: Path | None) -> None:
     """Replace HOME/code by `folder` (and the bundle, if any); the old one stays until the new one is complete."""
     parts = ["-C", str(folder), "."]
     if bundle is not None:
+        check_bundle(bundle)
         shutil.rmtree(folder / "crossfed")  # the bundle's own copy, which its digests cover
         parts += ["-C", str(bundle.resolve()), "."]
     home, new = path_word(deployment.environment.home), f"code.new.{secrets.token_hex(4)}"

@@ -56,8 +56,7 @@ def plan(
         write_steps(out, work)
         print(work.table(), f"written to {out}", sep="\n")
         return
-    stop = Stop(seconds)
-    with on_interrupt(stop):
+    with on_interrupt(stop := Stop(seconds)):
         made, described = solve_for(
             problem,
             stop,
