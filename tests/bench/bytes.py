@@ -45,7 +45,7 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from tests.bench.own_sshd import own_sshd
-from tests.engine.engines import streamflow
+from tests.engine.engines import measured_environment, streamflow
 from tests.federations import write_federation
 from tests.masking.federation import ssh_keys
 
@@ -111,7 +111,8 @@ def run(
             mine = f"baseCommand: [{python}, {Path(__file__).resolve()}, --counted, {log}, --, {python},"
             tool.write_text(tool.read_text().replace("baseCommand: [python3,", mine))
         began, far = counters(), counters(sshd.pid) if sshd else {}
-        result = streamflow(path, root / "engine", timeout=1200)
+        folder = root / "engine"
+        result = streamflow(path, folder, timeout=1200, environment=measured_environment(folder))
         ended = counters()
         far = {key: value - far[key] for key, value in counters(sshd.pid).items()} if sshd else {}
     archive = Archive(read_federation(path).archive_path)

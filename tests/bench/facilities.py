@@ -28,7 +28,7 @@ import yaml
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
-from tests.engine.engines import bare_environment
+from tests.engine.engines import measured_environment
 from tests.federations import write_federation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,8 +63,7 @@ def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, 
         tool.write_text(text)
         (root / "engine").mkdir()
         engine = [sys.executable, "-c", PROFILED, str(profile)] if profile else ["streamflow"]
-        environment = bare_environment(root / "engine")
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = measured_environment(root / "engine")
         home = root / "engine" / "home"  # the averaging is compiled once, not in every step's own directory
         environment["XDG_CACHE_HOME"] = str(home / ".cache")
         before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()

@@ -54,7 +54,7 @@ from facility.exchange.messages.layout import LoraSettings
 from tests.bench.large_models import SHAPES, Shape, write_adapters, write_model, write_sparse_base
 from tests.bench.own_sshd import OwnSshd, own_sshd
 from tests.bench.watch import Watch, descendants, used
-from tests.engine.engines import bare_environment
+from tests.engine.engines import measured_environment
 from tests.federations import write_dataset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,8 +165,7 @@ def engine(
     root: Path, path: Path, device: str, minutes: float, sshd: OwnSshd | None = None
 ) -> tuple[Watch, int | None]:
     """Run the federation under StreamFlow, watched; its exit code, None where it was stopped in `minutes`."""
-    environment = bare_environment(root / "engine") | {"OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = measured_environment(root / "engine") | {"OMP_NUM_THREADS": "1"}
     if device == "cuda":
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0")
     over = threading.Event()

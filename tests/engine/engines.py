@@ -14,6 +14,7 @@ from facility.exchange.messages.manifest import read_manifest
 from tests import forked_trainers
 from tests.engine.noise import noise
 
+ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
 HIDDEN = {"node", "nodejs", "docker", "podman", "singularity", "apptainer"}
 
@@ -32,16 +33,24 @@ def bare_environment(folder: Path) -> dict[str, str]:
     return os.environ | {"PATH": f"{BIN}{os.pathsep}{system}", "HOME": str(home), "CUDA_VISIBLE_DEVICES": ""}
 
 
+def measured_environment(folder: Path) -> dict[str, str]:
+    """`bare_environment` for what counts trainers' bytes and seconds: they are processes of their own, no forks."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return bare_environment(folder) | {"PYTHONPATH": path}
+
+
 def _environment(folder: Path) -> dict[str, str]:
     return bare_environment(folder) | forked_trainers.variables()
 
 
-def streamflow(federation: Path, folder: Path, *, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    """`cd workflow && streamflow run streamflow.yml`."""
+def streamflow(
+    federation: Path, folder: Path, *, timeout: float = 600, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """`cd workflow && streamflow run streamflow.yml`; by default its trainers are forks."""
     return subprocess.run(
         ["streamflow", "run", "--outdir", str(folder / "out"), "streamflow.yml"],
         cwd=federation.parent,
-        env=_environment(folder),
+        env=environment or _environment(folder),
         text=True,
         timeout=timeout,
         stdout=subprocess.PIPE,
