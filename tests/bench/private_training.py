@@ -1,6 +1,6 @@
 """What differential privacy costs a step: seconds and memory beside plain training, of adapters and of a whole model.
 
-    python tests/bench/private_training.py --work DIR [--steps 12] [--rows 1 8 16] [--kinds adapters whole]
+    python -m tests.bench.private_training --work DIR [--steps 12] [--rows 1 8 16] [--kinds adapters whole]
 
 A llama of 6 million parameters on made-up blocks of 128 tokens, 16 a step, one process; prints a JSON object an arm.
 The first two steps are left out. Noise does not depend on how long a step takes, so the budget is any.
