@@ -40,8 +40,8 @@ from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
 """Extra package index that has each flavour of torch; the default index has CUDA's."""
-EXTRA, EXTRA_VARIABLE = "--extra-index-url", "PIP_EXTRA_INDEX_URL"
-"""How pip is told of a further index: by a word, or by a variable."""
+EXTRA_INDICES = "PIP_EXTRA_INDEX_URL"
+"""Variable that gives pip further indices: an address may hold a login, and all accounts see the words of a command."""
 ANSWER_SECONDS = 20.0
 """How long an index may take to answer anything at all."""
 END_SECONDS = 5.0
@@ -69,9 +69,9 @@ def bundle(
     sbom: bool = False,
     tasks: Sequence[str] = (),
     include: Path | None = None,
-    run: Callable[[list[str]], int] | None = None,
+    run: Callable[[list[str], str], int] | None = None,
 ) -> dict[str, object]:
-    """Make or complete the folder `out`; returns what bundle.json says. `run`: starts a command, returns its code.
+    """Make or complete the folder `out`; returns what bundle.json says. `run`: as `run_pip`.
 
     `sbom`: also write the packages as a CycloneDX document. `tasks`: add lm-eval and what these tasks of it read;
     `include`: a folder with YAML files of further tasks.
@@ -97,8 +97,8 @@ def bundle(
     extras = ("eval",) if tasks else ()
     (out / COMPLETE).unlink(missing_ok=True)  # of an earlier one, until this one is whole
     remove_cut_off(wheelhouse)
-    command = download(wheelhouse, python=python, platform=platform, index=index, extras=extras)
-    code = (run or run_pip)(command)
+    command = download(wheelhouse, python=python, platform=platform, extras=extras)
+    code = (run or run_pip)(command, index)
     if code != 0:
         raise no_download(code, wheelhouse, f"a torch for {torch} on {platform}")
     shutil.rmtree(out / CODE, ignore_errors=True)
@@ -160,9 +160,13 @@ def ask_index(index: str, *, seconds: float = ANSWER_SECONDS) -> None:
         ) from None
 
 
-def run_pip(command: list[str]) -> int:
-    """Run pip; returns its exit code. Ctrl-C ends it too, without a traceback, and is raised once it has cleaned up."""
-    command, environment = with_hidden_index(command)
+def run_pip(command: list[str], index: str = "") -> int:
+    """Run pip, which looks into the package index `index`, too; returns its exit code.
+
+    Ctrl-C ends it too, without a traceback, and is raised once it has cleaned up.
+    """
+    indices = " ".join(filter(None, [index, os.environ.get(EXTRA_INDICES, "")]))
+    environment = os.environ | ({EXTRA_INDICES: indices} if indices else {})
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: `QUIETLY` lets it in again
     try:
         process = subprocess.Popen(command, env=environment)
@@ -173,17 +177,6 @@ def run_pip(command: list[str]) -> int:
     except KeyboardInterrupt:
         end_pip(process)
         raise
-
-
-def with_hidden_index(command: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The command without its extra index, and an environment with it: an address may hold a login, and every account
-    of this machine sees the words of a command."""
-    if EXTRA not in command:
-        return command, dict(os.environ)
-    at = command.index(EXTRA)
-    all_indices = [command[at + 1], os.environ.get(EXTRA_VARIABLE, "")]
-    environment = os.environ | {EXTRA_VARIABLE: " ".join(filter(None, all_indices))}
-    return command[:at] + command[at + 2 :], environment
 
 
 def end_pip(process: subprocess.Popen[bytes]) -> None:
@@ -222,7 +215,7 @@ def copy_code(target: Path) -> None:
         shutil.copyfile(shipped(name), target / name)
 
 
-def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras: Sequence[str] = ()) -> list[str]:
+def download(wheelhouse: Path, *, python: str, platform: str, extras: Sequence[str] = ()) -> list[str]:
     """The pip command that fetches wheels for another platform, older manylinux tags (newer systems run them) too."""
     project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]
     dependencies = [*project["dependencies"]]
@@ -252,4 +245,4 @@ def download(wheelhouse: Path, *, python: str, platform: str, index: str, extras
     ]
     for name in platforms:
         command += ["--platform", name]
-    return command + ([EXTRA, index] if index else []) + ["pip", "setuptools", "wheel", *dependencies]
+    return [*command, "pip", "setuptools", "wheel", *dependencies]

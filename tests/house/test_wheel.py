@@ -126,7 +126,7 @@ def test_the_commands_of_a_new_user_work_in_any_folder(installed: Installed, tmp
     assert "crossfed" in (installed.home / ".bashrc").read_text()
     code = (
         "from pathlib import Path; from coordinator.bundle import bundle; "
-        "bundle(Path('b'), python='3.11', platform='manylinux_2_28_x86_64', torch='cpu', run=lambda _: 0)"
+        "bundle(Path('b'), python='3.11', platform='manylinux_2_28_x86_64', torch='cpu', run=lambda *_: 0)"
     )
     installed.run("python", "-c", code, cwd=tmp_path)
     for name in (

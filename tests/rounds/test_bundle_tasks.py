@@ -17,7 +17,7 @@ from facility.exchange.errors import InputError, TransientError
 from tests.rounds.test_evaluation import write_task
 
 
-def wheels_appear(words: list[str]) -> int:
+def wheels_appear(words: list[str], _: str) -> int:
     """`pip download`, which leaves one wheel."""
     place = Path(words[words.index("--dest") + 1])
     (place / "torch-2.13.0-py3-none-any.whl").write_bytes(b"wheel")
@@ -37,7 +37,7 @@ def test_the_data_are_in_the_bundle_under_its_digests(tmp_path: Path):
 
 
 def test_lm_eval_is_among_the_wheels_only_where_tasks_are():
-    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "index": ""}
+    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64"}
     plain, with_tasks = download(Path("w"), **options), download(Path("w"), **options, extras=("eval",))
     assert not any("lm-eval" in word for word in plain) and any("lm-eval" in word for word in with_tasks)
 

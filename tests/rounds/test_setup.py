@@ -74,7 +74,7 @@ def test_a_login_for_torchs_index_is_in_no_command_and_no_message(tmp_path: Path
     assert Path(f"{log}.index").read_text().strip() == index
 
     listen = "import os, sys; sys.exit('@' in str(sys.argv) or not os.environ['PIP_EXTRA_INDEX_URL'].endswith('/whl'))"
-    assert run_pip([sys.executable, "-c", listen, "--extra-index-url", index]) == 0
+    assert run_pip([sys.executable, "-c", listen], index) == 0
 
 
 @pytest.fixture
@@ -260,17 +260,17 @@ def test_help_of_both_sides():
 
 
 def test_a_bundle_holds_what_a_facility_installs(tmp_path: Path):
-    asked: list[list[str]] = []
+    asked: list[tuple[list[str], str]] = []
 
-    def run(command: list[str]) -> int:
-        asked.append(command)
+    def run(command: list[str], index: str) -> int:
+        asked.append((command, index))
         (tmp_path / "b/wheelhouse/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl").write_bytes(b"wheel")
         return 0
 
     what = bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="rocm", run=run)
     assert what["bytes"] == 5 and json.loads((tmp_path / "b/bundle.json").read_text()) == what
-    (command,) = asked
-    assert "--only-binary=:all:" in command and any("rocm" in word for word in command)
+    ((command, index),) = asked
+    assert "--only-binary=:all:" in command and "/rocm" in index and index not in command
     assert "manylinux_2_17_x86_64" in command and "manylinux2014_x86_64" in command
     assert any(word.startswith("transformers") for word in command) and not any(
         "streamflow" in word for word in command
@@ -410,7 +410,7 @@ def a_further_coordinator_has_a_gate_of_its_own(place: Path, setup: list[str]) -
 def tiny_bundle(out: Path) -> list[str]:
     """A bundle of one tiny wheel in `out`; the options by which it is installed."""
 
-    def run(_: list[str]) -> int:
+    def run(*_: object) -> int:
         tiny_wheel(out / "wheelhouse")
         return 0
 
@@ -451,7 +451,7 @@ def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
     tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
     tiny_wheel(out / "wheelhouse")
     with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
-        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda _: 0)
+        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda *_: 0)
 
 
 @pytest.mark.parametrize("kept", ["crossfed/env.sh", "crossfed/data/it/train.npy", "crossfed/git/x", "crossfed"])
@@ -482,7 +482,7 @@ def test_a_bundle_whose_making_anew_was_interrupted_is_none(
         monkeypatch.setattr("coordinator.bundle.copy_code", interrupted)
     with pytest.raises(KeyboardInterrupt):
         options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
-        bundle(out, **options, run=interrupted if during == "the packages come" else lambda _: 0)  # type: ignore[arg-type]
+        bundle(out, **options, run=interrupted if during == "the packages come" else lambda *_: 0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"holds no bundle.json: `crossfed bundle --out .*` makes a bundle"):
         _send(Deployment(host="login.invalid", type="ssh", workdir="/w"), tmp_path, out)
 
@@ -492,7 +492,7 @@ def test_a_bundle_on_a_full_disk_says_so_and_keeps_no_half_of_a_wheel(tmp_path: 
     wheelhouse, options = tmp_path / "b" / "wheelhouse", {"python": "3.11", "platform": "manylinux_2_28_x86_64"}
     seen: list[list[str]] = []
 
-    def cut_off(command: list[str]) -> int:
+    def cut_off(*_: object) -> int:
         seen.append(sorted(path.name for path in wheelhouse.iterdir()))
         whole = tiny_wheel(wheelhouse)
         (wheelhouse / "half-1.0-py3-none-any.whl").write_bytes(whole.read_bytes()[:-30])
@@ -579,12 +579,12 @@ def test_a_bundle_is_refused_whatever_was_changed_lost_or_added(tmp_path: Path):
 @pytest.mark.parametrize(("python", "platform"), [("3.9", "manylinux_2_28_x86_64"), ("3.11", "windows")])
 def test_a_bundle_for_nowhere(tmp_path: Path, python: str, platform: str):
     with pytest.raises(InputError):
-        bundle(tmp_path, python=python, platform=platform, torch="cpu", run=lambda _: 0)
+        bundle(tmp_path, python=python, platform=platform, torch="cpu", run=lambda *_: 0)
 
 
 def test_pip_understands_the_download(tmp_path: Path):
     """pip parses the command and looks for wheels; without an index it finds none and says so."""
-    command = download(tmp_path, python="3.11", platform="manylinux_2_28_aarch64", index="")
+    command = download(tmp_path, python="3.11", platform="manylinux_2_28_aarch64")
     result = subprocess.run([*command, "--no-index"], capture_output=True, text=True)
     assert result.returncode == 1 and "No matching distribution" in result.stderr
 
