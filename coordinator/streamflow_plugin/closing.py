@@ -44,7 +44,7 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import move_lost
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import ROUND, tell, tell_away, tell_back
 from coordinator.streamflow_plugin.this_run import settings_of_run
 
 INPUT = "round"
@@ -254,19 +254,14 @@ class Closing:
         del self._away[errand.facility]
 
     async def _reach(self, errand: Errand) -> None:
-        reported = False
         while True:
             try:
                 await errand.reach()
             except Exception as error:
-                if not reported:
-                    logger.warning(f"{errand.facility} cannot be reached ({error}): it is tried again")
-                    emit("away", facility=errand.facility, reason=str(error))
-                reported = True
+                tell_away(errand.facility, str(error), ROUND)
                 await asyncio.sleep(self.pause_seconds)
             else:
-                if reported:
-                    emit("back", facility=errand.facility)
+                tell_back(errand.facility, ROUND)
                 return
 
     async def _ends_first(self, facility: str, work: Work, gate: Gate, *, stays: bool) -> bool:

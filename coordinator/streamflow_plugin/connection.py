@@ -82,7 +82,7 @@ class CarefulContext(SSHContext):
         try:
             connection = await super().get_connection()
             if self._login is not None:
-                self._login.tell_reached(self.get_hostname())
+                self._login.tell_reached()
             return connection
         except asyncssh.HostKeyNotVerifiable as error:
             await self._forget()

@@ -131,7 +131,7 @@ class FirecrestConnector(BaseConnector):
                     await asyncio.sleep(self.retryDelay)
             else:
                 if self._login is not None:
-                    self._login.tell_reached(self.api.url)
+                    self._login.tell_reached()
                 return answer
         raise WorkflowExecutionException(f"{NO_ANSWER}, tried {tries} times, last: {last}") from last
 

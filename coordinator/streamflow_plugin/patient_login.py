@@ -17,6 +17,7 @@ from streamflow.log_handler import logger
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.names import LOGINS
+from coordinator.streamflow_plugin.problems import LOGIN, tell_away, tell_back
 from coordinator.streamflow_plugin.waiting import Waiting
 
 REFUSED = (asyncssh.PermissionDenied, asyncssh.KeyImportError, FileNotFoundError)
@@ -39,7 +40,6 @@ class PatientLogin:
     """The private keys; a certificate is `<key>-cert.pub` beside one."""
     pause_seconds: float = PAUSE_SECONDS
     _refused: bool = False
-    _unreachable: bool = False
     waiting: Waiting = field(default_factory=Waiting)
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -69,16 +69,16 @@ class PatientLogin:
 
     def tell_unreachable(self, host: str, error: BaseException) -> None:
         """Reported once while it lasts; every later use tries the connection again."""
-        if not self._unreachable:
-            self._unreachable = True
-            logger.warning(f"{host} cannot be reached ({error}): trying again")
-            emit("away", facility=self.facility, reason=f"{host}: {error}")
+        tell_away(self._whose, f"{host}: {error}", LOGIN)
 
-    def tell_reached(self, host: str) -> None:
-        if self._unreachable:
-            self._unreachable = False
-            logger.info(f"{host} can be reached again")
-            emit("back", facility=self.facility)
+    def tell_reached(self) -> None:
+        """Reported after `tell_unreachable` alone."""
+        tell_back(self._whose, LOGIN)
+
+    @property
+    def _whose(self) -> str:
+        """The facility's own name."""
+        return self.facility.removesuffix("-ssh")
 
     async def _pause(self) -> None:
         """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""
@@ -91,7 +91,7 @@ class PatientLogin:
         """When each file that a renewal changes was written; 0: it does not exist."""
         paths = [Path(name).expanduser() for file in self.files for name in (file, f"{file}-cert.pub")]
         if folder := os.environ.get(LOGINS):
-            paths += [Path(folder, self.facility), Path(folder, self.facility.removesuffix("-ssh"))]
+            paths += [Path(folder, self.facility), Path(folder, self._whose)]
         return [_changed(path) for path in paths]
 
     def _tell(self, host: str, error: Exception) -> None:

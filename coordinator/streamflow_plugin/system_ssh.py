@@ -213,7 +213,7 @@ class SystemLogin:
                     await self._through()
                     self._open = True
                     if self._login is not None:
-                        self._login.tell_reached(self.host)
+                        self._login.tell_reached()
                 except ConnectionError as error:
                     logger.warning(f"connection to {self.host}: attempt {attempt}: {error}")
                     if self._login is not None:

@@ -10,12 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from streamflow.core.exception import WorkflowExecutionException
 from streamflow.core.workflow import Status
 
 from coordinator.archive.rounds import Wait
 from coordinator.config.closing import ClosingSettings
+from coordinator.events.event import VARIABLE
+from coordinator.events.follow import EventFile
 from coordinator.rounds.late import (
     LateJob,
     discount,
@@ -29,6 +33,7 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import read_lost, write_lost
 from coordinator.streamflow_plugin.closing import Closing, closing_of_run
 from coordinator.streamflow_plugin.errand import Errand
+from coordinator.streamflow_plugin.patient_login import PatientLogin
 from tests.streamflow_plugin.virtual_time import Clock
 
 DONE = SimpleNamespace(status=Status.COMPLETED, exit_code=0)
@@ -246,6 +251,30 @@ def test_a_facility_that_is_away_holds_no_round_up_and_begins_with_the_newest_mo
     late = "it may come back as a round closes: that job's update is carried, as any late one"
     assert all(one is None or number - 2 <= one <= number for number, one in enumerate(handed)), late
     assert remembered_job(tmp_path, "f2") is None, "there was no job to remember"
+
+
+def test_who_is_away_is_told_once_and_is_back_when_its_job_can_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The login finds it first, and answers again before the disk there does."""
+    events, tries = EventFile(tmp_path / "events.jsonl"), iter(["no route", "no route", "stale file handle", ""])
+    monkeypatch.setenv(VARIABLE, str(events.path))
+    monkeypatch.setattr(Closing, "pause_seconds", 0.0)
+    login = PatientLogin(facility="f-ssh")
+
+    async def reach() -> None:
+        if (why := next(tries)) == "no route":
+            login.tell_unreachable("f.example", OSError(why))
+            raise WorkflowExecutionException("f.example cannot be reached, tried 1 times")
+        login.tell_reached()
+        if why:
+            assert [event.kind for event in events.new()] == ["away"], "it is of no use yet"
+            raise WorkflowExecutionException(why)
+
+    async def nothing(*_: Any) -> None:
+        return
+
+    errand = Errand(facility="f", reach=reach, execute=nothing, directory=str, find=nothing)
+    asyncio.run(closing_of(quorum=1)._reach(errand))
+    assert [(event.kind, event["facility"]) for event in events.new()] == [("back", "f")]
 
 
 def test_away_for_ever_it_holds_not_even_the_last_round_up():
