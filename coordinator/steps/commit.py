@@ -262,10 +262,10 @@ def write_model(round: Commit, directory: Path) -> None:
 
 def describe_round(round: Commit, directory: Path) -> None:
     """Write the message for the facilities and round.json, with the decision on what follows."""
-    archive, settings, number = round.archive, round.settings, round.number
+    archive, settings, number, history = round.archive, round.settings, round.number, round.history
     message = make_message(directory, round.model, settings.sending)
-    rows = with_work(round, rows_of(archive, settings, number, round.arrived, round.weights, round.left_out))
-    history = round.history
+    before = history[-1] if history else None
+    rows = with_work(round, rows_of(archive, settings, number, round.arrived, round.weights, round.left_out, before))
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(reported)
     decision = round.decision = decide_after(settings, reported)
@@ -293,10 +293,10 @@ def describe_round(round: Commit, directory: Path) -> None:
         changes=[*changes_told(archive), *rewind_told(archive, number)],
         aggregation=dataclasses.asdict(round.record),
     )
-    found = asks_ahead(archive, settings, round.round_file, directory)
+    found = asks_ahead(archive, settings, [*history, round.round_file], directory)
     tell_released([*rounds_set_aside(archive), *history, found], directory)
     tell_rewinds(archive, round.model, directory / "model", directory / "message")
-    round.round_file, round.decision, round.limited = within(archive, settings, found, decision, now)
+    round.round_file, round.decision, round.limited = within(archive, settings, [*history, found], decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 
 

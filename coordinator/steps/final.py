@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.archive.rounds import Archive, FacilityRow
+from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
@@ -21,9 +22,11 @@ log = logging.getLogger(__name__)
 
 def close_final(archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived) -> NextRound:
     """After the last round: the final evaluation, then what the comparison of models asks for."""
-    rows = rows_of(archive, settings, settings.rounds, arrived, {}, {})
+    history = archive.history()
+    before = history[-1] if len(history) == settings.rounds > 0 else None
+    rows = rows_of(archive, settings, settings.rounds, arrived, {}, {}, before)
     if read_manifest(model).kind == "model":
-        close_evaluation(archive, arrived, rows)
+        close_evaluation(archive, history, arrived, rows)
     else:
         size = bytes_of(read_manifest(model))
         described = [dataclasses.asdict(dataclasses.replace(row, sent="full", sent_bytes=size)) for row in rows]
@@ -40,13 +43,13 @@ def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -
     return NextRound(sent, settings.rounds, proceed=True)
 
 
-def close_evaluation(archive: Archive, arrived: Arrived, rows: list[FacilityRow]) -> None:
-    """Note what the facilities found of the final model."""
-    reported = plausible(losses_by_model([*(entry.facilities for entry in archive.history()), rows]))
+def close_evaluation(archive: Archive, history: Sequence[RoundFile], arrived: Arrived, rows: list[FacilityRow]) -> None:
+    """Note what the facilities found of the final model, which the rounds in `history` made."""
+    reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     archive.write_note(
         "evaluation",
         {
-            "after_round": len(archive.rounds()) - 1,
+            "after_round": len(history) - 1,
             "global_loss": global_losses(reported)[-1],
             "global_loss_over": sorted(reported[-1]),
             "facilities": [dataclasses.asdict(row) for row in rows],

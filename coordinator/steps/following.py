@@ -20,11 +20,17 @@ from facility.exchange.messages.steps import ENDS
 from facility.exchange.messages.steps import KEY as STEPS
 
 
-def asks_ahead(archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, directory: Path) -> RoundFile:
-    """Say in the new model how many steps each facility is to take, or until when, where steps are evened out."""
+def asks_ahead(
+    archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile], directory: Path
+) -> RoundFile:
+    """Say in the new model how many steps each facility is to take, or until when, where steps are evened out.
+
+    Returns the last round of `history`, which made that model, with what was said.
+    """
+    *_, round_file = history
     if settings.even is None:
         return round_file
-    entries, history = Journal(archive.path).read(), [*archive.history(), round_file]
+    entries = Journal(archive.path).read()
     ahead = steps_ahead(settings.even, settings.steps, history, entries)
     ends = ends_ahead(settings.even, settings.steps, history, entries)
     for name in ("model", "message"):
@@ -65,12 +71,14 @@ def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
 
 
 def within(
-    archive: Archive, settings: CoordinatorSettings, round_file: RoundFile, decision: Decision, now: float
+    archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile], decision: Decision, now: float
 ) -> tuple[RoundFile, Decision, Exceeded | None]:
-    """Round and decision as given, or the end where another round is expected to exceed deadline or node-hours."""
+    """The last round of `history` and the decision as given, or the end where another round is expected to exceed
+    deadline or node-hours."""
+    *_, round_file = history
     if settings.limits is None or not decision.proceed:
         return round_file, decision, None
-    found = exceeded_in(archive, settings, [*archive.history(), round_file], now)
+    found = exceeded_in(archive, settings, history, now)
     if found is None:
         return round_file, decision, None
     ended = dataclasses.replace(round_file, decision=found.reason, ended=True)

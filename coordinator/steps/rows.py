@@ -6,7 +6,7 @@ import dataclasses
 
 from coordinator.aggregation.rebase import MADE
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, FacilityRow
+from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
 from coordinator.steps.arrived import Arrived
@@ -40,9 +40,10 @@ def rows_of(
     arrived: Arrived,
     weights: dict[str, float],
     left_out: dict[str, str],
+    before: RoundFile | None,
 ) -> list[FacilityRow]:
-    """A row for every facility that answered, by name."""
-    busy = _at_work(archive, number)
+    """A row for every facility that answered, by name. `before`: the round before; None where there is none."""
+    busy = {row.facility for row in before.facilities if row.reason == CARRIED} if before else set()
     rows = [
         _row(name, number, arrived, weights, left_out, _sent(archive, settings, name, number, arrived, busy))
         for name in sorted({*arrived.reports, *arrived.failures})
@@ -50,19 +51,13 @@ def rows_of(
     return [_as_asked(row, settings) for row in rows]
 
 
-def _at_work(archive: Archive, number: int) -> set[str]:
-    """The facilities whose job of an earlier round went on as round `number` began."""
-    if not 0 < number <= len(archive.rounds()):
-        return set()
-    return {row.facility for row in archive.read_round(number - 1).facilities if row.reason == CARRIED}
-
-
 def _sent(
     archive: Archive, settings: CoordinatorSettings, name: str, number: int, arrived: Arrived, busy: set[str]
 ) -> Outgoing | None:
     """What the facility was sent in the round; None where its job of an earlier round went on, or it was not reached.
 
-    One that was `busy` has begun anew in this round if its update is of this round.
+    `busy`: facilities whose job of an earlier round went on as this one began. Such a one has begun anew in this round
+    if its update is of this round.
     """
     report, failure = arrived.reports.get(name), arrived.failures.get(name)
     of_now = report is not None and report.round == number
