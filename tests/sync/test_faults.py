@@ -8,16 +8,18 @@ import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from facility.exchange.errors import TransientError
 from facility.sync.protocol import ReplicaRank
-from facility.sync.runtime import client, wire
+from facility.sync.runtime import client, replica, wire
 from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerThread
 from tests.sync.fleet import Fleet, settings_of
 from tests.sync.quadratic import make_parameters, solve, target
@@ -139,6 +141,30 @@ def test_without_a_scheduler_all_others_end_and_say_so():
     with Fleet(work, 3, settings_of(policy="partial_reduce"), 50) as fleet:
         ends = fleet.ends(2)
     assert all(not good and "the scheduler of the replicas is gone" in said for _, good, said in ends)
+
+
+class OutlivingClient(client.SchedulerClient):
+    """Of a rank that is held up once it has met the others, until the first of them is no more."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        while not self._lost:
+            time.sleep(0.01)
+
+
+def solve_late(rank: int, world: int, store: Any, *arguments: Any, late: int, **named: Any) -> dict[str, Any]:
+    store.set_timeout(timedelta(seconds=3))
+    if rank == late:
+        replica.SchedulerClient = OutlivingClient  # type: ignore[misc]
+    return solve(rank, world, store, *arguments, **named)
+
+
+def test_a_rank_that_has_met_the_others_needs_no_store():
+    """The first rank serves it, and dies while another that it met has not got as far: on a busy machine, say."""
+    work = partial(solve_late, late=1, pause=0.01, started=partial(signal_self, victim=0, kind=signal.SIGKILL))
+    with Fleet(work, 2, settings_of(policy="local"), 50) as fleet:
+        ((rank, good, said),) = fleet.ends(1)
+    assert rank == 1 and not good and "the scheduler of the replicas is gone" in said, said
 
 
 def test_a_replica_that_never_starts_is_named():

@@ -77,6 +77,8 @@ class Replica:
             context.store.set("scheduler", self.scheduler.contact)
         self.flat = Flat(context.parameters, context.device)
         self.prepare()
+        # Before the others are met: from then on the rank that serves the store may die, and they go on.
+        self.channels = Channels(context.store, self.place.position, context.device, self.settings.timeout_seconds)
         self.link = SchedulerClient(
             context.store,
             self.settings,
@@ -84,7 +86,6 @@ class Replica:
             rounds=self.rounds(context.done),
             told=(context.done, context.samples),
         )
-        self.channels = Channels(context.store, self.place.position, context.device, self.settings.timeout_seconds)
         self.done = max(context.done, self.link.begin.done)
         self.samples = context.samples
         self.updates, self.stopped = self.link.begin.updates, self.link.begin.stop
