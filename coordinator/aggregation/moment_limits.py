@@ -2,9 +2,9 @@
 
 A facility takes over the shared moments v and returns kept * v + (1 - kept) * g, g the mean square of its own
 gradients in the round, kept = beta2^s (1 - beta2^t) / (1 - beta2^(t + s)) after t steps and s more (D. Kingma, J. Ba,
-"Adam", ICLR 2015, section 3). Moments themselves do not identify an outlier: what one facility added to v in a
-round is returned by all of them in the next. A limit of ten times the median of v would let it grow fourfold in each
-round for ever. Of g nothing comes back: one of three facilities raises v to ten times what it should be, no further.
+"Adam", ICLR 2015, section 3). Facilities that take unlike steps keep unlike shares, so each is judged by its own.
+Moments themselves do not identify an outlier: what one facility added to v in a round is returned by all of them in the
+next. A limit of ten times the median of v would let it grow fourfold in each round for ever. Of g nothing comes back: one of three facilities raises v to ten times what it should be, no further.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ by up to 10.5 in one of 150 rounds of two steps, 6.8 in rounds of ten."""
 LEAST_FACILITIES = 3
 """From this number on a median identifies the outlier."""
 SLOWEST = 3
-"""A facility may have forgotten v as after so many times the median facility's steps."""
+"""A facility may have forgotten v as after so many times the median facility's steps; of two, the other's."""
 
 
 def fresh(mean: float, received: float, kept: float) -> float:
@@ -42,12 +42,12 @@ def without_received(moments: Any, received: Any, kept: float) -> Any:
     return np.maximum(0, (moments - kept * received) / (1 - kept)) if kept < 1 else 0 * moments
 
 
-def most_of(means: Sequence[float], received: float, kept: float) -> float | None:
+def most_of(means: Sequence[float], received: float, kept: Sequence[float]) -> float | None:
     """The largest mean that one of three or more facilities may have; None where nothing is known to limit it.
 
-    An honest one is between `received` and its g, so no larger than the larger of both.
+    `kept`: `believed` shares. An honest mean is between `received` and its g, so no larger than the larger of both.
     """
-    middle = median(fresh(one, received, kept) for one in means)
+    middle = median(fresh(one, received, share) for one, share in zip(means, kept, strict=True))
     limit = max(received, LARGEST * middle)
     return limit if limit > 0 else None
 
@@ -57,11 +57,11 @@ def least_share(kept: float) -> float:
     return kept**SLOWEST
 
 
-def agree(first: float, second: float, received: float, kept: float) -> bool:
-    """Whether two facilities are so near that neither can be far from what an honest one has."""
-    if received > 0 and kept >= 1.0:  # then nothing is said of the round's gradients
+def agree(means: Sequence[float], received: float, kept: Sequence[float]) -> bool:
+    """Whether two facilities are so near that neither can be far from what an honest one has; `kept`: `believed`."""
+    if received > 0 and max(kept) >= 1.0:  # then nothing is said of the round's gradients
         return False
-    low, high = sorted(fresh(one, received, kept) for one in (first, second))
+    low, high = sorted(fresh(one, received, share) for one, share in zip(means, kept, strict=True))
     return high <= LARGEST * low or high == 0
 
 
@@ -75,14 +75,14 @@ class Limit:
     """Two facilities differ by too much to say which is wrong: the moment is not sent."""
 
 
-def limit_of(sizes: Sequence[float], received: float, kept: float) -> Limit:
+def limit_of(sizes: Sequence[float], received: float, kept: Sequence[float]) -> Limit:
     """The limit of one parameter's moment; none where a single facility brings it.
 
-    `sizes`: means of second moments or norms of first ones, of the facilities that bring it. `received`: the size of
-    what they began with, 0 for none.
+    `sizes`: means of second moments or norms of first ones, of the facilities that bring it; `kept`: the share of what
+    they received that is left in each, as `believed`. `received`: the size of that, 0 for none.
     """
     if len(sizes) == 2:
-        return Limit(apart=not agree(sizes[0], sizes[1], received, kept))
+        return Limit(apart=not agree(sizes, received, kept))
     return Limit(most=most_of(sizes, received, kept) if len(sizes) >= LEAST_FACILITIES else None)
 
 
@@ -91,6 +91,16 @@ def kept_by_all(shares: Sequence[float]) -> float:
     if not shares:
         return 0.0
     return median(shares) if len(shares) >= LEAST_FACILITIES else max(shares)
+
+
+def believed(shares: Sequence[float]) -> list[float]:
+    """The share of received moments that is left at each facility: what it states, which follows from its steps.
+
+    But none has forgotten more than after `SLOWEST` times the steps of the others: one that states less would have the
+    mean forget what it received faster than any gradient is believed to be small.
+    """
+    least = least_share(kept_by_all(shares))
+    return [max(share, least) for share in shares]
 
 
 def recorded(kind: str, *, scaled: Mapping[str, int], apart: int, least: str = "") -> dict[str, Any]:

@@ -18,7 +18,14 @@ from statistics import median
 
 import numpy as np
 
-from coordinator.aggregation.moment_limits import LEAST_FACILITIES, kept_by_all, least_share, limit_of, recorded
+from coordinator.aggregation.moment_limits import (
+    LEAST_FACILITIES,
+    believed,
+    kept_by_all,
+    least_share,
+    limit_of,
+    recorded,
+)
 from coordinator.aggregation.round import Aggregation
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.moments import (
@@ -89,15 +96,15 @@ class Averaging:
 
     def held(self, moment: Moment) -> list[Member]:
         """Who takes part in the mean of a moment, each within the limits; empty: it is not sent."""
-        found = []
-        for facility, stored, weight in self.members:
+        found, kept = [], []
+        shares = believed([stored.kept for _, stored, _ in self.members])
+        for (facility, stored, weight), share in zip(self.members, shares, strict=True):
             if stored.has(moment):
                 with refused(facility):
                     size = stored.size_of(moment)
                 found.append(Member(facility=facility, stored=stored, weight=weight, size=size))
-        sizes, before = [one.size for one in found], 0.0 if moment.form == FIRST else self.before(moment)
-        kept = 0.0 if moment.form == FIRST else self.kept
-        limit = limit_of(sizes, before, kept)
+                kept.append(0.0 if moment.form == FIRST else share)
+        limit = limit_of([one.size for one in found], 0.0 if moment.form == FIRST else self.before(moment), kept)
         if limit.apart:
             self.apart += 1
             return []

@@ -17,7 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from coordinator.aggregation.moment_limits import LEAST_FACILITIES, kept_by_all, least_share, limit_of, recorded
+from coordinator.aggregation.moment_limits import (
+    LEAST_FACILITIES,
+    believed,
+    kept_by_all,
+    least_share,
+    limit_of,
+    recorded,
+)
 from coordinator.aggregation.round import Aggregation
 from coordinator.aggregation.verify import read_second_moments
 from facility.exchange.checkpoints.second_moments import (
@@ -89,17 +96,22 @@ def _found(aggregation: Aggregation) -> Iterator[tuple[str, dict[str, Factors] |
 
 def _limits(aggregation: Aggregation) -> Limits:
     """The bounds of this round; a parameter that a single facility brings has none."""
-    means: dict[str, list[float]] = {}
+    means: dict[str, list[tuple[float, int]]] = {}
     kept: list[float] = []
     for update, (_, factors, _) in zip(aggregation.opened, _found(aggregation), strict=True):
         for name, one in (factors or {}).items():
-            means.setdefault(name, []).append(one.mean)
+            means.setdefault(name, []).append((one.mean, len(kept)))
         if factors is not None:
             kept.append(kept_of(update.directory))
     received = _received(aggregation) if kept else {}
-    share = kept_by_all(kept)
+    share, shares = kept_by_all(kept), believed(kept)
     found = {
-        name: limit_of(sizes, received[name].mean if name in received else 0.0, share) for name, sizes in means.items()
+        name: limit_of(
+            [size for size, _ in sizes],
+            received[name].mean if name in received else 0.0,
+            [shares[number] for _, number in sizes],
+        )
+        for name, sizes in means.items()
     }
     enough = len(kept) >= LEAST_FACILITIES
     return Limits(

@@ -102,6 +102,16 @@ def test_two_that_are_too_far_apart_are_not_shared(model: Path, tmp_path: Path):
     assert record.details["moments_apart"] == count and not has_moments(tmp_path / "next")
 
 
+def test_two_that_take_unlike_steps_are_judged_by_what_each_has_kept(model: Path, tmp_path: Path):
+    """One takes three times the other's steps; squares of both gradients are half of what they received."""
+    received = with_moments(model, FULL)
+    updates = [write_update(tmp_path / n, model, n) for n in "ab"]
+    for update, kept in zip(updates, (0.8, 0.8**3), strict=True):
+        with_moments(update, FULL, scale=kept + (1 - kept) / 2, kept=kept)
+    record = aggregate(base=model, updates=updates, out=tmp_path / "next", settings=MEAN)
+    assert "moments_apart" not in record.details and {*stored(tmp_path / "next").moments.values()} == {*received}
+
+
 def test_what_is_left_of_received_second_moments_is_not_taken_away(model: Path, tmp_path: Path):
     """One of three that sends nothing in their place would let everybody's steps grow."""
     received = with_moments(model, FULL)
