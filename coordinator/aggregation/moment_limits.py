@@ -3,8 +3,10 @@
 A facility takes over the shared moments v and returns kept * v + (1 - kept) * g, g the mean square of its own
 gradients in the round, kept = beta2^s (1 - beta2^t) / (1 - beta2^(t + s)) after t steps and s more (D. Kingma, J. Ba,
 "Adam", ICLR 2015, section 3). Facilities that take unlike steps keep unlike shares, so each is judged by its own.
+
 Moments themselves do not identify an outlier: what one facility added to v in a round is returned by all of them in the
-next. A limit of ten times the median of v would let it grow fourfold in each round for ever. Of g nothing comes back: one of three facilities raises v to ten times what it should be, no further.
+next. A limit of ten times the median of v would let it grow fourfold in each round for ever. Of g nothing comes back:
+one of three facilities raises v to ten times what it should be, no further.
 """
 
 from __future__ import annotations
