@@ -169,7 +169,7 @@ class SchedulerService:
             while line := await reader.readline():
                 self._heard(key)
                 self._message(key, wire.decode(line))
-        except (TimeoutError, ValueError, KeyError, ConnectionError, asyncio.IncompleteReadError) as error:
+        except (OSError, ValueError, KeyError, asyncio.IncompleteReadError) as error:
             log.warning("connection of %s: %r", key, error)
         except Exception as error:  # our own mistake: better gone, and noticed by all, than half alive
             log.exception("the scheduler stops")

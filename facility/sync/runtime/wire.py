@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from facility.exchange.json_text import parse_values
+
 LINE_BYTES = 1 << 20
 """Longest line either side accepts."""
 
@@ -16,7 +18,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 def decode(line: bytes) -> dict[str, Any]:
     """Raises `ValueError` for anything but an object."""
-    message = json.loads(line)
+    message = parse_values(line)
     if not isinstance(message, dict):
         raise ValueError("expected an object")
     return message
