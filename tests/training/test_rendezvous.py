@@ -141,26 +141,73 @@ def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 [0, 1]"] * 2
 
 
-def test_several_launchers_admit_only_ranks_that_know_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A stranger at the store writes every name it can guess before rank 1 comes, and changes nothing."""
+def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> dict[int, dist.Store]:
+    """The stores of two ranks with one secret, on two nodes, once they have met at this port."""
     directory = tmp_path / "private"
     directory.mkdir(mode=0o700)
     (directory / SECRET).write_bytes(b"s" * 32)
     monkeypatch.setenv(DIRECTORY, str(directory))
-    port, met = free_port(), {}
+    met: dict[int, dist.Store] = {}
     server = rendezvous.serve("127.0.0.1", port, ranks_of(0), LIMIT)
     stranger = rendezvous.join("127.0.0.1", port, LIMIT)
     for name in ("rank/1", "default_pg/0//cpu//0/1", "store ranks/rank/1"):
         stranger.set(name, "stranger")
-    others = [threading.Thread(target=lambda: met.update({0: rendezvous.admitted("ranks", server, ranks_of(0))}))]
-    others[0].start()
+    other = threading.Thread(target=lambda: met.update({0: rendezvous.admitted("ranks", server, ranks_of(0))}))
+    other.start()
     joined = rendezvous.join("127.0.0.1", port, LIMIT)
     met[1] = rendezvous.admitted("ranks", joined, ranks_of(1))
-    others[0].join(20)
+    other.join(20)
+    return met
+
+
+def test_several_launchers_admit_only_ranks_that_know_the_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A stranger at the store writes every name it can guess before rank 1 comes, and changes nothing."""
+    port = free_port()
+    met = meet(tmp_path, monkeypatch, port)
     met[1].set("hello", "from 1")
     assert met[0].get("hello") == b"from 1"
     with pytest.raises(dist.DistError):
-        stranger.wait(["hello"], timedelta(seconds=0.2))
+        rendezvous.join("127.0.0.1", port, LIMIT).wait(["hello"], timedelta(seconds=0.2))
+
+
+def test_a_stranger_that_lists_the_store_learns_and_forges_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whoever knows the port is told every key there is: with the token in one, it would speak as a rank."""
+    port = free_port()
+    met = meet(tmp_path, monkeypatch, port)
+    said = {"scheduler": "10.0.0.1 4000 token", "sync/peer/1/0": "10.0.0.2 4001 token"}
+    for name, value in said.items():
+        met[0].set(name, value)
+    stranger = rendezvous.join("127.0.0.1", port, LIMIT)
+    seen = {key: stranger.get(key) for key in stranger.list_keys()}
+    assert len(seen) >= len(said)
+    for name, value in seen.items():
+        assert not any(word in name for word in ("scheduler", "peer")) and b"token" not in value
+        other = next((one for key, one in seen.items() if key != name and one != value), b"x")
+        stranger.set(name, other)  # an entry of the ranks' own, in another's place
+    for name in said:
+        with pytest.raises(TransientError, match="another process has put something in place of"):
+            met[1].get(name)
+
+
+def test_a_sealed_store_answers_as_the_store_below_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """To ranks: all that torch and the replicas ask of one, also through a prefix and a further connection."""
+    met = meet(tmp_path, monkeypatch, free_port())
+    plain = rendezvous.serve("127.0.0.1", 0, ranks_of(0), LIMIT)
+
+    def told(one: dist.Store, other: dist.Store) -> list[object]:
+        first, second = dist.PrefixStore("a", one), dist.PrefixStore("a", other).clone()
+        first.set("text", "ü")
+        first.set("empty", "")
+        swaps = [second.compare_set("text", expected, "new") for expected in ("x", "ü")]
+        swaps += [second.compare_set("unset", expected, "new") for expected in ("", "x", "new")]
+        second.wait(["text", "unset"], timedelta(seconds=5))
+        with pytest.raises(dist.DistStoreError):
+            second.wait(["never"], timedelta(milliseconds=10))
+        counts = [first.add("count", 2), second.add("count", 3), second.check(["text"]), second.check(["text", "no"])]
+        values = [first.get(name) for name in ("text", "empty", "unset")]
+        return [*swaps, *counts, *values, first.delete_key("text"), second.check(["text"])]
+
+    assert told(met[0], met[1]) == told(plain, plain.clone())
 
 
 def test_a_rank_with_another_secret_is_refused():

@@ -5,8 +5,8 @@ rank's place. Here
 
 - on one node, where the launcher made a private directory, the store is a file in it (`FileStore`, directory mode 0700)
   and gloo listens on the loopback interface only;
-- otherwise a TCPStore listens on the job's own address alone, all keys lie below a prefix that follows from the job's
-  secret, and every rank proves that it knows the secret before the first process group is made;
+- otherwise a TCPStore listens on the job's own address alone, every rank proves that it knows the job's secret before
+  the first process group is made, and what ranks leave there is sealed under it (`sealed_store.py`);
 - torchrun's own store, which admits whoever knows its port, is never used (`torchrun.py`): on one node the ranks meet
   in a directory of their own; on several at a store of the first rank, by a secret in a directory that the user names.
 
@@ -36,6 +36,7 @@ from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.training.devices import check_own_gpus, gpu_of
 from facility.training.processes.exchange import all_gather_json, broadcast_json
 from facility.training.processes.ranks import Ranks
+from facility.training.processes.sealed_store import SealedStore
 from facility.training.processes.torchrun import (
     agents_directory,
     announce,
@@ -169,19 +170,19 @@ def addresses(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def admitted(name: str, store: dist.Store, ranks: Ranks) -> dist.Store:
-    """The part of the store that only ranks find that know the job's secret, once each has proved it."""
+    """What of the store only ranks can read and set that know the job's secret, once each has proved it."""
     secret = read_secret(private_directory())
     if not secret:
         return store
-    store = dist.PrefixStore(proof(secret, f"store {name}"), store)
-    admit(store, secret, rank=ranks.rank, world=ranks.world)
-    return store
+    met = admit(dist.PrefixStore(proof(secret, f"store {name}"), store), secret, rank=ranks.rank, world=ranks.world)
+    return SealedStore(store, bytes.fromhex(proof(secret, f"entries of store {name} {met}")))
 
 
-def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
+def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> str:
     """Prove to all ranks that this one knows the secret, and wait for every other's proof. Raises `TransientError`.
 
     Every rank names a random challenge, and a proof covers all of them: one that was seen before proves nothing.
+    Returns what was proved, which is never the same again.
     """
     own = secrets.token_hex(CHALLENGE_BYTES)
     store.set(f"challenge/{rank}", own)
@@ -194,6 +195,7 @@ def admit(store: dist.Store, secret: bytes, *, rank: int, world: int) -> None:
         shown = store.get(f"rank/{other}").decode(errors="replace")
         if not hmac.compare_digest(shown, proof(secret, f"rank {other} {asked}")):
             raise TransientError(f"rank {other} does not know the job's secret: it is not a process of this job")
+    return asked
 
 
 def proof(secret: bytes, text: str) -> str:
