@@ -27,7 +27,7 @@ from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import can_link
-from facility.exchange.files.owners import of_another
+from facility.exchange.files.owners import not_ours, of_another
 from facility.exchange.files.paths import shipped
 
 
@@ -73,23 +73,26 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
         )
     else:
         rows.append(ok(ME, "rendered files", "those of this federation.yml"))
-    return [*rows, *_of_another(federation), *_open_to_all(federation)], model
+    return [*rows, *_not_ours(federation), *_open_to_all(federation)], model
 
 
-def _of_another(federation: Federation) -> list[Row]:
-    """A row where another account of this host made the archive or the work directory, and exchanges what a run keeps
-    and starts there; none otherwise."""
+def _not_ours(federation: Federation) -> list[Row]:
+    """A row where another account of this host made the archive or the work directory, or may write it, and exchanges
+    what a run keeps and starts there; none otherwise."""
     for key, place in (("archive", federation.archive_path), ("workdir", federation.workdir_path)):
         if found := of_another(place):
             fix = f"have it removed, or choose another `{key}:` in federation.yml"
             return [fail(ME, key, f"{found}, who could exchange what a run keeps there", fix)]
+        if not_ours(place):
+            found = f"every user of this host may write {place}, and with it decide what this account runs"
+            return [fail(ME, key, found, f"chmod o-w {shlex.quote(str(place))}")]
     return []
 
 
 def _open_to_all(federation: Federation) -> list[Row]:
     """A warning where every user of this host may decide what a run does, as under a umask of 000; none otherwise."""
-    for place in (federation.file, federation.file.parent, federation.archive_path, federation.workdir_path):
-        mode = place.stat().st_mode if place.exists() else 0
+    for place in (federation.file, federation.file.parent):
+        mode = place.stat().st_mode
         if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
             found = f"every user of this host may write {place}, and with it decide what this account runs"
             return [warning(ME, "permissions", found, f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077")]

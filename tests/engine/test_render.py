@@ -298,13 +298,12 @@ def test_a_federation_file_in_a_folder_of_its_own_is_rendered_without_leaving_it
     assert (bare.parent / "cwl" / "round.cwl").read_text() == render(read_federation(bare))["mine/cwl/round.cwl"]
 
 
-@pytest.mark.parametrize("place", ["federation.yml", "its folder", "archive"])
+@pytest.mark.parametrize("place", ["federation.yml", "its folder"])
 def test_a_check_warns_where_every_user_may_decide_what_is_run(tmp_path: Path, place: str):
     """As a umask of 000 leaves folders, and some file systems all files."""
     federation = read_federation(write_federation(tmp_path, ["a", "b"]))
-    federation.archive_path.mkdir(parents=True, exist_ok=True)
     assert not [row for row in check_here(federation)[0] if row.check == "permissions"]
-    path = {"federation.yml": federation.file, "its folder": federation.file.parent}.get(place, federation.archive_path)
+    path = federation.file if place == "federation.yml" else federation.file.parent
     path.chmod(path.stat().st_mode | 0o002)
     (row,) = [row for row in check_here(federation)[0] if row.check == "permissions"]
     assert row.verdict == "warning" and f"every user of this host may write {path}," in row.found

@@ -218,3 +218,16 @@ def test_root_stands_no_testbed_up_where_another_account_is_at_home_nor_believes
     os.chown(root / MARK, 0, -1)
     with pytest.raises(KeyError):  # it is read
         load(root)
+
+
+@pytest.mark.parametrize("key", ["archive", "workdir"])
+def test_nor_in_one_that_every_account_may_write(reached: Path, key: str):
+    """What a run keeps there is sent to facilities, or started in its account."""
+    federation = read_federation(write_federation(reached / "federation", ["a"]))
+    place = federation.archive_path if key == "archive" else federation.workdir_path
+    place.mkdir(parents=True, exist_ok=True)
+    assert not failing_here(federation)
+    place.chmod(0o777)
+    (row,) = failing_here(federation)
+    assert (row.check, row.fix) == (key, f"chmod o-w {place}")
+    assert f"every user of this host may write {place}," in row.found
