@@ -221,7 +221,7 @@ def test_root_stands_no_testbed_up_where_another_account_is_at_home_nor_believes
 
 
 @pytest.mark.parametrize("key", ["archive", "workdir"])
-def test_nor_in_one_that_every_account_may_write(reached: Path, key: str):
+def test_no_run_begins_in_one_that_every_account_may_write(reached: Path, key: str):
     """What a run keeps there is sent to facilities, or started in its account."""
     federation = read_federation(write_federation(reached / "federation", ["a"]))
     place = federation.archive_path if key == "archive" else federation.workdir_path
