@@ -89,9 +89,11 @@ def names_in(raw: dict[str, Any], key: str, file: Path) -> list[str]:
 
 
 def load_base(base: Path) -> Any:
-    """The base model in the class that its config.json names, in its own dtype."""
+    """The base model in the class that its config.json names, in its own dtype. Raises `InputError`."""
     import transformers
 
+    if os.path.lexists(base / CONFIG):  # transformers would load it too, and peft import what it names
+        raise InputError(f"{base} holds adapters already ({CONFIG}); expected a plain base model")
     no_bars_in_a_file()
     try:
         configuration = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)

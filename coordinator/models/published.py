@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.spans_and_sizes import size
+from facility.exchange.checkpoints.adapters import CONFIG
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
@@ -35,6 +36,7 @@ def load_published(
     """
     import torch
 
+    refuse_adapters(source, revision)
     options: dict[str, Any] = {}
     if classes:
         options = {"num_labels": len(classes), "id2label": dict(enumerate(classes))}
@@ -69,6 +71,22 @@ def load_published(
             "take the checkpoint that it was made from (training.lora.quantize_base quantizes one at a facility)"
         )
     return model, found
+
+
+def refuse_adapters(source: str, revision: str) -> None:
+    """Raise `InputError` for a source with an adapter_config.json: transformers loads what it names, which is any model
+    of the hub and any module that begins with `megatron`, as it loads the model beside it."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(source, CONFIG, revision=revision)
+    except OSError:  # there is none, or nothing answers: then the model's own files are no more to be had
+        found = None
+    if found is not None:
+        raise InputError(
+            f"{source} holds {CONFIG}, so that another model or module that it names would be loaded too; expected a "
+            "plain model: begin with an adapter by --import-adapter and --base, or remove that file"
+        )
 
 
 def described(directory: Path, *, dtype: str, new_classes: int) -> str:

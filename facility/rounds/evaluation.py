@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.adapter_twins import write_as_loaded
-from facility.exchange.checkpoints.adapters import CONFIG, is_adapter
+from facility.exchange.checkpoints.adapters import CONFIG, check_no_module, is_adapter
 from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.errors import CrossFedError, InputError, TransientError
@@ -69,6 +69,7 @@ def evaluate(
     own = dataset / "tokenizer"
     tokenizer = own if not has_tokenizer and own.is_dir() else None
     check_attention(model)
+    check_no_module(model)
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
         links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)

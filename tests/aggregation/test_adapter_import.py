@@ -12,7 +12,9 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
+from coordinator.models.adapter_export import load_base
 from coordinator.models.adapter_import import import_adapter
+from coordinator.models.published import load_published
 from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import read_report
@@ -167,6 +169,28 @@ def test_a_module_that_an_adapter_names_is_not_imported(tmp_path: Path, monkeypa
     monkeypatch.setattr("coordinator.models.adapter_import.refuse_other_kinds", lambda adapter: None)
     import_adapter(adapter, base=base, out=tmp_path / "model")
     assert "megatron" not in (tmp_path / "model" / "adapter_config.json").read_text()
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("config", ["of the model", "none"])
+def test_no_published_model_brings_an_adapter_that_names_what_else_is_loaded(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """transformers loads it unasked: peft imports a module that it names, or another model is taken for the source."""
+    model = save_pico(tmp_path / "model")
+    adapter = published(tmp_path / "adapter", model)
+    sound = json.loads((adapter / "adapter_config.json").read_text())
+    named = {"megatron_config": {"x": 1}, "megatron_core": "megatron.evil", "base_model_name_or_path": str(model)}
+    place = model if config == "of the model" else tmp_path / "another"
+    (place / "megatron").mkdir(parents=True)
+    (place / "megatron" / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    (place / "adapter_config.json").write_text(json.dumps(sound | named))
+    (adapter / "adapter_model.safetensors").rename(place / "adapter_model.safetensors")
+    monkeypatch.syspath_prepend(str(place))
+    with pytest.raises(InputError, match=r"holds adapter_config\.json.*--import-adapter"):
+        load_published(AutoModelForCausalLM, str(place), kind="a model", dtype="float32", revision="main")
+    with pytest.raises(InputError, match="holds adapters already"):
+        load_base(place)
     assert not (tmp_path / "ran").exists()
 
 

@@ -162,6 +162,16 @@ def test_attention_of_the_hub_is_not_fetched_by_lm_eval_either(
         evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
 
 
+def test_nor_does_lm_eval_load_adapters_that_name_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """peft would import it; what it writes of plain adapters itself is loaded."""
+    plain = {"peft_type": "LORA", "megatron_config": None, "megatron_core": "megatron.core"}
+    monkeypatch.setattr(evaluation, "whole", lambda *_: pytest.fail("it was loaded"))
+    for changes, expected in (({}, pytest.fail.Exception), ({"megatron_config": {"x": 1}}, InputError)):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(plain | changes))
+        with pytest.raises(expected):
+            evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+
+
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_lm_eval_said_leaves_only_where_a_jobs_output_may(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kept: bool

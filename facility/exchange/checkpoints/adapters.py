@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.model_files import MOST_BYTES, stated
+from facility.exchange.errors import InputError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.strict_json import read_json
 
@@ -20,6 +21,8 @@ CONFIG = "adapter_config.json"
 TASK_TYPES = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS"}
 """End of a model class's name -> what peft calls its task."""
 
+MEGATRON = "megatron_config"
+"""Key of an adapter_config.json with which peft imports a module of Megatron's, or another that is called so."""
 HEADS = ("classifier", "score")
 """Heads of classifiers: peft saves them with an adapter."""
 
@@ -86,6 +89,18 @@ def class_in(model: Path) -> str:
 def read_adapter_config(directory: Path) -> dict[str, Any]:
     """What the adapter_config.json of a facility, or of a publisher, says. Raises `ManifestError`."""
     return read_json(directory / CONFIG, most_bytes=MOST_BYTES)
+
+
+def check_no_module(directory: Path) -> None:
+    """Raise `InputError` where the adapter_config.json of a model, if any, names a module for peft to import.
+
+    For programs that load a model by its configuration alone.
+    """
+    if (directory / CONFIG).is_file() and read_adapter_config(directory).get(MEGATRON):
+        raise InputError(
+            f"{directory / CONFIG} has {MEGATRON}, with which peft would import a module; expected plain adapters: "
+            "remove the key"
+        )
 
 
 def write_adapter_config(
