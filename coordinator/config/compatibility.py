@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from coordinator.aggregation.rules.registry import RULES
@@ -85,6 +86,12 @@ def check_facilities(settings: AggregationSettings, training: Mapping[str, Train
             "aggregation.rule",
             f"aggregation.rule {settings.aggregation_rule}{how} compares {least} updates or more, and the federation "
             f"has {number} {'facility' if number == 1 else 'facilities'}: choose another rule",
+        )
+    if number >= settings.screen.minimum_updates and (most := settings.maximum_share) * number < 1 - 1e-9:
+        raise _error(
+            "aggregation.maximum_share",
+            f"aggregation.maximum_share is {most}, and the shares of {number} facilities make 1 together: expected "
+            f"{math.ceil(1000 / number) / 1000:g} or more (at that, all count alike)",
         )
     if isinstance(settings.weights, dict) and (missing := sorted(training.keys() - settings.weights.keys())):
         raise _error(

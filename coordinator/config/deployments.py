@@ -71,7 +71,8 @@ class Connection:
     key: str = ""
     """Private key on this machine; empty: ssh-agent or ~/.ssh/config. A certificate is `<key>-cert.pub` beside it."""
     passphrase_file: Line = ""
-    """File on this machine that holds the key's passphrase; better: ssh-agent."""
+    """File on this machine that holds the key's passphrase, for `crossfed run` alone: `crossfed check`, `setup` and
+    `share` ask ssh-agent, which serves all of them."""
 
     def __post_init__(self) -> None:
         found = HOST.fullmatch(self.host)

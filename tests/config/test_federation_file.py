@@ -124,6 +124,10 @@ def test_a_mistake_is_one_error_with_file_and_line(tmp_path: Path, old: str, new
 @pytest.mark.parametrize(
     ("aggregation", "words"),
     [
+        (
+            "{maximum_share: 0.4, screen: {minimum_updates: 2}}",
+            "shares of 2 facilities make 1 together: expected 0.5",
+        ),
         ("{rule: krum}", "krum with byzantine 0 compares 3 updates or more, and the federation has 2 facilities"),
         ("{rule: bulyan+nesterov, byzantine: 1}", "bulyan with byzantine 1 compares 7 updates or more"),
         ("{rule: trimmed_mean}", "trimmed_mean with trim 0.2 compares 3 updates or more"),
@@ -160,7 +164,7 @@ def test_all_that_is_left_to_fill_in_is_told_at_once(tmp_path: Path):
     text = GOOD.replace("../model", "<model's directory>").replace("dataset: /data/b", "dataset: <prepared dataset>")
     with pytest.raises(ConfigurationError) as caught:
         read(tmp_path, text)
-    assert "2 value(s) in <angle brackets>" in str(caught.value) and caught.value.line == 2
+    assert "values in <angle brackets> are still to be filled in" in str(caught.value) and caught.value.line == 2
     assert "model (line 2), facilities[1].dataset (line 12)" in str(caught.value)
 
 
