@@ -33,9 +33,14 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
 
 def _key_or_facility(word: str, file: Path | None) -> str:
     try:
-        return explain_key(word)
+        text = explain_key(word)
     except InputError as error:
         unknown = error
+    else:
+        if file is None:
+            return text
+        meant = f"leave it out, or give `facility {word}` for a facility of this name"
+        raise InputError(f"--federation has no effect with the settings key {word}: {meant}")
     try:
         found = file or find_federation()
     except InputError as error:

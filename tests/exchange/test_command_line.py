@@ -71,6 +71,7 @@ def test_module_commands_leave_no_option_out(module: str, words: list[str], said
         (["login", "a", "--federation", ""], "--federation is empty"),
         (["init", "", "--facility", "a=local"], "an argument is empty"),
         (["explain", "--federation", "f.yml"], "--federation has no effect without a facility"),
+        (["explain", "training.steps", "--federation", "f.yml"], "--federation has no effect with the settings key"),
         (["audit", "head", "log", "--head", "0" * 64], "--head, --archive and --facility have no effect on audit head"),
         (["model", ".", "--out", "o", "--revision", "v2"], "--revision has no effect with the folder"),
     ],

@@ -194,9 +194,10 @@ def test_a_federation_that_cannot_be_read_is_named_where_a_word_may_be_a_facilit
 
 
 def test_keys_are_explained_as_before_and_nonsense_is_refused(federation: Federation):
-    assert "sync" in said(federation, "training.sync.policy") and "rounds:" in explain_words([])
-    with pytest.raises(InputError, match="--federation has no effect"):
-        said(federation)
+    assert "sync" in explain_words(["training.sync.policy"]) and "rounds:" in explain_words([])
+    for words in ([], ["training.sync.policy"]):
+        with pytest.raises(InputError, match="--federation has no effect"):
+            said(federation, *words)
     with pytest.raises(InputError, match="facilities are facility-00"):
         said(federation, "facility-99")
     with pytest.raises(InputError, match="not a number"):
