@@ -194,6 +194,7 @@ def solve_for(
     defaults = {} if batch_samples is None else {"batch_samples": batch_samples}
     if federation is None or facility is None:
         problem = read_problem(path, devices=devices, defaults=defaults)
+        check_batch(problem, batch_samples, path)
         return solve(problem, stop, **options), problem
     from coordinator.config.federation import read_federation
     from coordinator.planning.for_training import batch_of_ranks, stated, trained_at, with_memory
@@ -206,8 +207,19 @@ def solve_for(
         raise ConfigurationError(
             "--federation needs devices, links and units, as facility.measure writes them", file=path
         )
+    check_batch(problem, batch_samples, path)
     wanted = with_memory(problem, trained)
     return stated(solve(wanted, stop, **options), problem, trained), wanted
+
+
+def check_batch(problem: AnyProblem, samples: int | None, path: Path) -> None:
+    """Raise `ConfigurationError` where the file states another batch than `--batch-samples`, or knows none."""
+    if samples is None or (stated := getattr(problem, "batch_samples", None)) == samples:
+        return
+    why = "which knows no batch" if stated is None else f"which states batch_samples {stated}: change it there"
+    raise ConfigurationError(
+        f"--batch-samples {samples} has no effect on this problem, {why}; leave the option out", file=path
+    )
 
 
 def read_profile(path: Path) -> dict[str, Any]:

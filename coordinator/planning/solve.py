@@ -47,8 +47,14 @@ def solve(
     """
     natural = {ChainProblem: "exact", PlacementProblem: "place"}.get(type(problem), "joint")
     chosen = natural if method is None else method
+    if order != "free" and chosen != "exact":
+        raise ConfigurationError(f"--order has no effect with --method {chosen}: leave it out, or give --method exact")
     if isinstance(problem, Problem):
         problem = _restricted(problem, stages, replicas)
+    elif stages is not None or replicas is not None:
+        raise ConfigurationError(
+            "--stages and --replicas have no effect on a problem without devices, links and units: leave them out"
+        )
     if previous is not None and not (isinstance(problem, Problem) and chosen == "joint"):
         raise ConfigurationError(f"a previous plan can be re-planned by joint only, found --method {chosen}")
     if chosen == "joint":

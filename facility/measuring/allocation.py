@@ -164,14 +164,14 @@ def _details(
 
 def sizes_of(text: str) -> tuple[int, ...]:
     try:
-        sizes = tuple(sorted({int(part) for part in text.split(",") if part.strip()}))
+        sizes = sorted(int(part) for part in text.split(","))
     except ValueError:
-        sizes = ()
-    if not sizes or min(sizes) < 1 or max(sizes) > MOST_SAMPLES:
+        sizes = []
+    if not sizes or sizes[0] < 1 or sizes[-1] > MOST_SAMPLES or len(set(sizes)) < len(sizes):
         raise ConfigurationError(
-            f"--samples is {text[:40]!r}, expected whole numbers of 1 to {MOST_SAMPLES}, such as 1,2,4"
+            f"--samples is {text[:40]!r}, expected different whole numbers of 1 to {MOST_SAMPLES}, such as 1,2,4"
         )
-    return sizes
+    return tuple(sizes)
 
 
 def _tokens(options: argparse.Namespace) -> int:

@@ -251,10 +251,12 @@ def test_numbers_with_which_no_measurement_ends_are_one_error(option: str, numbe
 
 
 @pytest.mark.parametrize(
-    "samples", ["0", "1,x", "9" * 400, "1," + "9" * 5000], ids=["none", "no number", "huge", "beyond what Python reads"]
+    "samples",
+    ["0", "1,x", "1,1", ",1", "9" * 400, "1," + "9" * 5000],
+    ids=["none", "no number", "twice", "nothing", "huge", "beyond what Python reads"],
 )
 def test_sizes_of_a_micro_batch_that_no_tensor_has_are_one_error(samples: str):
-    with pytest.raises(ConfigurationError, match="--samples is .{,50}, expected whole numbers of 1 to"):
+    with pytest.raises(ConfigurationError, match="--samples is .{,50}, expected different whole numbers of 1 to"):
         sizes_of(samples)
 
 

@@ -52,6 +52,28 @@ def test_joint_is_the_default_and_is_not_slower_than_even(problem_file, tmp_path
     assert joint.method == "joint" and joint.predicted_seconds <= even.predicted_seconds
 
 
+def test_a_batch_beside_the_problems_own_is_refused(problem_file, tmp_path):
+    stated, out = json.loads(problem_file.read_text())["batch_samples"], tmp_path / "plan.json"
+    common = ["--out", out, "--method", "even", "--batch-samples"]
+    with pytest.raises(ConfigurationError, match=f"which states batch_samples {stated}: change it there"):
+        run("--problem", problem_file, *common, 2 * stated)
+    with pytest.raises(ConfigurationError, match="which knows no batch"):
+        run("--problem", published(next(iter(BEST_KNOWN))), *common, 8)
+    assert run("--problem", problem_file, *common, stated) == 0
+
+
+@pytest.mark.parametrize("method", [(), ("--method", "even"), ("--method", "place")])
+def test_an_order_is_refused_where_no_method_asks_for_it(method, problem_file, tmp_path):
+    with pytest.raises(ConfigurationError, match="--order has no effect with --method"):
+        run("--problem", problem_file, "--out", tmp_path / "plan.json", *method, "--order", "given")
+
+
+def test_a_grid_is_refused_for_a_problem_that_has_none_to_choose(tmp_path):
+    placement = published(next(iter(BEST_KNOWN)))
+    with pytest.raises(ConfigurationError, match="--stages and --replicas have no effect"):
+        run("--problem", placement, "--out", tmp_path / "plan.json", "--stages", 2, "--iterations", 0)
+
+
 @pytest.mark.parametrize("name", BEST_KNOWN)
 def test_published_placement(name, tmp_path):
     out = tmp_path / "plan.json"
