@@ -169,7 +169,7 @@ def check(policy_file: Path) -> str:
             "coordinators there, as ssh's allowed signers",
             file=policy_file,
         )
-    return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, {len(policy.keys)} key(s)"
+    return f"{policy_file}: {policy.facility} in {', '.join(policy.federations)}, keys: {len(policy.keys)}"
 
 
 def _own_policy(policy_file: Path, *, later: bool = False) -> Policy:

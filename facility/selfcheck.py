@@ -30,6 +30,7 @@ from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import plain, read_template
+from facility.exchange.text import number_of
 from facility.installed import problems
 
 log = logging.getLogger("facility.selfcheck")
@@ -185,7 +186,7 @@ def verdict(folder: Path, seconds: float) -> str:
         )
     devices = ", ".join(sorted(set(trained.devices))) or "unknown device"
     loss = f"loss {trained.loss_received:.3f} to {trained.loss_returned:.3f}"
-    return f"{trained.ranks} rank(s) on {devices}, {loss} in three steps, {seconds:.0f} s in all"
+    return f"{number_of(trained.ranks, 'rank')} on {devices}, {loss} in three steps, {seconds:.0f} s in all"
 
 
 def removed(folder: Path) -> bool:

@@ -79,7 +79,7 @@ case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected a
 if [ -n "$gate" ]; then  # one line: what follows it would be a line of authorized_keys without the gate
     ssh-keygen -lf "$gate" >/dev/null || fail "--gate $gate is not a public ssh key; ask the coordinator for one (*.pub)"
     mapfile -t keys <"$gate"
-    [[ ${#keys[@]} -eq 1 && ${keys[0]} =~ ^[a-z0-9@.-]+\ [A-Za-z0-9+/]+=*(\ |$) ]] || fail "--gate $gate holds ${#keys[@]} line(s), expected one public ssh key on one line, without options; one key comes in by one gate"
+    [[ ${#keys[@]} -eq 1 && ${keys[0]} =~ ^[a-z0-9@.-]+\ [A-Za-z0-9+/]+=*(\ |$) ]] || fail "--gate $gate is not one line with one key (lines: ${#keys[@]}); expected one public ssh key on one line, without options; one key comes in by one gate"
 fi
 [[ -z "$coordinator" || ( -n "$gate" && "$coordinator" =~ ^[A-Za-z0-9][A-Za-z0-9_-]*$ ) ]] || fail "--coordinator is '$coordinator', expected a name of letters, digits, _ and -, beside --gate"
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.rounds import RoundFile
+from facility.exchange.text import number_of
 
 
 def masked_rounds(history: Sequence[RoundFile]) -> dict[str, Any]:
@@ -26,6 +27,7 @@ def masked_rounds(history: Sequence[RoundFile]) -> dict[str, Any]:
 def masked_sentence(sums: Mapping[str, Any]) -> str:
     """For a person."""
     return (
-        f"secure aggregation in {sums['rounds']} of {sums['all_rounds']} rounds ({sums['bits']} bits): the coordinator "
-        f"learnt sums of {sums['smallest_sum']} updates or more, unmasked by at least {sums['threshold']} facilities"
+        f"secure aggregation in {sums['rounds']} of {number_of(sums['all_rounds'], 'round')} ({sums['bits']} bits): "
+        f"the coordinator learnt sums of {sums['smallest_sum']} updates or more, unmasked by at least "
+        f"{sums['threshold']} facilities"
     )

@@ -167,7 +167,7 @@ def _take_alone(
     left = _under_way(account, settings)
     if not left:
         gaps = {
-            name: f"trained alone {one.rounds} of {one.of} rounds: {one.reason}"
+            name: f"trained alone {one.rounds} of {number_of(one.of, 'round')}: {one.reason}"
             for name, one in alone.items()
             if not one.done
         }

@@ -210,11 +210,11 @@ def read_federation(file: Path) -> Federation:
 def _build(lined: Lined) -> Federation:
     data = lined.data
     if not isinstance(data, dict):
-        found = type(data).__name__
+        found = "nothing" if data is None else f"{data!r:.40}"
         raise lined.error(f"found {found}, expected a mapping with name, model, rounds and facilities", "")
     if empty := [path for path, text in lined.texts() if BLANK.fullmatch(text)]:
         places = ", ".join(f"{path} (line {lined.lines[path]})" for path in empty)
-        raise lined.error(f"{len(empty)} value(s) in <angle brackets> are still to be filled in: {places}", empty[0])
+        raise lined.error(f"values in <angle brackets> are still to be filled in: {places}", empty[0])
     _check_keys(data)
     data = dict(data)
     defaults = data.get("training") or {}

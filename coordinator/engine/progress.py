@@ -15,6 +15,7 @@ from coordinator.engine.live import SILENT, FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 from coordinator.spans_and_sizes import span
+from facility.exchange.text import number_of
 
 LATE = "late"
 """State of a facility whose round has closed while its job goes on."""
@@ -128,7 +129,7 @@ class Progress:
 
     def _on_waited(self, event: Event) -> str:
         end = "got its round" if event["handed"] else "ended without one"
-        lost = f"{float(event['seconds']):.0f} s on {event['nodes']} node(s)"
+        lost = f"{float(event['seconds']):.0f} s on {number_of(int(event['nodes']), 'node')}"
         return f"{event['facility']}: job {event['job']}, submitted ahead, waited {lost} and {end}"
 
     def _on_estimated(self, event: Event) -> None:

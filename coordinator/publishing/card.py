@@ -210,9 +210,8 @@ def _seen(masked: Mapping[str, Any]) -> str:
     """What the coordinator saw of updates."""
     if not masked:
         return SEEN
-    some = (
-        "" if masked["rounds"] == masked["all_rounds"] else f" in {masked['rounds']} of {masked['all_rounds']} rounds"
-    )
+    rounds = number_of(masked["all_rounds"], "round")
+    some = "" if masked["rounds"] == masked["all_rounds"] else f" in {masked['rounds']} of {rounds}"
     return (
         f"Updates were masked before they left{some} (secure aggregation): the coordinator learnt sums of "
         f"{masked['smallest_sum']} updates or more and no single one"

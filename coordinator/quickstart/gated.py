@@ -14,7 +14,7 @@ from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
 from facility.exchange.messages.strict_json import clean
-from facility.exchange.text import NAME
+from facility.exchange.text import NAME, number_of
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +35,16 @@ class Behind:
     workdir: str
     datasets: tuple[str, ...]
     """Prepared ones, as the policy names them; empty for a gate of an earlier version."""
-    nodes: float = 1
+    nodes: int = 1
     hours: float = 0.0
     """Of one job."""
 
     def said(self) -> str:
         data = ", ".join(self.datasets) or "datasets that it does not tell"
         return (
-            f"its gate allows {self.facility} in {', '.join(self.federations)}: jobs of {self.nodes:g} node(s) and "
-            f"{self.hours:g} h by {self.scheduler}, models in {self.workdir}, training on {data}"
+            f"its gate allows {self.facility} in {', '.join(self.federations)}: jobs of "
+            f"{number_of(self.nodes, 'node')} and {self.hours:g} h by {self.scheduler}, models in "
+            f"{self.workdir}, training on {data}"
         )
 
 
@@ -61,7 +62,7 @@ def ask_gate(login: Deployment) -> Behind | None:
         scheduler=scheduler,
         workdir=workdir,
         datasets=_words(summary.get("datasets")),
-        nodes=float(summary["nodes"]),
+        nodes=int(summary["nodes"]),
         hours=float(summary["hours"]),
     )
 

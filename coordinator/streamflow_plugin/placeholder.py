@@ -41,6 +41,7 @@ from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
 from facility.exchange.job_names import waiting_name
 from facility.exchange.messages.ahead import Waited, read_waited
+from facility.exchange.text import number_of
 
 SLACK_SECONDS = 60.0
 """Beyond the wait that a job was asked for: its last look, a signal, a slow file system."""
@@ -305,7 +306,8 @@ class Ahead:
         end = "got its round" if waited.handed else "ended without one"
         logger.log(
             level,
-            f"job {found.job} of {self.facility} waited {waited.seconds:.0f} s on {waited.nodes} node(s) and {end}",
+            f"job {found.job} of {self.facility} waited {waited.seconds:.0f} s on "
+            f"{number_of(waited.nodes, 'node')} and {end}",
         )
         return waited
 

@@ -15,6 +15,7 @@ from coordinator.testbed.layout import Site, Testbed
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT
+from facility.exchange.text import number_of
 
 SIZES = Sizes(characters=80_000, vocabulary=400, block_tokens=32, hidden=32, layers=2, intermediate=64)
 TEXTS = ("stdlib", "manual")
@@ -74,7 +75,7 @@ def job_template(tasks: int, prelude: str = "") -> str:
     start = "srun --kill-on-bad-exit=0 " if tasks > 1 else ""
     return f"""\
 #!/bin/bash
-# The testbed: {tasks} rank(s) on one node, on the processor.
+# The testbed: {number_of(tasks, "rank")} on one node, on the processor.
 #SBATCH --partition=<partition>
 #SBATCH --nodes=1
 #SBATCH --ntasks-per-node={tasks}

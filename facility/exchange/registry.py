@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import number_of
 
 CONSTANT = "DECLARATION"
 Value = bool | int | float | str
@@ -204,8 +205,8 @@ class Registry(Generic[D]):
             inspect.signature(implementation).bind(*arguments, **parameters)
         except TypeError as error:
             raise ConfigurationError(
-                f"{self.kind} {name!r} does not take what it is called with ({error}): expected {len(arguments)} "
-                f"positional argument(s) and, by name, the parameters of its {CONSTANT}: "
+                f"{self.kind} {name!r} does not take what it is called with ({error}): expected "
+                f"{number_of(len(arguments), 'positional argument')} and, by name, the parameters of its {CONSTANT}: "
                 f"{', '.join(parameters) or 'none'}"
             ) from error
         except ValueError:  # a compiled one tells no signature

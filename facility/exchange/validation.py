@@ -109,7 +109,8 @@ def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None =
     """
     assert dataclasses.is_dataclass(kind) and hasattr(kind, "__pydantic_validator__"), f"{kind} is not validated"
     if not isinstance(raw, dict):
-        raise ConfigurationError(f"{where or kind.__name__} is {raw!r:.60}, expected a mapping", file=file, key=where)
+        found_there = f"{where} is" if where else "found"
+        raise ConfigurationError(f"{found_there} {raw!r:.60}, expected a mapping", file=file, key=where)
     try:
         return kind.__pydantic_validator__.validate_python(raw)  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -198,9 +199,7 @@ def _translated(
         return unknown_key(kind, path, where, file)
     if what == "missing":
         absent = [str(one["loc"][-1]) for at, one in deepest if one["type"] == "missing" and at == path]
-        holder = dataclass_at(kind, path)
-        found_in = name or (holder or kind).__name__
-        return ConfigurationError(f"{_printed(found_in)} lacks {', '.join(absent)}", file=file, key=name)
+        return ConfigurationError(f"{_printed(name) or 'the mapping'} lacks {', '.join(absent)}", file=file, key=name)
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, ConfigurationError):
         return _refused(raised, kind, path, where, file)

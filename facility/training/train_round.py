@@ -12,6 +12,7 @@ import torch
 
 from facility.exchange.files.storage import is_storage, located
 from facility.exchange.messages.outcome import Outcome
+from facility.exchange.text import number_of
 from facility.training.account import most_resident_bytes
 from facility.training.comparison import compare, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
@@ -92,7 +93,7 @@ def read(request: RoundRequest, ranks: Ranks) -> tuple[RoundInputs, Setup, Saved
         setup = choose_setup(request, inputs, ranks)
         saved = read_saved_state(request, inputs.base_sha256)
     attention = f"attention {inputs.attention.name}: {inputs.attention.reason}"
-    log.info("%d rank(s) on %s; %s", ranks.world, device_name(ranks.device), attention)
+    log.info("%s on %s; %s", number_of(ranks.world, "rank"), device_name(ranks.device), attention)
     for reason in (*setup.layout.reasons, setup.head.reason, saved.reason):
         log.info("%s", reason)
     return inputs, setup, saved

@@ -75,9 +75,9 @@ class Outer:
             "unknown key 'rows[1].cuont'; did you mean 'count'? known keys are",
         ),
         ({"nme": "x"}, "unknown key 'nme'; did you mean 'name'? known keys are name, half"),
-        ({"half": 0.1}, "Outer lacks name"),
+        ({"half": 0.1}, "the mapping lacks name"),
         ({"name": "x", 3: 4}, "unknown key '[3]'; known keys are"),
-        ([], "Outer is [], expected a mapping"),
+        ([], "found [], expected a mapping"),
     ],
 )
 def test_an_error_says_what_was_found_and_what_was_expected(raw: Any, message: str):

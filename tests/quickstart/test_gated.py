@@ -78,7 +78,7 @@ def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.Mo
     assert federation.sending.signing_key == str(key)
     told_by_us = [record.message for record in caplog.records]
     assert told_by_us.count(f"alpha: {LIMITS}") == 1
-    assert any("its gate allows alpha in heron: jobs of 1 node(s) and 2 h by slurm" in one for one in told_by_us)
+    assert any("its gate allows alpha in heron: jobs of 1 node and 2 h by slurm" in one for one in told_by_us)
     again = read_federation(begin(request, Dialog(given={}, yes=True)))
     assert again == federation
 

@@ -127,7 +127,7 @@ def test_a_facility_is_set_up_once_and_checked_through_its_queue(tmp_path: Path,
     ]
     first = setup("facility", *options, PATH=queue)
     assert first.returncode == 0, first.stderr
-    assert "self-check: 1 rank(s) on" in first.stdout and "in three steps" in first.stdout
+    assert "self-check: 1 rank on" in first.stdout and "in three steps" in first.stdout
     assert (home / "data" / "dataset.json").is_file() and (home / "state").stat().st_mode & 0o777 == 0o700
     env = subprocess.run(
         [
@@ -656,7 +656,7 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     text = file.read_text()
     assert "docs.hpc.cineca.it" in text and "type: pbs" in text and "fill: {account: <account>}" in text
     with pytest.raises(
-        ConfigurationError, match=r"18 value\(s\) in <angle brackets>.*facilities\[0\].deployment.host \(line 18\)"
+        ConfigurationError, match=r"values in <angle brackets>.*facilities\[0\].deployment.host \(line 18\)"
     ):
         read_federation(file)
     with pytest.raises(InputError, match="exists already"):

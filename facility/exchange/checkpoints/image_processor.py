@@ -16,6 +16,7 @@ from typing import Any
 
 from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.errors import InputError
+from facility.exchange.text import number_of
 
 FILE = "preprocessor_config.json"
 MEANING = (
@@ -77,7 +78,7 @@ def normalisation(raw: dict[str, Any], *, channels: int, where: str) -> Normalis
     if not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers) or rescale <= 0 or min(stds) <= 0:
         raise InputError(
             f"{where} has rescale_factor {rescale!r:.40}, image_mean {mean!r:.60} and image_std {std!r:.60}: expected "
-            f"finite numbers for {channels} channel(s), of which the first and the last are above 0"
+            f"finite numbers for {number_of(channels, 'channel')}, of which the first and the last are above 0"
         )
     return Normalisation(rescale=float(rescale), mean=tuple(map(float, means)), std=tuple(map(float, stds)))
 

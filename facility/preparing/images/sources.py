@@ -18,6 +18,7 @@ from facility.dataset import DatasetError, SourceEntry
 from facility.exchange.files.bounded import real
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
+from facility.exchange.text import number_of
 from facility.preparing.labels import label_names, named
 from facility.preparing.sources import spelled, unicode_text
 from facility.preparing.walking import files_below, path_of
@@ -143,8 +144,8 @@ def by_folder(root: Path, images: list[Path]) -> list[Picture]:
         found.append(Picture(name=spelled(relative.as_posix()), label=label, path=path))
     if strays:
         raise DatasetError(
-            f"{root} holds {strays[0]!r} beside its folders ({len(strays)} such image(s)): an image's class is the "
-            f"name of its folder, or stands in {' or '.join(METADATA)}"
+            f"{root} holds {strays[0]!r} beside its folders ({number_of(len(strays), 'such image')}): an image's "
+            f"class is the name of its folder, or stands in {' or '.join(METADATA)}"
         )
     if not found:
         raise DatasetError(f"{root} holds no image; expected CLASS/NAME with {', '.join(SUFFIXES)}, or Parquet files")

@@ -12,6 +12,7 @@ from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.schedules.registry import interleaved
+from facility.exchange.text import number_of
 from facility.training.data.loader import Shape, even_shape
 from facility.training.devices import device_id
 from facility.training.processes.ranks import Ranks
@@ -68,7 +69,7 @@ def remapped_rank(ranks: Ranks, plan: Plan, shards: int) -> Ranks | None:
     used = [device for replica in zip(*plan.grid, strict=True) for device in replica]
     if max(used) >= ranks.world // shards:
         raise ConfigurationError(
-            f"the plan uses {len(used)} devices of {shards} rank(s) each, up to number "
+            f"the plan uses {len(used)} devices of {number_of(shards, 'rank')} each, up to number "
             f"{max(used)}, but {ranks.world} ranks came; plan again"
         )
     group, within = divmod(ranks.rank, shards)
@@ -107,7 +108,8 @@ def layout_of_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, bloc
     plan.validate(max(devices[-1] + 1, ranks.world // shards), blocks)
     if ranks.world != len(devices) * shards:
         raise ConfigurationError(
-            f"the plan uses {len(devices)} devices of {shards} rank(s) each, but {ranks.world} ranks came; plan again"
+            f"the plan uses {len(devices)} devices of {number_of(shards, 'rank')} each, but {ranks.world} ranks came; "
+            "plan again"
         )
     arrangement = grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
     counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
