@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
+from facility.exchange.files.storage import refuses_writes
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
@@ -140,6 +142,20 @@ def digests_of(directory: Path, manifest: manifests.Manifest) -> dict[str, Strea
     return {name: manifests.streamed_digest(directory, manifest, name) for name in manifests.tensor_files(manifest)}
 
 
+def _check_place(out: Path) -> None:
+    """Make a folder where `out` is to be, and remove it: else a whole round is trained for nothing. The superuser's rights
+    do not tell, in /proc for one."""
+    place = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=place, prefix=f".{out.name[:40]}."))
+    except OSError as error:
+        if refuses_writes(error):
+            raise
+        raise ConfigurationError(
+            f"--out {out}: {place} is no folder in which this account may make one; choose another"
+        ) from None
+
+
 def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: PreparedDataset, config: Any) -> None:
     """Refuse what cannot work before anything is loaded."""
     if not 0 <= round <= settings.rounds:
@@ -149,11 +165,7 @@ def check_inputs(round: int, out: Path, settings: FacilitySettings, dataset: Pre
         )
     if os.path.lexists(out):
         raise ConfigurationError(f"--out {out} exists already; remove it or choose another name")
-    place = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
-    if not (place.is_dir() and os.access(place, os.W_OK | os.X_OK)):  # else a whole round is trained for nothing
-        raise ConfigurationError(
-            f"--out {out}: {place} is no folder in which this account may make one; choose another"
-        )
+    _check_place(out)
     vocabulary = getattr(config.get_text_config(), "vocab_size", None)  # of several parts, that which reads text
     if vocabulary is not None and dataset.manifest.vocabulary_size > vocabulary:
         raise InputError(
