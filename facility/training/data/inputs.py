@@ -143,8 +143,8 @@ def digests_of(directory: Path, manifest: manifests.Manifest) -> dict[str, Strea
 
 
 def _check_place(out: Path) -> None:
-    """Make a folder where `out` is to be, and remove it: else a whole round is trained for nothing. The superuser's rights
-    do not tell, in /proc for one."""
+    """Make a folder where `out` is to be, and remove it: else a whole round is trained for nothing. What root may do is
+    not known without, in /proc for one."""
     place = next(folder for folder in out.absolute().parents if os.path.lexists(folder))
     try:
         os.rmdir(tempfile.mkdtemp(dir=place, prefix=f".{out.name[:40]}."))
