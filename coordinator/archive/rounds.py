@@ -312,7 +312,7 @@ class Archive:
         if kept.federation != federation:
             raise InputError(
                 f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another "
-                "archive"
+                "archive, or give the federation its name back"
             )
         if given is not None and not self.rounds() and given.content_sha256 != kept.content_sha256:
             raise InputError(

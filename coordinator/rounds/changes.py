@@ -245,11 +245,16 @@ def _differing(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Ch
         old, new = before.get(key), now.get(key)
         # of an archive of an earlier version, which did not hold the key
         unknown = key not in before and (key in (*DIGESTS, "workdir") or new in ("", [], {}) or _new(key, new, before))
-        if old != new and not unknown:
+        if old != new and not unknown and not (_only_opened(key, old, now) or _only_opened(key, new, before)):
             rule = next(rule for rule in RULES if re.fullmatch(rule.pattern, key))
             possible = not (rule.of_adapters and before.get(RANK))
             follows = FROM_NOW if possible and rule.of_adapters else rule.follows
             yield Change(key=key, before=old, now=new, follows=follows, affects=rule.affects, possible=possible)
+
+
+def _only_opened(key: str, value: Any, other: Mapping[str, Any]) -> bool:
+    """Whether an empty mapping has keys on the `other` side, of which each is a change of its own."""
+    return value == {} and any(one.startswith(f"{key}.") for one in other)
 
 
 def _new(key: str, value: Any, before: Mapping[str, Any]) -> bool:

@@ -222,6 +222,15 @@ def test_a_setting_that_an_earlier_version_did_not_know_is_no_change_at_its_defa
     ]
 
 
+def test_a_mapping_that_was_empty_is_no_change_beside_its_first_keys():
+    """`training.optimizer_parameters: {} -> (none)` was listed beside the parameter that was set."""
+    empty, filled = {"training.optimizer_parameters": {}}, {"training.optimizer_parameters.momentum": 0.8}
+    pairs = [(empty, filled, filled), (filled, empty, filled), (empty, {}, empty)]
+    for before, now, expected in pairs:
+        sides = [{"federation": {}, "facilities": {"a": side}} for side in (before, now)]
+        assert [one.key for one in changes_of(*sides, done=1)] == list(expected)
+
+
 def test_a_section_that_was_off_is_a_change_whatever_its_keys_are():
     off = copy.deepcopy(BEFORE)
     off["federation"] |= {"even": None}
