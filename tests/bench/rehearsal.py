@@ -295,7 +295,9 @@ def device_name(device: str) -> str:
 
 
 def in_a_folder(work: Path | None, *arguments: Any, transfer: str = "local", **options: Any) -> dict[str, Any]:
-    """`rehearse` in a folder of its own below `work`, which is removed."""
+    """`rehearse` in a folder of its own below `work`, which is made; the folder is removed."""
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
     root = Path(tempfile.mkdtemp(prefix="crossfed-rehearsal-", dir=work))
     try:
         if transfer == "local":
