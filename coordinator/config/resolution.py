@@ -12,7 +12,7 @@ import numpy as np
 
 from coordinator.aggregation.settings import AUTO, AggregationSettings
 from coordinator.config.automatic import Choice, Situation, choose
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint, read_tensor
+from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.optimizers import OPTIMIZERS
@@ -147,7 +147,8 @@ def looks_pretrained(model: Checkpoint | None) -> bool:
         return True
     try:
         norms = [entry for name, entry in model.tensors.items() if _is_norm(name, entry)]
-        return not norms or any(not np.isin(_values(entry), (0.0, 1.0)).all() for entry in norms)
+        with Opened() as read:
+            return not norms or any(not np.isin(_values(entry, read), (0.0, 1.0)).all() for entry in norms)
     except (CrossFedError, OSError):
         return True
 
@@ -156,9 +157,9 @@ def _is_norm(name: str, entry: TensorEntry) -> bool:
     return len(entry.shape) == 1 and "norm" in name.lower() and entry.dtype in STORAGE and entry.dtype != "F64"
 
 
-def _values(entry: TensorEntry) -> Any:
+def _values(entry: TensorEntry, read: Opened) -> Any:
     stored = np.empty(entry.elements, STORAGE[entry.dtype])
-    read_tensor(entry, stored.data.cast("B"))
+    read(entry, 0, stored.data.cast("B"))
     values = np.empty(entry.elements, np.float32)
     widen(stored, entry.dtype, values)
     return values

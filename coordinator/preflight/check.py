@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -48,6 +47,7 @@ from coordinator.preflight.sparse_updates import check_sparse_updates
 from coordinator.preflight.waiting import check_waiting
 from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
+from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.text import number_of
@@ -63,11 +63,33 @@ def check(
     `submit`: a job of one second where the scheduler has no dry run. `progress` is given a sentence now and then while
     facilities have not answered.
     """
+    found = _readable(file)
+    return [found] if isinstance(found, Row) else _check(found, link=link, submit=submit, progress=progress)
+
+
+def check_for_run(file: Path, *, link: bool, submit: bool = False) -> list[Row]:
+    """All rows, as a command finds them: progress goes to stderr, and what fails is kept for `crossfed run`."""
+    found = _readable(file)
+    if isinstance(found, Row):
+        return [found]
+    digest = sha256_of(file)  # the file may be edited while facilities answer
+    rows = _check(found, link=link, submit=submit, progress=on_stderr)
+    remember(found, digest, rows)
+    return rows
+
+
+def _readable(file: Path) -> Federation | Row:
+    """The federation, if it can be rendered; else the row that says why not."""
     try:
         federation = read_federation(file)
         render(federation)
     except ConfigurationError as error:
-        return [fail("federation", "federation.yml", str(error), "fix that line")]
+        return fail("federation", "federation.yml", str(error), "fix that line")
+    return federation
+
+
+def _check(federation: Federation, *, link: bool, submit: bool, progress: Callable[[str], None]) -> list[Row]:
+    """As `check`, of a federation that was read."""
     facilities = number_of(len(federation.facilities), "facility", "facilities")
     rows = [ok("federation", "federation.yml", f"{facilities}, {number_of(federation.rounds, 'round')}")]
     rows.append(ok("federation", "aggregation", federation.chosen))
@@ -116,14 +138,6 @@ def answers(asked: Mapping[str, Future[Answer]], progress: Callable[[str], None]
 
     with told_meanwhile(missing, progress):
         return [one.result() for one in asked.values()]
-
-
-def check_for_run(file: Path, *, link: bool, submit: bool = False) -> list[Row]:
-    """All rows, as a command finds them: progress goes to stderr, and what fails is kept for `crossfed run`."""
-    rows = check(file, link=link, submit=submit, progress=on_stderr)
-    with suppress(ConfigurationError):  # then the row on federation.yml fails
-        remember(read_federation(file), file, rows)
-    return rows
 
 
 ALIKE = (

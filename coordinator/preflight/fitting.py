@@ -12,7 +12,7 @@ from coordinator.preflight.row import ME, Row, fail, ok, skipped, warning
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
 from facility.exchange.checkpoints.conversion import check_names
-from facility.exchange.checkpoints.families import refusal_of
+from facility.exchange.checkpoints.families import refusal_for
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
@@ -83,7 +83,7 @@ def _names(path: Path, task: Task | None) -> tuple[Row, Any]:
         if task is not None:
             advice += f" (a model for the task {task} of the datasets; --classes where they have classes)"
         return fail(ME, "tensor names", str(error), advice), None
-    if reason := refusal_of(path, task):
+    if reason := refusal_for(config, task):
         return fail(ME, "model family", reason, "docs/reference/families.md lists the families that were tried"), None
     other = f"; {len(conversion.unused)} tensors of no parameter are sent on as they are" if conversion.unused else ""
     found = f"{len(conversion.same) + len(conversion.pieces)} parameters and buffers{other}"

@@ -25,9 +25,9 @@ WAITED_FOR = ("connection",)
 SHOWN = 3
 
 
-def remember(federation: Federation, file: Path, rows: Sequence[Row]) -> None:
+def remember(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
     """Keep the facilities' failing rows; with none, forget those of before. The coordinator's own are checked at every
-    run."""
+    run. `digest`: sha256 of the federation.yml that was checked."""
     kept = [
         f"{row.subject}, {row.check}: {row.found}"
         for row in rows
@@ -38,7 +38,7 @@ def remember(federation: Federation, file: Path, rows: Sequence[Row]) -> None:
         path.unlink(missing_ok=True)
         if kept:
             private(path.parent)
-            write_json(path, {"federation": sha256_of(file), "time": time.time(), "failing": kept})
+            write_json(path, {"federation": digest, "time": time.time(), "failing": kept})
 
 
 def still_failing(federation: Federation, file: Path) -> str:

@@ -37,7 +37,7 @@ def test_a_check_that_failed_stops_the_run_until_it_passes_or_the_file_changes(
     file = write_federation(tmp_path, ["a", "b"])
     rows: list[Row] = []
     started: list[Path] = []
-    monkeypatch.setattr(check, "check", lambda *_, **__: rows)
+    monkeypatch.setattr(check, "_check", lambda *_, **__: rows)
     monkeypatch.setattr(coordinator, "failing_here", lambda _: [])
     monkeypatch.setattr(run, "run_federation", lambda file, **_: started.append(file) or 0)
 

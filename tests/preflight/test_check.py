@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 from coordinator.cli import app
 from coordinator.config.deployments import Deployment
-from coordinator.config.federation import Facility, read_federation
+from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.memory.figures import ModelFigures
 from coordinator.memory.need import needed_bytes, parts_of, smallest_ranks
 from coordinator.preflight import check as checking
@@ -574,12 +574,12 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     rows = check(site.file, link=False)
     asked: list[tuple[Path, bool, bool]] = []
 
-    def answer_late(file: Path, *, link: bool, submit: bool, progress: Callable[[str], None]) -> list[Row]:
+    def answer_late(federation: Federation, *, link: bool, submit: bool, progress: Callable[[str], None]) -> list[Row]:
         progress("waiting for leonardo")
-        asked.append((file, link, submit))
+        asked.append((federation.file, link, submit))
         return rows
 
-    monkeypatch.setattr(checking, "check", answer_late)
+    monkeypatch.setattr(checking, "_check", answer_late)
     command = ["check", "--no-link", "-f", str(site.file)]
     table = CliRunner().invoke(app, command)
     assert table.exit_code == 1 and "sacctmgr show assoc" in table.stdout and "1 to fix" in table.stdout

@@ -15,7 +15,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
 from coordinator.preflight import check
 from coordinator.preflight.last_check import remember, still_failing
-from coordinator.preflight.row import fail, ok
+from coordinator.preflight.row import Row, fail, ok
 from coordinator.quickstart import begin as beginning
 from coordinator.quickstart import host_keys
 from coordinator.quickstart.begin import Request, begin
@@ -23,6 +23,8 @@ from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import Round
 from coordinator.quickstart.dialog import Dialog
 from facility.exchange.errors import InputError
+from facility.exchange.messages.manifest import sha256_of
+from tests.federations import write_federation
 from tests.training.federation import write_dataset
 
 FINGERPRINT = "SHA256:" + "a" * 43
@@ -130,7 +132,7 @@ def test_what_was_typed_before_an_error_can_be_given_again(
     assert words[1::2] == ["facility-1=here=local", f"here.data={tmp_path}/a text", f"model={tmp_path}/no-model"]
     mended = [word.replace("no-model", "model") for word in words[1::2]]
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
-    monkeypatch.setattr(check, "check", lambda *_, **__: [ok("federation", "x", "y")])
+    monkeypatch.setattr(check, "_check", lambda *_, **__: [ok("federation", "x", "y")])
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(typer.Exit):
         quickstart(tmp_path / "fed", set_up=False, answer=mended)
@@ -147,12 +149,29 @@ def test_what_its_check_finds_stands_in_the_way_of_a_run_until_one_finds_nothing
     begin(made(tmp_path), Dialog(given={}, yes=True))
     file = tmp_path / "fed" / "workflow" / "federation.yml"
     federation = read_federation(file)
-    remember(federation, file, [fail("here", "dataset", "there is none", "make one")] if code == 0 else [])
-    monkeypatch.setattr(check, "check", lambda *_, **__: [row])
+    before = [fail("here", "dataset", "there is none", "make one")] if code == 0 else []
+    remember(federation, sha256_of(file), before)
+    monkeypatch.setattr(check, "_check", lambda *_, **__: [row])
     with pytest.raises(typer.Exit) as stop:
         quickstart(tmp_path / "fed", yes=True, set_up=False)
     assert stop.value.exit_code == code
     assert bool(still_failing(federation, file)) == bool(code)
+
+
+def test_what_a_check_finds_is_said_of_the_file_that_it_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Facilities may take minutes to answer, in which the file is corrected: no run of the corrected one began."""
+    file = write_federation(tmp_path, ["a"])
+    checked = file.read_bytes()
+
+    def corrected(*_: object, **__: object) -> list[Row]:
+        file.write_bytes(checked + b"# corrected\n")
+        return [fail("a", "dataset", "there is none", "make one")]
+
+    monkeypatch.setattr(check, "_check", corrected)
+    check.check_for_run(file, link=False)
+    assert not still_failing(read_federation(file), file)
+    file.write_bytes(checked)
+    assert "there is none" in still_failing(read_federation(file), file)
 
 
 @pytest.mark.parametrize("before", ["", "a ssh-ed25519 AAAA\n", "a ssh-ed25519 AAAA"])

@@ -74,7 +74,7 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
     federation = read_federation(write_federation(tmp_path, ["a"]))
     row = Row(subject="a", check="dataset", verdict="fail", found="none", fix="make one")
     makers = (
-        lambda: remember(federation, federation.file, [row]),
+        lambda: remember(federation, "0" * 64, [row]),
         lambda: _leave_word(login_place(federation.workdir_path), "a"),
     )
     before = os.umask(0o022)

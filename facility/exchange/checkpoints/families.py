@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.model_files import CONFIG
-from facility.exchange.checkpoints.task_class import CAUSAL, FACTORIES, config_in
+from facility.exchange.checkpoints.task_class import CAUSAL, FACTORIES
 from facility.exchange.errors import CheckpointError
 from facility.exchange.task_words import Task
 
@@ -94,12 +94,11 @@ def sees_ahead(config: Any) -> str:
     return ""
 
 
-def refusal_of(directory: Path, task: Task | None = None) -> str:
-    """Why the checkpoint in `directory` cannot be trained; empty: nothing is known against it.
+def refusal_for(config: Any, task: Task | None = None) -> str:
+    """Why a model of this config.json cannot be trained; empty: nothing is known against it.
 
     What it is to predict follows from the task, or from the class that config.json names.
     """
-    config = config_in(directory)
     if task is not None:
         return refusal(config, causal=FACTORIES[task] == CAUSAL)
     classes = config.architectures or ["ForCausalLM"]
