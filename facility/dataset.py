@@ -170,6 +170,8 @@ class PreparedDataset:
 
     directory: Path
     manifest: DatasetManifest
+    _open: dict[str, numpy.memmap] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """The files that are mapped, by name: a shared file system is asked for a path once, not for every batch."""
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -184,15 +186,15 @@ class PreparedDataset:
         """
         entry = self._entry(name)
         if self.manifest.pixels is not None:
-            return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.pixels.values), "uint8")
-        return _mapped(self.directory / f"{name}.npy", (entry.blocks, self.manifest.block_tokens))
+            return self._mapped(f"{name}.npy", (entry.blocks, self.manifest.pixels.values), "uint8")
+        return self._mapped(f"{name}.npy", (entry.blocks, self.manifest.block_tokens))
 
     def labels(self, name: str) -> numpy.ndarray:
         """Images only: int32, the class of each. Raises `DatasetError` for another task."""
         entry = self._entry(name)
         if self.manifest.task != IMAGES:
             raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}: it holds no images")
-        return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 1))[:, 0]
+        return self._mapped(f"{name}.rows.npy", (entry.blocks, 1))[:, 0]
 
     def rows(self, name: str) -> numpy.memmap:
         """Classification only: int32 of shape (blocks, 3) with label, length in tokens, and where the second text
@@ -200,7 +202,7 @@ class PreparedDataset:
         entry = self._entry(name)
         if self.manifest.task != "classification":
             raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}: it has no labels")
-        return _mapped(self.directory / f"{name}.rows.npy", (entry.blocks, 3))
+        return self._mapped(f"{name}.rows.npy", (entry.blocks, 3))
 
     @property
     def hides_rests(self) -> bool:
@@ -219,7 +221,7 @@ class PreparedDataset:
         if not self.marked:
             raise DatasetError(f"{self.directory} was prepared for {self.manifest.task}, documents joined: no marks")
         shape = (entry.blocks, self.manifest.block_tokens)
-        return _mapped(self.directory / f"{name}.marks.npy", shape, "uint8")
+        return self._mapped(f"{name}.marks.npy", shape, "uint8")
 
     def verify(self) -> None:
         """Read all files and compare them with the manifest; raises `DatasetError` naming the first that differs."""
@@ -247,6 +249,11 @@ class PreparedDataset:
     def _labels(self, name: str) -> numpy.ndarray:
         """What `.rows.npy` holds, whatever is classified."""
         return self.labels(name) if self.manifest.task == IMAGES else self.rows(name)
+
+    def _mapped(self, name: str, shape: tuple[int, ...], dtype: str = "int32") -> numpy.memmap:
+        if name not in self._open:
+            self._open[name] = _mapped(self.directory / name, shape, dtype)
+        return self._open[name]
 
     def _entry(self, name: str) -> SplitEntry:
         if name not in self.manifest.splits:

@@ -95,6 +95,14 @@ def test_a_truncated_file_is_noticed_when_it_is_opened(prepared: Path):
         open_dataset(prepared)
 
 
+def test_an_open_dataset_asks_for_no_path_again(prepared: Path):
+    """Every micro-batch of every rank opened it three times: a shared file system had thousands of opens a step."""
+    expected = {name: numpy.array(open_dataset(prepared).split(name)) for name in ("train", "validation")}
+    dataset = open_dataset(prepared)
+    prepared.rename(prepared.with_name("elsewhere"))
+    assert all((dataset.split(name) == ids).all() for name, ids in expected.items())
+
+
 def test_an_altered_file_is_noticed_by_verify(prepared: Path):
     file = prepared / "validation.npy"
     content = bytearray(file.read_bytes())
