@@ -20,12 +20,14 @@ from coordinator.testbed.rehearsal import prepare_sites
 def standing(names: list[str]) -> Iterator[Testbed]:
     """Facilities with plain links, taken down at the end."""
     root = Path(tempfile.mkdtemp(prefix="crossfed-testbed-", dir="/var/tmp"))
-    testbed = stand.up(root, names)
     try:
-        yield testbed
+        testbed = stand.up(root, names)
+        try:
+            yield testbed
+        finally:
+            stand.down(root)
     finally:
-        stand.down(root)
-        shutil.rmtree(root, ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)  # `up` that fails leaves an empty directory that it was given
 
 
 @pytest.fixture(scope="session")
