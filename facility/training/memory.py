@@ -39,17 +39,17 @@ def available_bytes(ranks: Ranks, settings: TrainingSettings) -> int:
 def predicted_bytes(
     model: nn.Module,
     structure: ModelStructure | None,
-    layout: Layout,
-    ranks: Ranks,
+    rank: RankLayout,
     settings: TrainingSettings,
     config: Any,
-    chunk_rows: int = 0,
 ) -> dict[str, int]:
-    """By part, in bytes, as `facility.exchange.memory` works it out; `model` is the skeleton that this rank cuts up."""
+    """By part, in bytes, as `facility.exchange.memory` works it out.
+
+    `model`: the skeleton that the ranks cut up; `rank`: what one of them holds of it, by `rank_layout`.
+    """
     dimensions = dimensions_of(model, config)
-    weights = weights_of(model, structure, settings, chunked=chunk_rows > 0)
-    units = memory_of_units(weights, dimensions, settings)
-    return rank_memory(units, rank_layout(layout, ranks, chunk_rows, settings), dimensions, settings)
+    weights = weights_of(model, structure, settings, chunked=rank.chunk_rows > 0)
+    return rank_memory(memory_of_units(weights, dimensions, settings), rank, dimensions, settings)
 
 
 def dimensions_of(model: nn.Module, config: Any) -> Dimensions:

@@ -114,8 +114,8 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         used, more = layout, dict[str, int]()
         if request.settings.differential is not None:
             used, more = memory_of_records(layout, skeleton, training)
-        needed = memory.predicted_bytes(skeleton, structure, used, ranks, training, inputs.config, setup.head.rows)
-        needed |= more
+        rank = memory.rank_layout(used, ranks, setup.head.rows, training)
+        needed = memory.predicted_bytes(skeleton, structure, rank, training, inputs.config) | more
         memory.check(needed, ranks, training)
         expected = account.resident_bytes(ranks) + sum(needed.values())
     held = assemble(

@@ -115,7 +115,7 @@ def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict
     from facility.exchange.checkpoints.checkpoint import open_checkpoint
     from facility.training.data.tasks import CausalLM
     from facility.training.half_base import hold_in_half
-    from facility.training.memory import predicted_bytes
+    from facility.training.memory import predicted_bytes, rank_layout
     from facility.training.model import Attention
     from facility.training.parallel.arrange import layout_of_settings
     from facility.training.parallel.assemble import build_meta_model
@@ -131,7 +131,8 @@ def test_from_shapes_as_from_the_model_itself(base: Path, kind: str, ranks: dict
         here = Ranks(rank=rank, world=world, local_rank=rank, local_world=world, device=torch.device("cpu"))
         layout = layout_of_settings(here, training, blocks=config.num_hidden_layers, block_tokens=TOKENS)
         structure = inspected() if layout.units else None
-        found.append(sum(predicted_bytes(skeleton, structure, layout, here, training, config).values()))
+        held = rank_layout(layout, here, 0, training)
+        found.append(sum(predicted_bytes(skeleton, structure, held, training, config).values()))
     assert max(found) == needed_bytes(model_figures(base), training, TOKENS, world, device="cpu")
 
 

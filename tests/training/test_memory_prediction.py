@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -37,16 +36,7 @@ def predicted(*, family: str = "llama", adapters: LoraSettings | None = None, **
     settings = TrainingSettings(**training)
     if adapters is not None:
         lora.inject(model, adapters, classifies=False)
-    layout = SimpleNamespace(
-        grid=SimpleNamespace(place=lambda rank: (0, 0, 0), stages=1, shards=1, replicas=1),
-        units=(),
-        shape=SimpleNamespace(micro_batch_sequences=10, micro_batches=(1,)),
-        block_tokens=16,
-        schedule="1f1b",
-        sharded=False,
-        reshard=True,
-    )
-    return predicted_bytes(model, None, layout, SimpleNamespace(rank=0), settings, config)  # type: ignore[arg-type]
+    return predicted_bytes(model, None, RankLayout(sequences=10, tokens=16), settings, config)
 
 
 def test_a_whole_llama():
