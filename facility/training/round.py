@@ -36,6 +36,7 @@ from facility.training.monitor.tracker import Tracker
 from facility.training.prepare import Setup, build_engine
 from facility.training.privacy.private import private_training
 from facility.training.processes.ranks import Ranks, gather, regrouped, together
+from facility.training.processes.rendezvous import serves_others
 from facility.training.progress import Progress, show_stage
 from facility.training.replicas import independent_replicas, synchroniser
 from facility.training.request import RoundRequest
@@ -181,7 +182,7 @@ class Round:
                 request, self.saved, progress, self.engine, vectors, replica=self.replica, replicas=self.replicas
             )
         self.sync.load_state_dict(vectors)
-        if not self.engine.together:
+        if not self.engine.together and not serves_others(self.ranks):
             note_replica(self.ranks.number, ReplicaNote(replica=self.replica))
 
     def train(self, stop: Stop) -> bool:

@@ -155,41 +155,63 @@ def test_without_the_replica_that_serves_the_waves_the_round_is_to_be_run_again(
     assert run.code == 75 and "the replica that serves the waves is gone" in run.said, run.said
 
 
-@pytest.mark.slow
-def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path) -> None:
-    """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
+def lose_a_node(tmp_path: Path, model: Path, *, nodes: int, lose: int) -> list[tuple[int, str]]:
+    """Code and output of each task of a Slurm job, a replica a task: the only rank of task `lose` is killed."""
     dataset = write_dataset(tmp_path / "data", train=200)
-    command = arguments(tmp_path, pico_llama, dataset, steps=STEPS, layout=WHOLE, sync=sync_of("local"))
+    training = {"steps": STEPS, "batch_sequences": 2 * nodes, "layout": WHOLE, "sync": sync_of("local")}
+    command = arguments(tmp_path, model, dataset, **training)
     environment = os.environ | {
         **variables(),
         "OMP_NUM_THREADS": "1",
         "MASTER_PORT": str(free_port()),
         "MASTER_ADDR": "127.0.0.1",
-        "CROSSFED_RANKS_PER_NODE": "1,1",
+        "CROSSFED_RANKS_PER_NODE": ",".join("1" * nodes),
     }
     launchers = [
         subprocess.Popen(
-            [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "1", "--", "-m", "facility.train"]
-            + [*command, "--progress"],
+            [sys.executable, "-m", "facility.launch", "--cpu", "--ranks", "1", "--grace", "3", "--"]
+            + ["-m", "facility.train", *command, "--progress"],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env=environment | node(number),
+            env=environment | node(number, nodes),
             cwd=tmp_path,
         )
-        for number in range(2)
+        for number in range(nodes)
     ]
-    first, second = launchers
-    assert first.stdout is not None
+    first = launchers[0].stdout
+    assert first is not None
     said = []
-    for line in first.stdout:
+    for line in first:
         said.append(line)
         if "step 4/" in line:
-            os.kill(process_of(second.pid, 1), signal.SIGKILL)
+            os.kill(process_of(launchers[lose].pid, lose), signal.SIGKILL)
             break
-    rest, _ = first.communicate(timeout=200)
-    lost, _ = second.communicate(timeout=200)
-    assert (first.returncode, second.returncode) == (0, 0), "".join(said) + rest + lost
+    try:
+        rests = [launcher.communicate(timeout=200)[0] for launcher in launchers]
+    finally:
+        for launcher in launchers:
+            launcher.kill()
+    return [(one.returncode, rest) for one, rest in zip(launchers, ["".join(said) + rests[0], *rests[1:]], strict=True)]
+
+
+@pytest.mark.slow
+def test_also_where_each_node_holds_one_replica(tmp_path: Path, pico_llama: Path) -> None:
+    """Two tasks of a Slurm job: the launcher that lost its only replica waits for the other's word."""
+    (first, said), (second, lost) = lose_a_node(tmp_path, pico_llama, nodes=2, lose=1)
+    assert (first, second) == (0, 0), said + lost
     assert "launch: replica 1 is lost" in lost
     (one,) = read_report(tmp_path / "out").details["lost_replicas"]
     assert one["replica"] == 1
+
+
+@pytest.mark.slow
+def test_without_the_process_where_the_ranks_of_several_nodes_meet_the_round_is_to_be_run_again(
+    tmp_path: Path, pico_llama: Path
+) -> None:
+    """The others had met it for the last time, and tried for ever to form a group without it."""
+    (code, said), *others = lose_a_node(tmp_path, pico_llama, nodes=3, lose=0)
+    assert code == 75 and "the same command, run again, goes on" in said, said
+    for code, told in others:
+        assert code and "another node failed first: the training process was killed (SIGKILL)" in told, told
+    assert not (tmp_path / "out").exists()

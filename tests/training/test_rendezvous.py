@@ -322,3 +322,20 @@ def test_a_rank_that_is_interrupted_says_so_without_a_traceback(
     with pytest.raises(SystemExit) as stop:
         ranks.end(interrupted)
     assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_process_where_others_meet_is_one_that_none_can_do_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of one launcher meet at a file, which outlives each of them; a plan may number them anew."""
+    directory = tmp_path / "own"
+    directory.mkdir(mode=0o700)
+    monkeypatch.setenv(DIRECTORY, str(directory))
+    seats = {"named": (1, True), "first": (0, False), "other": (1, False)}
+    everyone = {
+        name: Ranks(rank=rank, world=3, local_rank=0, local_world=1, device=torch.device("cpu"), hosts=hosts)
+        for name, (rank, hosts) in seats.items()
+    }
+    assert not any(map(rendezvous.serves_others, everyone.values()))
+    (directory / SECRET).write_bytes(b"x" * 32)  # of several launchers
+    assert [name for name, one in everyone.items() if rendezvous.serves_others(one)] == ["named", "first"]

@@ -120,10 +120,19 @@ def further_store(name: str, ranks: Ranks, limit: timedelta) -> dist.Store:
 
 def file_store(name: str, ranks: Ranks) -> dist.FileStore | None:
     """A file in the launcher's directory on this node; None where ranks have several launchers or none."""
+    directory = own_directory()
+    return None if directory is None else dist.FileStore(str(directory / name), ranks.world)
+
+
+def own_directory() -> Path | None:
+    """The launcher's directory on this node; None where ranks have several launchers or none."""
     directory = private_directory()
-    if directory is None or read_secret(directory):
-        return None
-    return dist.FileStore(str(directory / name), ranks.world)
+    return None if directory is None or read_secret(directory) else directory
+
+
+def serves_others(ranks: Ranks) -> bool:
+    """Does this process hold a store where the ranks meet? Without it they form no group any more."""
+    return (ranks.hosts or ranks.first) and own_directory() is None
 
 
 def serve(address: str, port: int, ranks: Ranks, limit: timedelta) -> dist.TCPStore:
