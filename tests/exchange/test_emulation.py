@@ -30,6 +30,21 @@ def test_factors_and_traces_multiply():
     assert emulation.active and not Emulation().active
 
 
+@pytest.mark.parametrize(
+    ("given", "active"),
+    [
+        ({"factors": (3.0, 2.0)}, True),
+        ({"factors": (1.0, 1.0)}, False),
+        ({"probability": 0.1, "seconds": 0.2}, True),
+        ({"probability": 0.1}, False),
+        ({"seconds": 0.2}, False),
+        ({"trace": {0: ((0.0, 2.0),)}}, True),
+    ],
+)
+def test_each_kind_alone_slows_a_rank_down(given, active):
+    assert Emulation(**given).active == active
+
+
 def test_a_trace_file_is_read_and_checked(tmp_path):
     path = tmp_path / "speeds.json"
     path.write_text(json.dumps({"format": 1, "workers": {"2": [[0, 1], [3.5, 4]]}}))
