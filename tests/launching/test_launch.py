@@ -211,7 +211,7 @@ def test_a_round_whose_reader_is_gone_is_trained_to_its_end(tmp_path: Path):
 
 
 def test_killing_the_launcher_leaves_nothing(tmp_path: Path):
-    process = launch(tmp_path, ["--ranks", "2"], ["stay"])
+    process = launch(tmp_path, ["--ranks", "2"], ["stay"], TMPDIR=str(tmp_path))
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.readline()

@@ -82,7 +82,8 @@ def by_torchrun(root: Path, port: int) -> Start:
 
     def start(number: int) -> subprocess.Popen[str]:
         words = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", f"--node-rank={number}"]
-        words += ["--master-addr=127.0.0.1", f"--master-port={port}", str(root / "rank.py"), str(root), "60", "late"]
+        words += ["--master-addr=127.0.0.1", f"--master-port={port}", f"--log-dir={root / 'logs'}"]
+        words += [str(root / "rank.py"), str(root), "60", "late"]
         return run(words, {DIRECTORY: str(root / "private")})
 
     return start

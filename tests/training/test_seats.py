@@ -45,6 +45,7 @@ def torchrun(
             f"--node-rank={node}",
             "--master-addr=127.0.0.1",
             f"--master-port={port}",
+            f"--log-dir={meeting}-logs",  # otherwise one in TMPDIR, which it leaves
             "-m",
             *module,
         ]
