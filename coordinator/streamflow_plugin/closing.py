@@ -3,8 +3,8 @@
 The job of a facility that is late goes on in its queue. Its step yields nothing, so the round is averaged without it;
 in the next round the facility gets no new job: its step waits for the one that runs, and hands on what that leaves, an
 update of an earlier round. A round waits for an update that would be too late to count in the next (bounded staleness:
-Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", section 3); the last
-round and the final evaluation wait for all jobs: no update is lost.
+Ho et al. 2013, "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", section 3), and is
+open to all others until then; the last round and the final evaluation wait for all jobs: no update is lost.
 
 A facility that cannot be reached has no job and so nothing to lose: no round waits for it longer than the grace, and
 it begins a later round from the newest model.
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,7 @@ class Gate:
     """Whether one attempt at a round has closed."""
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
+    """The grace is over, and nothing is waited for that no later round could use."""
     closed_to_unreached: asyncio.Event = field(default_factory=asyncio.Event)
     opened: float = field(default_factory=now)
     delivered: set[str] = field(default_factory=set)
@@ -78,6 +80,21 @@ class Gate:
     begun: set[str] = field(default_factory=set)
     at_work: dict[str, Work] = field(default_factory=dict)
     """By facility, what has begun and not ended."""
+    waited_for: set[str] = field(default_factory=set)
+    """Facilities whose job no later round could use."""
+    grace_over: bool = False
+
+    def close(self) -> None:
+        """Close after the grace; not before all that is waited for has ended."""
+        self.grace_over = True
+        if not self.waited_for:
+            self.closed.set()
+
+    def wait_for(self, facility: str, waits: bool) -> None:
+        """Whether the round waits for a facility's job."""
+        (self.waited_for.add if waits else self.waited_for.discard)(facility)
+        if self.grace_over:
+            self.close()
 
     @property
     def waits_for_unreached(self) -> bool:
@@ -162,7 +179,10 @@ class Closing:
             drop_late(self.workdir, number, facility)
         attempt = job.name.rpartition("/")[2]
         if attempt not in self._gates:
-            self._gates[attempt] = Gate(discounted=discounted(self.workdir, number) if self.workdir else set())
+            self._gates[attempt] = Gate(
+                discounted=discounted(self.workdir, number) if self.workdir else set(),
+                waited_for={name for name, work in self._pending.items() if self._stays(number, work)},
+            )
             if self.workdir is not None:
                 write_wait(self.workdir, number, None)
         gate = self._gates[attempt]
@@ -171,23 +191,28 @@ class Closing:
             return await self._ending(number, job, errand, gate)
         finally:
             gate.at_work.pop(facility, None)
+            gate.wait_for(facility, False)
             enough = len(gate.begun) == self.facilities and len(gate.delivered) >= self.fewest
             if enough and gate.waits_for_unreached:  # who might make the quorum has no job
-                self._after(gate.closed_to_unreached, self.settings.away)
+                self._after(gate.closed_to_unreached.set, self.settings.away)
 
     async def _ending(self, number: int, job: Any, errand: Errand, gate: Gate) -> Any | None:
         """Run a facility's job to its end, or until the round closes, once the round is open."""
         facility, work = errand.facility, self._work(number, errand)
         while True:
             gate.at_work[facility] = work
-            last = number >= self.rounds - 1
-            stays = last or (self._carries and number + 1 - work.round > self.most_late)
+            stays = self._stays(number, work)
+            gate.wait_for(facility, stays)
             if not await self._ends_first(facility, work, gate, stays=stays):
                 self._leave(number, job, errand, work)
                 return None
             if work.task.result() is not None:
                 return self._deliver(number, job, errand, work, gate)
             work = self._new(number, errand)  # the job of an earlier run left nothing
+
+    def _stays(self, number: int, work: Work) -> bool:
+        """Whether a round waits for this work: the next one could not use it."""
+        return number >= self.rounds - 1 or (self._carries and number + 1 - work.round > self.most_late)
 
     def _work(self, number: int, errand: Errand) -> Work:
         """What the facility is at in this round: a job that it has already, one that is found again, or a new one."""
@@ -327,8 +352,8 @@ class Closing:
             if facility in gate.delivered and len(gate.delivered) == self.quorum:
                 grace = self._closes_in(gate, number)
                 self._tell_wait(number, grace)
-                self._after(gate.closed, grace)
-                self._after(gate.closed_to_unreached, min(grace, self.settings.away))
+                self._after(gate.close, grace)
+                self._after(gate.closed_to_unreached.set, min(grace, self.settings.away))
         return result
 
     def _tell_wait(self, number: int, grace: float) -> None:
@@ -344,9 +369,9 @@ class Closing:
             why = "rounds.grace is auto" if auto else "rounds.grace"
             emit("quorum", round=number, delivered=self.quorum, seconds=grace, why=why)
 
-    def _after(self, event: asyncio.Event, seconds: float) -> None:
+    def _after(self, action: Callable[[], None], seconds: float) -> None:
         if math.isfinite(seconds):
-            asyncio.get_running_loop().call_later(seconds, event.set)
+            asyncio.get_running_loop().call_later(seconds, action)
 
 
 def closing_of_run(arguments: list[str] | None = None) -> Closing | None:

@@ -92,6 +92,8 @@ class Engine:
     handed: dict[tuple[str, int], int | None] = field(default_factory=dict)
     """By facility and complete round: the round whose job it handed on; None: nothing."""
     complete: int = 0
+    ended: dict[int, float] = field(default_factory=dict)
+    """By round, when the last of its steps ended."""
 
     async def everything(self, closing: Closing) -> None:
         for number in range(self.complete, closing.rounds + 1):
@@ -104,6 +106,7 @@ class Engine:
             name=f"/rounds/train_{name}/0.{number}", inputs={INPUT: SimpleNamespace(value=number)}
         )
         result = await closing.run(job, self.world.errand(name, number))
+        self.ended[number] = CLOCK.now
         await asyncio.sleep(2 * TICK)  # a job may end between its round's closing and the engine's look at what it left
         directory = closing.directory(job)
         assert (directory is None) == (result is None)
@@ -154,6 +157,21 @@ def test_carried_every_job_is_handed_on_once_and_in_order(speeds: list[list[int]
     for number in range(3):
         assert sum(engine.handed[name, number] is not None for name in NAMES) >= quorum
     assert all(engine.handed[name, 3] is not None for name in NAMES), "the last round waits for all"
+
+
+@settings(max_examples=25, deadline=None)
+@given(speeds=SPEEDS, slow=st.integers(12, 60), quorum=st.integers(1, 2))
+def test_a_round_that_waits_for_one_is_open_to_all_others(speeds: list[list[int]], slow: int, quorum: int):
+    """What ended before its round did was late, for the quorum was there, though the round went on."""
+    speeds[0][2] = slow
+    engine = run(closing_of(quorum=quorum, grace=0.0), speeds)
+    ends = {(name, number): end for name, number, end, _ in engine.world.jobs.values()}
+    for (name, number), handed in engine.handed.items():
+        if handed is None:
+            job = next(one for later in range(number, 5) if (one := engine.handed[name, later]) is not None)
+            assert ends[name, job] >= engine.ended[number], (
+                f"{name} is late in round {number}, which ended after its job"
+            )
 
 
 @settings(max_examples=25, deadline=None)
