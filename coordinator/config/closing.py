@@ -17,6 +17,9 @@ LONGEST_QUEUE_HOURS = 168.0
 DIGITS = 9
 """After the point, of a share times a number: 0.28 of 25 is 7 but for its last bit."""
 
+MOST_LATE = 8
+"""Rounds that a carried update may be late where the archive keeps all models."""
+
 Part = Annotated[float, Gt(0), Lt(1)]
 
 

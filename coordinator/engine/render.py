@@ -18,7 +18,7 @@ import yaml
 
 from coordinator.aggregation.plan import norms_suffice
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.config.closing import carries
+from coordinator.config.closing import MOST_LATE, carries
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
 from coordinator.config.described import described
 from coordinator.config.federation import Facility, Federation
@@ -46,9 +46,6 @@ from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import find_template
-
-MOST_LATE = 8
-"""Rounds that a carried update may be late where the archive keeps all models."""
 
 
 def render(federation: Federation) -> dict[str, str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from coordinator.config.closing import MOST_LATE
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import read_values
 from facility.exchange.validation import NonNegative, check_format, parse, validated
@@ -125,6 +126,9 @@ class Federation:
     """Under `quorum`, an update that is not there when the round closes counts in the round in which it arrives, or is
     discarded: its facility then begins from the newest model when its job has ended, and the last round waits for all,
     as `rounds: {late: drop}` does."""
+    keep_rounds: NonNegative[int] = 3
+    """Under `quorum`, models of the latest rounds that the coordinator keeps, as in federation.yml: a late update
+    counts while the one that it started from is among them, so a round waits for what the next could not use."""
     deadline_seconds: float = 0.0
     steps: Literal["fixed", "elastic"] = "fixed"
     """`elastic`: a job works until the expected end of its round, from `least_steps` to `most_steps` times its round's
@@ -170,6 +174,11 @@ class Federation:
     @property
     def size(self) -> int:
         return sum(site.count for site in self.facilities)
+
+    @property
+    def most_late(self) -> int:
+        """Rounds that a carried update may be late."""
+        return (self.keep_rounds or MOST_LATE + 1) - 1
 
 
 def read_federation(path: Path) -> Federation:

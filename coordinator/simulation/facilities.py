@@ -6,7 +6,8 @@ ones slow down nobody else's, and under `asynchronous` none does. Policies for w
 
 - `synchronous`: when all updates have arrived (or their facilities have given up);
 - `quorum`: when `quorum` updates have arrived, or, short of that, all jobs have ended; the others continue and count in
-  the round in which they arrive, or never (`late: drop`); the last round waits for all, as the coordinator's does;
+  the round in which they arrive, or never (`late: drop`); a round waits for those that no later one could use
+  (`keep_rounds`), and the last for all, as the coordinator's do;
 - `deadline`: after `deadline_seconds`, with the updates received by then (at least one);
 - `asynchronous`: every update is merged at once and its facility starts again; a round is as many updates as
   there are facilities.
@@ -259,33 +260,32 @@ def simulate_federation(federation: Federation, *, timeline_rounds: int = 0) -> 
         return _asynchronous(federation, sites)
     if federation.late == "drop":
         return _dropping(federation, sites, timeline_rounds)
-    count = federation.size
-    account = _Account()
-    took_part = np.zeros(count)
+    count, account, now = federation.size, _Account(), 0.0
+    took_part, began, latest = np.zeros(count), np.zeros(count, dtype=int), np.zeros((6, count))
     closes: list[float] = []
-    now = 0.0
     end, gave_up, work = np.zeros(count), np.zeros(count, dtype=bool), np.ones(count)
-    idle, begins = np.arange(count), np.zeros(count)
-    waited, latest = 0.0, np.zeros((6, count))
+    idle, begins, waited = np.arange(count), np.zeros(count), 0.0
     while len(closes) < federation.rounds:
+        began[idle] = len(closes)
         turns = sites.turn(idle, begins, now)
         account.add(turns)
         latest[:, idle] = begins, *turns.parts, turns.queueing
         if len(closes) < timeline_rounds:
             account.draw(idle, turns, begins, len(closes))
         end[idle], gave_up[idle], work[idle] = turns.end, turns.gave_up, turns.work
-        last = federation.policy == "quorum" and len(closes) == federation.rounds - 1
-        close = float(end.max()) if last else _close(federation, end, gave_up, now)
+        close = _close(federation, end, gave_up, now)
+        if federation.policy == "quorum":  # what no later round could use is waited for
+            oldest = federation.most_late if len(closes) < federation.rounds - 1 else 0
+            close = float(end[len(closes) - began >= oldest].max(initial=close))
         arrived = np.flatnonzero(end <= close)
         good = arrived[~gave_up[arrived]]
         account.sat_out += int(gave_up[arrived].sum())
         took_part[good] += 1
         account.samples += sites.delivered(good, work[good])
-        following = sites.following(close, end, len(good))
-        closes.append(following)
-        waited += float((following - end[arrived]).sum())
-        now = following
-        idle, begins = arrived, np.full(len(arrived), following)
+        now = sites.following(close, end, len(good))
+        closes.append(now)
+        waited += float((now - end[arrived]).sum())
+        idle, begins = arrived, np.full(len(arrived), now)
     account.cut(now, latest)
     waited += float(np.maximum(now - np.delete(end, idle), 0.0).sum())  # came as the last model was made
     return _result(federation, sites, closes, took_part, account, waited)

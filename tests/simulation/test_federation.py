@@ -103,19 +103,35 @@ def test_what_is_late_is_dropped_and_its_facility_begins_when_its_job_has_ended(
     assert in_time == simulate_federation(dataclasses.replace(run, policy="synchronous", quorum=0))
 
 
-@pytest.mark.parametrize("late", ["drop", "carry"])
+@pytest.mark.parametrize(("late", "slowest", "keep"), [("drop", 31, 3), ("carry", 31, 9), ("carry", 90, 3)])
 @pytest.mark.parametrize("seed", range(5))
-def test_rounds_close_as_the_coordinators_do(seed: int, late: Any):
-    """The same jobs through its own closing: the same moments, the last one's included, and the same facilities."""
+def test_rounds_close_as_the_coordinators_do(seed: int, late: Any, slowest: float, keep: int):
+    """The same jobs through its own closing: the same moments, the last one's included, and the same facilities.
+
+    Where the slowest takes seven rounds, every third waits for it.
+    """
     names = ["a", "b", "c", "d"]
-    sites = [Site(name=name, train_seconds=10 + 7 * number, train_spread=0.5) for number, name in enumerate(names)]
-    run = Federation(rounds=12, facilities=sites, policy="quorum", quorum=2, late=late, aggregate_seconds=3, seed=seed)
+    sites = [
+        Site(name=name, train_seconds=seconds, train_spread=0.5)
+        for name, seconds in zip(names, (10, 17, 24, slowest), strict=True)
+    ]
+    run = Federation(
+        rounds=12,
+        facilities=sites,
+        policy="quorum",
+        quorum=2,
+        late=late,
+        keep_rounds=keep,
+        aggregate_seconds=3,
+        seed=seed,
+    )
     spans: dict[tuple[str, int], float] = {}
     result = simulate_federation(run, timeline_rounds=12)
     for span in result.timeline:
         if span.name.startswith("F"):
             spans[names[span.replica], span.chunk] = span.end - span.start
-    course = course_of(ClosingSettings(quorum=2, grace=0.0, late=late), names, lambda *job: spans[job], 12, between=3)
+    closing = ClosingSettings(quorum=2, grace=0.0, late=late)
+    course = course_of(closing, names, lambda *job: spans[job], 12, between=3, most_late=keep - 1)
     assert course.closed[-1] + 3 == pytest.approx(result.seconds)
     assert np.diff([-3.0, *course.closed]) == pytest.approx(result.rounds_seconds)
     for name in names:

@@ -39,12 +39,18 @@ class Course:
 
 
 def course_of(
-    settings: ClosingSettings | None, names: list[str], seconds: Seconds, rounds: int, *, between: float = 0.0
+    settings: ClosingSettings | None,
+    names: list[str],
+    seconds: Seconds,
+    rounds: int,
+    *,
+    between: float = 0.0,
+    most_late: int = MOST_LATE,
 ) -> Course:
     """The real closing of rounds; None: every round waits for all. `between`: seconds from a closing to its model."""
     loop, course = JumpingLoop(), Course()
     asked = settings or ClosingSettings(late="wait")
-    closing = Closing(asked, rounds=rounds, facilities=len(names), most_late=MOST_LATE)
+    closing = Closing(asked, rounds=rounds, facilities=len(names), most_late=most_late)
     jobs: dict[str, int] = {}
 
     async def step(name: str, number: int) -> None:
