@@ -20,7 +20,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.remote import answer_of, run, ssh_command
-from facility.exchange.checkpoints.companions import SOURCE
+from facility.exchange.checkpoints.companions import SOURCE, refuse_links_elsewhere
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_text
@@ -61,7 +61,8 @@ class Shared:
 def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
     """Send to all facilities, or `only` some: one after the other, as the result is read.
 
-    Raises `InputError` without a tokenizer or for an unknown name; `TransientError` for those that failed, at the end.
+    Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError` for
+    those that failed, at the end.
     """
     names = [facility.name for facility in federation.facilities]
     if unknown := [name for name in only if name not in names]:
@@ -69,6 +70,7 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
     model = federation.path(federation.model)
     if tokenizer_digest(model) is None:
         raise InputError(f"{model} has no tokenizer; `crossfed model` keeps the one that comes with a model")
+    refuse_links_elsewhere(model, but=WEIGHTS)
     files = [
         path
         for path in sorted(model.iterdir())

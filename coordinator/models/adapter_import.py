@@ -28,9 +28,8 @@ from facility.exchange.checkpoints.adapters import (
     read_adapter_config,
 )
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, Checkpoint, open_checkpoint
-from facility.exchange.checkpoints.companions import copy_companions
+from facility.exchange.checkpoints.companions import copy_companions, refuse_links_elsewhere
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.bounded import real
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.validation import parse
@@ -94,18 +93,6 @@ def import_adapter(adapter: Path, *, base: Path, out: Path) -> str:
     lora |= {"modules_to_save": configuration["modules_to_save"]} if configuration["modules_to_save"] else {}
     told = f"training:\n  lora: {json.dumps(lora)}"
     return f"{out}: {base} with {len(names)} adapter tensors; federation.yml must say\n{told}"
-
-
-def refuse_links_elsewhere(folder: Path) -> None:
-    """Raise `InputError` for a link to a file that is not of this download: what it leads to would be sent on.
-
-    In Hugging Face's cache a model's files are links into `blobs`, two folders above.
-    """
-    place = real(folder)
-    for path in folder.iterdir():
-        target = real(path)
-        if path.is_symlink() and not any(target.is_relative_to(one) for one in (place, place.parents[1] / "blobs")):
-            raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")
 
 
 def refuse_other_kinds(adapter: Path) -> None:

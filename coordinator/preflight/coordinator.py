@@ -24,6 +24,7 @@ from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.row import ME, Row, fail, ok, warning
 from coordinator.rounds.verification import averages_encoded
 from coordinator.spans_and_sizes import size
+from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import can_link
@@ -144,6 +145,12 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             f"{path} holds no config.json: there is no model",
             "bash coordinator/setup.sh --model NAME --out DIR, or correct `model:`",
         ), None
+    try:
+        if not present.exists(Archive(federation.archive_path).model_for(0)):  # later it is that which is sent
+            refuse_links_elsewhere(path, but=TENSORS)  # weights may lie on a larger disk
+    except InputError as error:
+        fix = "remove the link, or put the file itself there if it belongs to the model"
+        return fail(ME, "model", f"{error}, since every facility is sent what lies there", fix), None
     try:
         model = model_figures(path)
     except InputError as error:

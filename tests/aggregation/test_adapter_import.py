@@ -208,9 +208,10 @@ def test_an_import_takes_nothing_that_would_be_executed_and_follows_no_link_out_
     assert "config.json" in names and not {"modeling.py", "pytorch_model.bin"} & names
     secret = tmp_path / "id_ed25519"
     secret.write_text("private")
-    for place in (base, adapter):
-        (place / "notes.txt").symlink_to(secret)
+    (base / "additional_chat_templates").mkdir()
+    for link in (base / "notes.txt", adapter / "notes.txt", base / "additional_chat_templates" / "a.jinja"):
+        link.symlink_to(secret)
         with pytest.raises(InputError, match="is a link to"):
             import_adapter(adapter, base=base, out=tmp_path / "other")
-        (place / "notes.txt").unlink()
+        link.unlink()
     assert not (tmp_path / "other").exists()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Container
 from pathlib import Path
 
 from facility.exchange.checkpoints.model_files import read_model_file
+from facility.exchange.errors import InputError
+from facility.exchange.files.bounded import real
 from facility.exchange.files.links import copy_tree
 
 EXECUTABLE = (
@@ -38,6 +41,22 @@ NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's chat templates that have a name, for instance that of conversations with tools."""
 OF_A_ROUND = ("round.json", "report.json", *FOLDERS)
 """Files and folders that describe one round."""
+
+
+def refuse_links_elsewhere(folder: Path, *, but: tuple[str, ...] = ()) -> None:
+    """Raise `InputError` for a link, in whatever folder, that leads out of this download: its target would be sent on.
+
+    In Hugging Face's cache a model's files are links into `blobs`, two folders above. `but`: ends of names of files
+    that may be elsewhere.
+    """
+    place = real(folder)
+    ours = (place, place.parents[1] / "blobs") if len(place.parents) > 1 else (place,)
+    for above, folders, files in os.walk(folder):
+        for path in (Path(above) / name for name in (*folders, *files)):
+            target = real(path)
+            elsewhere = path.is_symlink() and not any(target.is_relative_to(one) for one in ours)
+            if elsewhere and not (target.is_file() and target.name.endswith(but or ("/",))):
+                raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")
 
 
 def copy_companions(source: Path, target: Path, *, leave: Container[str] = OF_A_ROUND) -> None:

@@ -1,0 +1,82 @@
+"""A published model with links to files of the account that took it: nothing of these is sent to facilities."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from coordinator.archive.rounds import Archive
+from coordinator.config.federation import read_federation
+from coordinator.model import convert
+from coordinator.models.adapter_export import load_base
+from coordinator.preflight.coordinator import failing_here
+from coordinator.share import share
+from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
+from facility.exchange.errors import InputError
+from tests.federations import write_federation
+from tests.pico import save_pico
+from tests.preparing.corpora import save_tokenizer
+
+LINKS = ("chat_template.jinja", "additional_chat_templates/tools.jinja", "notes/key", "keys")
+"""As `git clone` leaves them: a file, a file of a folder, and a whole folder."""
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> Path:
+    """A file of the account's, beside the folder of its models."""
+    file = tmp_path / ".ssh" / "id_ed25519"
+    file.parent.mkdir()
+    file.write_text("PRIVATE KEY")
+    return file
+
+
+def linked(model: Path, link: str, key: Path) -> Path:
+    """The model, with a link that leads to the key."""
+    for file in save_tokenizer(model.with_name("tokenizer")).glob("tokenizer*"):
+        shutil.copyfile(file, model / file.name)
+    (model / link).parent.mkdir(exist_ok=True)
+    (model / link).symlink_to(key.parent if link == "keys" else key)
+    return model
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_no_command_takes_a_model_with_a_link_out_of_its_folder(tmp_path: Path, key: Path, link: str):
+    model = linked(save_pico(tmp_path / "models" / "evil", dtype="float32"), link, key)
+    with pytest.raises(InputError, match=f"{link} is a link to .*expected the files themselves"):
+        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+    with pytest.raises(InputError, match="is a link to"):
+        load_base(model)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_no_federation_begins_with_one_or_shares_it(tmp_path: Path, key: Path, link: str):
+    federation = read_federation(write_federation(tmp_path / "f", ["a"]))
+    assert not failing_here(federation)
+    model = linked(federation.path(federation.model), link, key)
+    (row,) = failing_here(federation)
+    assert row.check == "model" and f"{link} is a link to" in row.found
+    with pytest.raises(InputError, match="is a link to"):
+        list(share(federation, weights=False))
+    Archive(federation.archive_path).model_for(0).mkdir(parents=True)
+    assert not [row for row in failing_here(federation) if "link" in row.found], f"{model} is sent no more"
+
+
+def test_links_within_a_download_to_the_hubs_cache_and_to_weights_elsewhere_are_taken(tmp_path: Path):
+    model = tmp_path / "models--o--n" / "snapshots" / "revision"
+    model.mkdir(parents=True)
+    for name in ("blobs/0f", "elsewhere.safetensors"):
+        (tmp_path / "models--o--n" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "models--o--n" / name).touch()
+    (model / "config.json").symlink_to("../../blobs/0f")
+    (model / "again.json").symlink_to("config.json")
+    refuse_links_elsewhere(model)
+    (model / "model.safetensors").symlink_to("../../elsewhere.safetensors")
+    refuse_links_elsewhere(model, but=TENSORS)
+    with pytest.raises(InputError, match="is a link to"):
+        refuse_links_elsewhere(model)
+    (model / "model.safetensors").unlink()
+    (model / "model.safetensors").symlink_to("../../blobs")
+    refuse_links_elsewhere(model)
