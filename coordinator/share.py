@@ -61,8 +61,8 @@ class Shared:
 def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
     """Send to all facilities, or `only` some: one after the other, as the result is read.
 
-    Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError` for
-    those that failed, at the end.
+    Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError`
+    for those that failed, at the end.
     """
     names = [facility.name for facility in federation.facilities]
     if unknown := [name for name in only if name not in names]:
