@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import transformers
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
@@ -13,8 +14,10 @@ from coordinator.model import convert
 from coordinator.models.adapter_export import load_base
 from coordinator.preflight.coordinator import failing_here
 from coordinator.share import share
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
-from facility.exchange.errors import InputError
+from facility.exchange.errors import CheckpointError, InputError
+from facility.exchange.files.durable import write_json
 from tests.federations import write_federation
 from tests.pico import save_pico
 from tests.preparing.corpora import save_tokenizer
@@ -62,6 +65,19 @@ def test_no_federation_begins_with_one_or_shares_it(tmp_path: Path, key: Path, l
         list(share(federation, weights=False))
     Archive(federation.archive_path).model_for(0).mkdir(parents=True)
     assert not [row for row in failing_here(federation) if "link" in row.found], f"{model} is sent no more"
+
+
+def test_no_index_names_weights_of_another_folder(tmp_path: Path):
+    """transformers reads them: another model of the account's would be sent as the published one."""
+    own, model = save_pico(tmp_path / "own", dtype="float32"), save_pico(tmp_path / "evil", dtype="float32")
+    (model / "model.safetensors").unlink()
+    names = dict.fromkeys(open_checkpoint(own).tensors, "../own/model.safetensors")
+    write_json(model / "model.safetensors.index.json", {"metadata": {}, "weight_map": names})
+    transformers.AutoModelForCausalLM.from_pretrained(model)
+    with pytest.raises(CheckpointError, match=r"names the shard '\.\./own/"):
+        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+    with pytest.raises(CheckpointError, match=r"names the shard '\.\./own/"):
+        load_base(model)
 
 
 def test_links_within_a_download_to_the_hubs_cache_and_to_weights_elsewhere_are_taken(tmp_path: Path):

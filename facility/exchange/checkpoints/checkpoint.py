@@ -270,12 +270,11 @@ def _entry(file: Path, name: str, value: Any, begin: int, size: int) -> TensorEn
     return TensorEntry(name=name, file=file, dtype=dtype, shape=tuple(shape), start=begin + start, size=expected)
 
 
-def open_checkpoint(directory: Path) -> Checkpoint:
-    """Open `model.safetensors`, the shards that `model.safetensors.index.json` names, or an adapter of peft's.
+def shards_of(directory: Path) -> tuple[dict[str, str] | None, list[str]]:
+    """The file of each tensor as a checkpoint's index has it, None without one, and the names of its files.
 
-    Raises `CheckpointError` for missing shards, names outside the directory, tensors in the wrong shard or twice.
+    Raises `CheckpointError` for an index that is malformed or names a file outside the directory.
     """
-    directory = Path(directory)
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory: expected a Hugging Face checkpoint")
     if (directory / INDEX).exists():
@@ -299,13 +298,24 @@ def open_checkpoint(directory: Path) -> Checkpoint:
         )
     if not names:
         raise CheckpointError(f"{directory / INDEX} names no shard")
-    tensors: dict[str, TensorEntry] = {}
-    metadata: dict[str, str] = {}
     for name in names:
         if not isinstance(name, str) or "/" in name or not name.isprintable() or not name.endswith(".safetensors"):
             raise CheckpointError(
                 f"{directory / INDEX} names the shard {name!r:.80}; expected a plain *.safetensors file name"
             )
+    return weight_map, names
+
+
+def open_checkpoint(directory: Path) -> Checkpoint:
+    """Open `model.safetensors`, the shards that `model.safetensors.index.json` names, or an adapter of peft's.
+
+    Raises `CheckpointError` for missing shards, names outside the directory, tensors in the wrong shard or twice.
+    """
+    directory = Path(directory)
+    weight_map, names = shards_of(directory)
+    tensors: dict[str, TensorEntry] = {}
+    metadata: dict[str, str] = {}
+    for name in names:
         if not (directory / name).is_file():
             raise CheckpointError(f"{directory / name} is missing: the checkpoint is incomplete")
         entries, extra = read_header(directory / name)
