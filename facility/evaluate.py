@@ -45,4 +45,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_on_error(main))
+    sys.exit(exit_on_error(main, level="info"))

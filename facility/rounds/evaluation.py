@@ -70,15 +70,16 @@ def evaluate(
     tokenizer = own if not has_tokenizer and own.is_dir() else None
     check_attention(model)
     check_no_module(model)
+    log.info("lm-eval scores %s, which may take up to %g minutes", ", ".join(settings.tasks), settings.minutes)
     with tempfile.TemporaryDirectory(prefix="lm-eval-") as folder:
         links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | OFFLINE
-        with open(Path(folder) / "log", "w+b") as log:
+        with open(Path(folder) / "log", "w+b") as output:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
-                stdout=log,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=folder,  # lm-eval reads a file or folder here that is named like a task, and calls what it names
                 env=environment,
@@ -90,8 +91,8 @@ def evaluate(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
                 raise TransientError(f"lm-eval took more than {settings.minutes} minutes") from None
-            log.seek(0)
-            said = log.read().decode(errors="replace").strip().splitlines()
+            output.seek(0)
+            said = output.read().decode(errors="replace").strip().splitlines()
         files = sorted(Path(folder).rglob("results*.json"))
         if code or not files:
             raise TransientError(f"lm-eval ended with code {code}: {_told(said[-3:])}")

@@ -88,7 +88,9 @@ out = pathlib.Path(sys.argv[sys.argv.index("--output_path") + 1])
 """
 
 
-def test_it_is_no_rank_of_a_job_and_asks_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_is_no_rank_of_a_job_and_asks_no_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
     """Under torchrun it found LOCAL_RANK, and waited for ranks that did not come or ended for want of RANK."""
     (tmp_path / "lm_eval").mkdir()
     (tmp_path / "lm_eval" / "__init__.py").write_text("")
@@ -96,7 +98,9 @@ def test_it_is_no_rank_of_a_job_and_asks_no_hub(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
+    caplog.set_level("INFO")
     (score,) = evaluate(tmp_path, EvaluationSettings(tasks=["any"]), dataset=tmp_path)
+    assert "lm-eval scores any, which may take up to" in caplog.text, "a job is not silent for as long as that takes"
     assert score.task.split() == [f"HF_{one}_OFFLINE" for one in ("DATASETS", "EVALUATE", "HUB")] + [
         "TRANSFORMERS_OFFLINE"
     ]
