@@ -86,7 +86,8 @@ class Progress:
     @property
     def heading(self) -> str:
         """How far all of it is."""
-        return f"{self.title} of {self.rounds}"
+        after_all = self.round is not None and self.round >= self.rounds
+        return self.title if after_all else f"{self.title} of {self.rounds}"
 
     @property
     def title(self) -> str:

@@ -78,6 +78,7 @@ def compare(round: Round) -> Found:
         with together(round.ranks):
             load_weights(round.engine.assembly, round.inputs, checkpoint, request.settings.seed)
         for data in sets:
+            round.show("evaluating")  # a sign of life: with many models, or many blocks, all of them take hours
             losses, predictions = round.engine.evaluate_blocks(data.loader.blocks(), data.loader.evaluated)
             one = BlockLosses(losses=losses, predictions=predictions)
             if not round.ranks.first:

@@ -41,7 +41,7 @@ def test_a_round_as_it_happens():
     assert progress.feed(event("complete", round=0, decision="go on")) == "round 0: complete, go on"
     assert progress.title == "round 1"
     progress.feed(event("complete", round=1, decision="all 2 rounds are done"))
-    assert progress.title == "final evaluation"
+    assert progress.title == progress.heading == "final evaluation", "it is none of the 2"
 
 
 def test_a_run_that_goes_on_begins_after_the_rounds_that_are_complete():

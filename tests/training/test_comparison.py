@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from facility.exchange.messages.comparison import (
 from facility.exchange.messages.evaluation import SCORES, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import read_report
+from facility.training import comparison
 from facility.training.bootstrap import BlockLosses, difference, interval
 from facility.training.comparison import Data, accuracy_score, unbelievable
 from tests.pico import save_pico
@@ -172,6 +175,27 @@ def test_the_accuracy_that_a_facility_tells_is_what_its_coordinator_takes():
                 tasks_of(of(**{KEY: {"tasks": [one | change]}}), ["global"])
     for one in told:  # of a round these are no tasks
         assert scores_of(of(**{SCORES: {"results": [{k: v for k, v in one.items() if k != "model"}]}})) == {}
+
+
+def test_every_evaluation_of_a_comparison_is_a_sign_of_life(monkeypatch: pytest.MonkeyPatch):
+    """None was given from the first model on, and a job without one for half an hour is reported as stuck."""
+    seen: list[str] = []
+    engine = SimpleNamespace(
+        assembly=None, accuracy=None, evaluate_blocks=lambda *_: seen.append("blocks") or (np.ones(1), np.ones(1, int))
+    )
+    names = {"read_manifest", "open_checkpoint", "load_weights", "KeptLosses"}
+    for name in names:
+        monkeypatch.setattr(comparison, name, lambda *_: SimpleNamespace(content_sha256=""))
+    data = SimpleNamespace(loader=SimpleNamespace(blocks=list, evaluated=1), held_out=False)
+    monkeypatch.setattr(comparison, "data_sets", lambda _: [data, data])
+    monkeypatch.setattr(comparison, "models_of", lambda *_: {"a": Path("a"), "b": Path("b")})
+    request = SimpleNamespace(bundle=Path("models"), state=Path("state"), settings=SimpleNamespace(seed=1))
+    ranks = SimpleNamespace(first=False, world=1)
+    monkeypatch.setattr(comparison, "together", lambda _: contextlib.nullcontext())
+    comparison.compare(
+        cast(Any, SimpleNamespace(request=request, ranks=ranks, engine=engine, inputs=None, show=seen.append))
+    )
+    assert seen == ["evaluating", "blocks"] * 4
 
 
 def test_a_model_without_a_loss_costs_the_others_no_figure(tmp_path: Path, pico_llama: Path):
