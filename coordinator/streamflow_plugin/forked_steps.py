@@ -72,9 +72,9 @@ def step_of_command(
 
 
 def is_this_python(path: str) -> bool:
-    """Is `python3` there the interpreter that runs the engine?"""
+    """Is `python3` there of the environment that runs the engine? A link may lead to it, as to one on a larger disk."""
     found = shutil.which("python3", path=path)
-    return found is not None and Path(found).parent == Path(sys.executable).parent
+    return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 
 
 class ForkedSteps:

@@ -15,7 +15,14 @@ import pytest
 import yaml
 
 from coordinator.engine.supervise import children
-from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, Step, step_of_command
+from coordinator.streamflow_plugin.forked_steps import (
+    OF_COORDINATOR,
+    OF_FACILITY,
+    ForkedSteps,
+    Step,
+    is_this_python,
+    step_of_command,
+)
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from tests.conftest import ROOT
 
@@ -74,6 +81,17 @@ def test_it_says_and_ends_as_a_process_of_its_own(word: str, probe: str, tmp_pat
     # which of two streams comes first depends on how Python buffers, and a traceback has the loader's own frames
     told = [line for line in alone.stdout.splitlines() if not line.startswith(("  ", "Traceback"))]
     assert sorted(told) == sorted(line for line in said.splitlines() if not line.startswith(("  ", "Traceback")))
+
+
+def test_a_link_to_the_environment_is_the_environment(tmp_path: Path):
+    """A federation's costs rise tenfold where steps are started anew, and nobody is told why."""
+    linked = tmp_path / "link"
+    linked.symlink_to(Path(sys.executable).parent.parent)
+    other = tmp_path / "other" / "python3"
+    other.parent.mkdir()
+    other.symlink_to(sys.executable)
+    assert is_this_python(str(linked / "bin"))
+    assert not is_this_python(str(other.parent))  # of no environment: it finds other packages
 
 
 def test_many_at_once_are_kept_apart_and_the_server_does_not_count_as_a_job(probe: str, tmp_path: Path):
