@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
 from facility.exchange.checkpoints.families import refusal
+from facility.exchange.checkpoints.tokenizer import WHOLE, check_loads
 from facility.exchange.errors import InputError
 from facility.exchange.panics import panics_refused
 
@@ -56,6 +58,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     model, fresh = loaded(source, kind, dtype=dtype, revision=revision, classes=classes)
     if reason := refusal(model.config, causal=kind is CAUSAL):
         raise InputError(f"{source} cannot be trained: {reason}")
+    check_tokenizer(source, revision)
     with panics_refused(f"the tokenizer of {source}"):
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=False)
@@ -68,6 +71,16 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     model.save_pretrained(out)
     evaluate(out, source, kind)
     return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
+
+
+def check_tokenizer(source: str, revision: str) -> None:
+    """Raise `InputError` for a tokenizer.json of the source, if it has one, that takes too much to be loaded."""
+    from transformers.utils.hub import cached_file
+
+    with suppress(OSError):  # there is none, or nothing answers: it is not loaded either
+        file = cached_file(source, WHOLE, revision=revision)
+        if file is not None:
+            check_loads(Path(file))
 
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

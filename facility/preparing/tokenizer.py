@@ -11,7 +11,7 @@ from facility.dataset import DatasetError
 from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.families import checked_text_part, most_positions
 from facility.exchange.checkpoints.model_files import CONFIG, read_model_file
-from facility.exchange.checkpoints.tokenizer import VOCABULARIES, tokenizer_digest
+from facility.exchange.checkpoints.tokenizer import VOCABULARIES, WHOLE, check_loads, tokenizer_digest
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.panics import panics_refused
 
@@ -101,6 +101,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 def load_tokenizer(directory: Path) -> Any:
     """Load it with `AutoTokenizer`, from disk only and without running code from the directory."""
     tokenizer_files(directory)
+    if (directory / WHOLE).is_file():
+        check_loads(directory / WHOLE)
     from transformers import AutoTokenizer
 
     try:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from coordinator.model import convert
 from facility import prepare
 from facility.dataset import DatasetError
+from facility.exchange.checkpoints import tokenizer as read_tokenizer
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.panics import panics_refused
@@ -71,6 +72,29 @@ def test_a_tokenizer_without_end_is_not_read(tmp_path: Path):
         file.truncate(1 << 40)
     with pytest.raises(InputError, match=r"tokenizer\.json is not a tokenizer: .*at most"):
         tokenizer_digest(tmp_path)
+
+
+def test_one_that_takes_all_memory_or_time_as_it_is_loaded_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its normalizer doubles an added token of its own forty times."""
+    doubles = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+    plain = json.loads((tokenizer(tmp_path / "plain", {}) / "tokenizer.json").read_text())["added_tokens"]
+    token = plain[0] | {"id": 4000, "content": "a", "normalized": True, "special": False}
+    endless = {"type": "Sequence", "normalizers": [doubles] * 40}
+    hostile = tokenizer(tmp_path / "tokenizer", {"normalizer": endless, "added_tokens": [*plain, token]})
+    model = save_pico(tmp_path / "model", dtype="float32")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).write_bytes((hostile / name).read_bytes())
+    monkeypatch.setattr(read_tokenizer, "LOAD_SECONDS", 1)
+    with pytest.raises(InputError, match="cannot be loaded in 1 s and 4 GiB"):
+        load_tokenizer(hostile)
+    with pytest.raises(InputError, match="cannot be loaded in 1 s and 4 GiB"):
+        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+    monkeypatch.setattr(read_tokenizer, "LOAD_SECONDS", 60)
+    monkeypatch.setattr(read_tokenizer, "LOAD_BYTES", 1 << 27)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        load_tokenizer(hostile)
+    monkeypatch.setattr(read_tokenizer, "LOAD_BYTES", 4 << 30)
+    assert load_tokenizer(tmp_path / "plain").vocab_size > 0
 
 
 def test_a_process_that_encodes_hands_its_panic_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +25,37 @@ OLDER = (("tekken.json",), ("vocab.json", "merges.txt"), ("vocab.json",), ("voca
 """Files that define a tokenizer without a tokenizer.json: the first complete set; else `*.model`, `*.tiktoken`."""
 MOST_BYTES = 256 << 20
 """Of a tokenizer.json; one of a million tokens has 60 MB."""
+TOO_MUCH = (-signal.SIGABRT, -signal.SIGXCPU, -signal.SIGKILL, -signal.SIGSEGV)
+"""How a process ends that reaches a limit."""
 VOCABULARIES = (".model", ".spm", ".tiktoken")
 """Ends of the names of a tokenizer's vocabularies, whatever they begin with (`spiece.model`)."""
+
+
+LOAD_SECONDS, LOAD_BYTES = 60, 4 << 30
+"""Of computing and of memory in which a tokenizer.json is to be loaded; one of a million tokens takes 5 s and 1 GiB."""
+LOAD = """import resource, sys
+seconds, size = map(int, sys.argv[2:])
+for kind, most in (resource.RLIMIT_CORE, 0), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, size):
+    resource.setrlimit(kind, (most, most))
+import tokenizers
+tokenizers.Tokenizer.from_file(sys.argv[1])
+"""
+
+
+def check_loads(file: Path) -> None:
+    """Raise `InputError` for a tokenizer.json that is too large, or takes too much to be loaded.
+
+    It is tried in a process of its own: as it is loaded its normalizer runs on its added tokens, and a library in Rust
+    that lacks memory aborts. Whatever else is wrong with it is left to those that load it.
+    """
+    if file.stat().st_size > MOST_BYTES:
+        raise InputError(f"{file} has {file.stat().st_size} bytes, expected at most {MOST_BYTES}: it is no tokenizer")
+    command = [sys.executable, "-P", "-c", LOAD, str(file), str(LOAD_SECONDS), str(LOAD_BYTES)]
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode in TOO_MUCH:
+        raise InputError(
+            f"{file} cannot be loaded in {LOAD_SECONDS} s and {LOAD_BYTES >> 30} GiB: it is damaged, or meant to do "
+            "harm; copy it again from where the model came from"
+        )
 
 
 def tokenizer_digest(directory: Path) -> str | None:
