@@ -71,6 +71,7 @@ done
 [ -n "$gate" ] || [ "$authorized" = "$HOME/.ssh/authorized_keys" ] || fail "--authorized-keys has no effect without --gate: leave it out"
 [ -z "$as_is" ] || [[ $torch = auto && -z "$torch_index$wheelhouse" ]] || fail "--torch, --torch-index and --wheelhouse have no effect with --as-is, which installs nothing: leave them out"
 [ -z "$wheelhouse" ] || [ -z "$torch_index" ] || fail "--torch-index has no effect with --wheelhouse, which asks no index: leave it out"
+case "$torch_index" in *//*@*) say "packages: while this runs, ps shows every account of this host the login in --torch-index; in ~/.netrc, which pip reads, nobody sees it" ;; esac
 case "$torch" in auto|cuda|rocm|cpu) ;; *) fail "--torch is '$torch', expected auto, cuda, rocm or cpu" ;; esac
 [ -z "$wheelhouse" ] || [ -d "$wheelhouse" ] || fail "--wheelhouse $wheelhouse is not a directory; make it with: crossfed bundle --out wheelhouse"
 [ -z "$template" ] || [ -f "$template" ] || [ ! -f "$here/templates/$template.sh" ] || template=$here/templates/$template.sh

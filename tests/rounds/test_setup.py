@@ -70,6 +70,7 @@ def test_a_login_for_torchs_index_is_in_no_command_and_no_message(tmp_path: Path
     program.chmod(0o755)
     done = setup("facility", "--home", str(tmp_path / "home"), "--torch", "rocm", "--torch-index", index)
     assert done.returncode == 75 and "could not be installed from http://127.0.0.1:9/whl, see above" in done.stderr
+    assert "ps shows every account of this host the login in --torch-index; in ~/.netrc" in done.stdout  # given by hand
     assert " torch " in log.read_text() and "s3cret" not in log.read_text() + done.stdout + done.stderr
     assert Path(f"{log}.index").read_text().strip() == index
 
