@@ -23,6 +23,7 @@ from facility.exchange.logs import add_log_options
 from facility.exchange.messages.emulation import Emulation, read_trace
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.seeds import check_seed
+from facility.exchange.text import number_of
 
 MOST_ITERATIONS = 1_000_000
 """Each is a figure of the summary."""
@@ -111,7 +112,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.trace:
         write_trace(options.trace, result.timeline)
     if options.html:
-        write_html(options.html, result.timeline, f"{plan.schedule}, {plan.stages} stages x {plan.replicas} replicas")
+        write_html(
+            options.html,
+            result.timeline,
+            f"{plan.schedule}, {number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')}",
+        )
     _deliver(result.to_json(), _table(result), options)
     return 0
 
@@ -130,7 +135,7 @@ def _federation(options: argparse.Namespace) -> int:
     if options.html:
         write_html(options.html, result.timeline, f"{federation.size} facilities, {federation.policy}, first rounds")
     rows = [
-        ("whole federation", f"{result.seconds / 3600:.4g} h for {result.rounds} rounds"),
+        ("whole federation", f"{result.seconds / 3600:.4g} h for {number_of(result.rounds, 'round')}"),
         ("a round", f"{result.round_seconds:.6g} s"),
         ("updates", f"{result.updates}, {result.updates_per_hour:.5g} an hour"),
         *([("work", f"{24 * result.samples_per_hour:.5g} samples a day")] if federation.steps == "elastic" else []),

@@ -13,6 +13,7 @@ from coordinator.config.settings import RoundSettings
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
+from facility.exchange.text import number_of
 
 OF_ADAPTERS = ("rank", "alpha", "rslora", "dora", "targets", "parameters", "modules_to_save")
 """Keys of `training.lora` that say what an adapter's factors are and stand for."""
@@ -290,8 +291,8 @@ def _check_last_models(count: int, settings: RoundSettings) -> None:
     if settings.keep_rounds and count > settings.keep_rounds:
         raise _error(
             "evaluation.last_models",
-            f"evaluation.last_models is {count}, but the archive keeps the models of {settings.keep_rounds} rounds: "
-            f"set keep_rounds to {count} or more, or to 0 for all",
+            f"evaluation.last_models is {count}, but the archive keeps the models of "
+            f"{number_of(settings.keep_rounds, 'round')}: set keep_rounds to {count} or more, or to 0 for all",
         )
 
 

@@ -17,6 +17,7 @@ from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem
 from coordinator.simulation.pipelines.iteration import memory_of
 from coordinator.simulation.pipelines.plans import layout_of, simulate
 from facility.exchange.messages.plan import DeviceLoad, Plan, Sync
+from facility.exchange.text import number_of
 
 
 def gap(value: float, bound: float) -> float | None:
@@ -56,7 +57,7 @@ def plan_of_chain(problem: ChainProblem, found: Assignment, **fields: Any) -> Pl
         gap=0.0 if found.proven else gap(value, found.lower_bound),
         cost=value,
         objective=f"time of the busiest device ({problem.time_unit}); network not looked at",
-        reasons=(*found.reasons, *([f"{idle} devices stay empty: they would not help"] if idle else [])),
+        reasons=(*found.reasons, *([f"{number_of(idle, 'device')} left empty: no use for more"] if idle else [])),
         tried=found.tried,
         loads=tuple(loads),
         device_ids=problem.device_ids,
@@ -81,7 +82,7 @@ def plan_of_placement(problem: PlacementProblem, found: Placement, **fields: Any
         schedule="gpipe",
         sync=Sync(name="sharded_ps"),
         reasons=(
-            f"best of the starts and {found.rounds} rounds of annealing; it came from: {found.start}",
+            f"best of the starts and {number_of(found.rounds, 'round')} of annealing; it came from: {found.start}",
             "the emitted grid was costed again and agrees",
         ),
         tried=tuple({"cost": c, "seconds": s, "proposals": p} for s, p, c in found.curve),

@@ -14,6 +14,7 @@ from coordinator.planning.joint.plan import plan_joint
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Device, Links, Problem
 from facility.exchange.messages.plan import Plan
+from facility.exchange.text import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ def _head(plan: Plan) -> Text:
     counts = plan.replica_micro_batches
     each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
     text = (
-        f"{plan.stages} stages x {plan.replicas} replicas, {plan.schedule}, "
+        f"{number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')}, {plan.schedule}, "
         f"{each} micro-batches of {plan.micro_batch_samples}"
     )
     if plan.virtual_stages > 1:

@@ -136,7 +136,7 @@ def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
     assert report["masking"]["smallest_sum"] == 3 and set(report["privacy"]["facilities"]) == set(NAMES)
     card = card_privacy(report)
     assert "sums of 3 updates or more and no single one" in card and "differentially private" in card
-    assert "secure aggregation in 1 of 1 rounds" in result.stdout and "privacy of alpha: epsilon" in result.stdout
+    assert "secure aggregation in 1 of 1 round (" in result.stdout and "privacy of alpha: epsilon" in result.stdout
 
 
 @pytest.mark.parametrize(

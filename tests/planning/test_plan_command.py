@@ -45,6 +45,15 @@ def test_every_method_writes_a_plan_of_a_whole_problem(method, problem_file, tmp
     assert plan.device_ids == ("d0", "d1", "d2", "d3")
 
 
+def test_one_stage_is_said_as_one(tmp_path, capsys):
+    file = tmp_path / "problem.json"
+    file.write_text(json.dumps(whole(devices=2, blocks=2)))
+    run("--problem", file, "--out", tmp_path / "plan.json", "--iterations", 1, "--stages", 1, "--replicas", 2)
+    assert (
+        "joint: 1 stage x 2 replicas, " in (said := capsys.readouterr().out) and "- 1 stage x 2 replicas under" in said
+    )
+
+
 def test_joint_is_the_default_and_is_not_slower_than_even(problem_file, tmp_path):
     run("--problem", problem_file, "--out", tmp_path / "joint.json", "--iterations", 1)
     run("--problem", problem_file, "--out", tmp_path / "even.json", "--method", "even")

@@ -35,6 +35,7 @@ from coordinator.problem.problem import Problem, chain_of
 from facility.exchange.messages.plan import Plan
 from facility.exchange.schedules.registry import interleaved
 from facility.exchange.scheduling.policies import POLICIES
+from facility.exchange.text import number_of
 
 
 def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[Plan] = ()) -> Plan:
@@ -129,9 +130,9 @@ def one_pipeline(problem: Problem, *, seconds: float = 1.0) -> list[tuple[Plan, 
 def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str, ...]:
     used = plan.world_size
     reasons = [
-        f"{plan.stages} stages x {plan.replicas} replicas under {plan.schedule} took {best.seconds:.4g} s "
-        f"in simulation, "
-        f"the least of {len(best.seen)} simulated plans; found as: {best.origin} ({rounds} rounds)"
+        f"{number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')} under {plan.schedule} "
+        f"took {best.seconds:.4g} s in simulation, the least of {len(best.seen)} simulated plans; "
+        f"found as: {best.origin} ({number_of(rounds, 'round')})"
     ]
     others = sorted((t for t in best.tried.values() if t["what"] != best.origin), key=lambda t: t["seconds"])
     shape = f"{plan.stages} x {plan.replicas},"
@@ -150,7 +151,7 @@ def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str
         )
     idle = len(problem.devices) - used
     if idle:
-        reasons.append(f"{idle} devices stay idle: no layout tried was better with them")
+        reasons.append(f"{number_of(idle, 'device')} left idle: no layout tried was better with more")
     counts = plan.replica_micro_batches
     if len(set(counts)) > 1:
         reasons.append(f"replicas take {min(counts)} to {max(counts)} micro-batches, by their speed")
