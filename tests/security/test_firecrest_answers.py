@@ -12,14 +12,16 @@ import time
 import tracemalloc
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("firecrest")
 
+import httpcore
 from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.streamflow_plugin import bounded_http, firecrest_files
@@ -224,6 +226,42 @@ def test_what_a_staging_area_answers_to_an_upload_is_bounded(
     monkeypatch.setattr(bounded_http, "SLOWEST", 20_000_000)
     server.attacks["/staging/"] = (ATTACKS | SLOW)[name]
     assert not pushed(server, tmp_path).exists()
+
+
+class Taking(httpcore.NetworkStream):
+    """A server that takes each block of a request in so many seconds of a clock of its own."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.now = seconds, 0.0
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        assert len(buffer) <= bounded_http.BLOCK
+        self.now += self.seconds
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return b""
+
+
+AS_SLOW_AS_MAY_BE = bounded_http.BLOCK / bounded_http.SLOWEST
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["in one piece", "in pieces"])
+@pytest.mark.parametrize(
+    ("blocks", "seconds", "taken"),
+    [(1000, AS_SLOW_AS_MAY_BE, True), (1000, 2 * AS_SLOW_AS_MAY_BE, False), (1, 59.0, True), (1, 70.0, False)],
+)
+def test_a_server_that_takes_a_request_slower_than_may_be_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, blocks: int, seconds: float, taken: bool, whole: bool
+):
+    inner = Taking(seconds)
+    monkeypatch.setattr(bounded_http, "time", SimpleNamespace(monotonic=lambda: inner.now))
+    line = bounded_http.Line(inner, bounded_http.Patience())
+    pieces = [bytes(bounded_http.BLOCK * blocks)] if whole else [bytes(bounded_http.BLOCK)] * blocks
+    for _ in range(2 if taken else 1):  # the next request has a time of its own
+        with nullcontext() if taken else pytest.raises(httpcore.WriteTimeout):
+            for piece in pieces:
+                line.write(piece)
+            line.read(1)
 
 
 def running(server: Site) -> dict[str, Any]:  # noqa: F811
