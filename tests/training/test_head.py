@@ -176,5 +176,12 @@ def test_a_model_that_caps_its_logits_is_left_alone_or_refused(tmp_path: Path):
     )
     assert "changes its logits after the output layer" in said["capped"][0]
     assert "no linear output layer" in said["classes"][0]
-    said = rounds_in([("auto", arguments(tmp_path / "c", model, dataset))])
+    plain = save_pico(tmp_path / "plain")
+    said = rounds_in(
+        [
+            ("auto", arguments(tmp_path / "c", model, dataset)),
+            ("plain", arguments(tmp_path / "d", plain, dataset, chunked_loss="always")),
+        ]
+    )
     assert "all logits at once: the logits of a forward pass (4 x 16 positions x 128)" in said["auto"][0]
+    assert "loss in chunks of" in said["plain"][0]
