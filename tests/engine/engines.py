@@ -64,18 +64,22 @@ def cwltool(
     """The same CWL and settings under the reference runner, which keeps only PATH of the environment unless told.
 
     `options` are given to cwltool as they are; without any it runs steps side by side, which excludes its provenance.
+    Its own folders are below `folder`: it leaves some of them, and a copy of each file where it keeps provenance.
     """
     kept = [
         option
         for name in ("PYTHONPATH", "CUDA_VISIBLE_DEVICES", "HF_HUB_OFFLINE", forked_trainers.SOCKET)
         for option in ("--preserve-environment", name)
     ]
+    own = folder / "tmp"
+    own.mkdir(parents=True, exist_ok=True)
     return subprocess.run(
         [
             "cwltool",
             "--enable-ext",
             *(map(str, options) if options else ["--parallel"]),
             *kept,
+            *(word for name in ("--tmpdir-prefix", "--tmp-outdir-prefix") for word in (name, f"{own}/")),
             "--outdir",
             str(folder / "out"),
             "../cwl/main.cwl",
