@@ -19,7 +19,7 @@ from streamflow.deployment.connector.ssh import SSHConfig
 
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
-from coordinator.streamflow_plugin import connection, lanes, sessions
+from coordinator.streamflow_plugin import connection, lanes, sessions, ssh
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.openssh import address
@@ -333,3 +333,36 @@ def test_of_a_standard_error_without_end_the_end_is_kept(site, monkeypatch):
     said, code = asyncio.run(act())
     assert (len(said), said[-4:], code) == (999, "\0end", 3)  # without the last line's end
     assert kept == [0]
+
+
+def test_the_distance_of_a_host_is_measured_once_and_anew_where_that_failed(monkeypatch: pytest.MonkeyPatch):
+    """After a login that failed, or was called off, no transfer would have begun any more."""
+    one = ParallelSSHConnector("facility-a-ssh", "/", nodes=["centre"], username="me")
+    there = ExecutionLocation(name="centre", deployment="facility-a-ssh", hostname="centre", local=False)
+    asked: list[object] = []
+
+    async def worth(lane: object, *_: object) -> int:
+        asked.append(lane)
+        if len(asked) == 1:
+            raise WorkflowExecutionException("away")
+        if len(asked) == 2:
+            await asyncio.sleep(3600)
+        return 3
+
+    monkeypatch.setattr(ssh, "worth", worth)
+
+    async def act() -> None:
+        with pytest.raises(WorkflowExecutionException, match="away"):
+            await one.awake(there)
+        second = asyncio.create_task(one.awake(there))
+        while len(asked) < 2:
+            await asyncio.sleep(0)
+            assert not second.done()
+        one._worth["centre"].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await second
+        for _ in range(2):
+            assert await one.awake(there) == one.lanes(there)[:3]
+
+    asyncio.run(act())
+    assert asked == [one.lanes(there)[0]] * 3
