@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import stat
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from streamflow.config.validator import SfValidator
@@ -18,6 +21,7 @@ from coordinator.schedulers.gridengine import SCHEDULER
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin.ahead_queue import connector_for
+from coordinator.streamflow_plugin.shell_queue import ShellQueue
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.validation import parse
 from facility.launching.place import read_tasks
@@ -157,3 +161,27 @@ def test_a_job_on_several_hosts_trains_on_none():
     assert read_tasks(environ, several.splitlines()[0] + "\n").nodes == 1
     with pytest.raises(ConfigurationError, match=r"grid engine gave this job 2 nodes \(node1, node2.*pe_slots"):
         read_tasks(environ, several)
+
+
+class AtOnce(ShellQueue):
+    """A queue on this machine whose submission runs the script that it is given."""
+
+    services: dict[str, Any] = {}
+    scheduler: Any = SimpleNamespace(title="a shell", submission=lambda name, output: "sh")
+
+    def __init__(self) -> None:
+        pass
+
+    async def run(self, *, location: Any, command: list[str], capture_output: bool) -> Any:  # type: ignore[override]
+        done = subprocess.run(["sh", "-c", *command], capture_output=True, text=True)
+        return done.stdout, done.returncode
+
+
+def test_a_job_is_submitted_in_its_folder_with_its_variables(tmp_path: Path):
+    """Whatever they hold, the shell of the login node makes nothing of it."""
+    folder, value = tmp_path / "a folder", "it's $HOME; `id`"
+    folder.mkdir()
+    script = """printf '%s|' "$VALUE" "$PWD" 'quoted "twice"'"""
+    for given in ({"VALUE": value}, {}, None):
+        said = AtOnce()._run_batch_command(script, given, "job", SimpleNamespace(service=None), workdir=str(folder))
+        assert asyncio.run(said) == f'{value if given else ""}|{folder}|quoted "twice"|'
