@@ -117,6 +117,14 @@ class Progress:
         self.step = STEPS.get(leaf, leaf)
         return f"{self.title}: {self.step}" if leaf == "aggregate" else None
 
+    def _on_earlier(self, event: Event) -> str | None:
+        """A job that a killed run left is at work for this round: nothing is heard of its steps."""
+        name = str(event["facility"])
+        if self.states.get(name) != self._at_work:
+            return None
+        self._set(name, f"waiting for the end of job {event['job']}, of an earlier run")
+        return f"{self.title}: {name}: job {event['job']} of an earlier run is at work: its end is waited for"
+
     def _on_submitted(self, event: Event) -> str | None:
         name = facility_of(str(event["step"]))
         if name not in self.states:

@@ -25,6 +25,7 @@ VARIABLE = "CROSSFED_EVENTS"
 KINDS: Mapping[str, tuple[str, ...]] = {
     "starting": ("round", "model"),
     "executing": ("step",),
+    "earlier": ("facility", "job"),
     "submitted": ("step", "job"),
     "ahead": ("step", "job"),
     "waited": ("facility", "job", "seconds", "nodes", "handed", "until"),

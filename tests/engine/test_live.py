@@ -166,6 +166,18 @@ def test_a_requeued_job_waits_again_and_is_not_shown_at_work(tmp_path: Path):
     assert job_seconds(entries) == {(0, "a"): 60.0 + 100.0}, "nodes that it did not have are not paid for"
 
 
+def test_a_job_that_a_killed_run_left_at_work_is_what_is_waited_for(tmp_path: Path):
+    """Its steps are not heard of: until its end the facility is not shown as one that trains and says nothing."""
+    made, progress, now = recorder(tmp_path)
+    train = [event("starting", at=1, round=0, model="m"), event("executing", at=2, step=STEP)]
+    feed(made, *train, event("earlier", at=10, facility="a", job="17"))
+    now["now"] = 1100.0
+    said = sentence(progress.live["a"], 1100.0)
+    assert said.startswith("waiting for the end of job 17, of an earlier run, for ")
+    feed(made, event("submitted", at=200, step=STEP, job="18"))
+    assert progress.states["a"] == "queued as job 18"
+
+
 def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):
     made, progress, _ = recorder(tmp_path)
     feed(

@@ -156,6 +156,7 @@ def test_its_jobs_are_watched_found_again_told_and_cancelled(testbed, login_node
     wait_until(
         lambda: "of an earlier run has begun (RUNNING): waiting for its end" in log.read_text(), 60, "finding the job"
     )
+    wait_until(lambda: "of an earlier run is at work: its end is waited for" in node.log, 30, "a word of it")
     (node.site.home / "hold").unlink()
 
     node.wait_for_state("RUNNING", begun=3)
