@@ -9,6 +9,7 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -113,6 +114,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):
         pytest.skip("not begun: the time of this run was over (CROSSFED_BEGIN_BY)")
+
+
+@pytest.fixture(autouse=True)
+def own_umask() -> Iterator[None]:
+    """What a command sets for its own process ends with its test, which may be in the process of many."""
+    os.umask(before := os.umask(0o022))
+    yield
+    os.umask(before)
 
 
 @pytest.fixture
