@@ -90,6 +90,6 @@ def test_adapters_are_compared_and_a_facility_that_is_gone_is_a_gap(tmp_path: Pa
             shutil.rmtree(tmp_path / "sites" / "b_2" / "dataset")
     assert process.wait(timeout=200) == 0, "".join(seen)[-4000:]
     matrix = data_of(read_federation(path))["matrix"]
-    assert matrix["data"] == ["site-a.1"] and "is not a directory here" in matrix["gaps"]["b_2"]
+    assert matrix["data"] == ["site-a.1"] and "there is no dataset" in matrix["gaps"]["b_2"]
     assert {"b_2's update", "b_2 alone", "site-a.1 alone"} <= set(matrix["models"])
     assert archive.rounds() == [0]
