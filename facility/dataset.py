@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import mmap
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -251,7 +252,13 @@ class PreparedDataset:
         return self.labels(name) if self.manifest.task == IMAGES else self.rows(name)
 
     def _mapped(self, name: str, shape: tuple[int, ...], dtype: str = "int32") -> numpy.memmap:
-        if name not in self._open:
+        """The file's array. What was read of it before no longer counts as memory of this process, which would grow
+        with every batch of a round; it stays in the system's cache."""
+        if name in self._open:
+            mapping = self._open[name].base
+            assert isinstance(mapping, mmap.mmap)
+            mapping.madvise(mmap.MADV_DONTNEED)  # of a file: whatever views it are read from there again
+        else:
             self._open[name] = _mapped(self.directory / name, shape, dtype)
         return self._open[name]
 

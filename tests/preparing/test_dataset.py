@@ -103,6 +103,25 @@ def test_an_open_dataset_asks_for_no_path_again(prepared: Path):
     assert all((dataset.split(name) == ids).all() for name, ids in expected.items())
 
 
+def test_a_dataset_that_is_read_by_batches_takes_the_memory_of_one(prepared: Path):
+    """A scheduler counts mapped pages as memory of the job, and a round touches all of its dataset."""
+    rows = 1 << 20
+    numpy.lib.format.open_memmap(prepared / "train.npy", "w+", numpy.int32, (rows, 16))[:] = 7  # 64 MiB
+    card = json.loads((prepared / "dataset.json").read_text())
+    card["splits"]["train"]["blocks"] = rows
+    edit(prepared, splits=card["splits"])
+    dataset = open_dataset(prepared)
+
+    def mapped() -> int:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        return int(status["RssFile"].split()[0]) >> 10
+
+    before, first, part = mapped(), dataset.split("train")[:2], rows // 32
+    assert all((dataset.split("train")[at : at + part] == 7).all() for at in range(0, rows, part))
+    assert mapped() - before < 16
+    assert (first == 7).all()
+
+
 def test_an_altered_file_is_noticed_by_verify(prepared: Path):
     file = prepared / "validation.npy"
     content = bytearray(file.read_bytes())
