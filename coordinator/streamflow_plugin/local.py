@@ -41,6 +41,9 @@ class TellingLocalConnector(LocalConnector):
         hardware: Hardware = TellingLocalConnector.machine or self._hardware  # type: ignore[has-type]
         TellingLocalConnector.machine = self._hardware = hardware
 
+    async def deploy(self, external: bool) -> None:
+        """Nothing to make: all work in folders of this run (`engine_folder`)."""
+
     async def run(
         self,
         location: ExecutionLocation,

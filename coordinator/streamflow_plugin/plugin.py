@@ -14,7 +14,7 @@ from streamflow.ext.plugin import StreamFlowPlugin
 from coordinator.config.firecrest import API
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
-from coordinator.streamflow_plugin import database, facility_steps, garbage, many_steps
+from coordinator.streamflow_plugin import database, engine_folder, facility_steps, garbage, many_steps
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.database import PrivateDatabase
 from coordinator.streamflow_plugin.gate import GatedSSHConnector
@@ -30,6 +30,7 @@ class CrossFedPlugin(StreamFlowPlugin):
         many_steps.install()
         garbage.look_less_often()
         database.install()
+        engine_folder.install()
         self.register_scheduler("default", FirstComeScheduler)
         self.register_data_manager("default", facility_steps.CarefulDataManager)
         self.register_connector("ssh", ParallelSSHConnector)

@@ -39,7 +39,8 @@ def measured_environment(folder: Path) -> dict[str, str]:
     return bare_environment(folder) | {"PYTHONPATH": path}
 
 
-def _environment(folder: Path) -> dict[str, str]:
+def forked_environment(folder: Path) -> dict[str, str]:
+    """`bare_environment` in which trainers are forks."""
     return bare_environment(folder) | forked_trainers.variables()
 
 
@@ -50,7 +51,7 @@ def streamflow(
     return subprocess.run(
         ["streamflow", "run", "--outdir", str(folder / "out"), "streamflow.yml"],
         cwd=federation.parent,
-        env=environment or _environment(folder),
+        env=environment or forked_environment(folder),
         text=True,
         timeout=timeout,
         stdout=subprocess.PIPE,
@@ -86,7 +87,7 @@ def cwltool(
             "settings.yml",
         ],
         cwd=federation.parent,
-        env=_environment(folder),
+        env=forked_environment(folder),
         text=True,
         timeout=timeout,
         stdout=subprocess.PIPE,
@@ -106,7 +107,7 @@ class Console(subprocess.Popen[str]):
 def crossfed(*arguments: str | Path, folder: Path) -> subprocess.Popen[str]:
     return Console(
         [sys.executable, "-m", "coordinator.cli", *map(str, arguments)],
-        env=_environment(folder),
+        env=forked_environment(folder),
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.codecs.sparseloco import CHUNK, kept_of
 from facility.exchange.checkpoints.mean_walk import open_mean_walk
 from facility.exchange.checkpoints.moments import FIRST, INT8, StoredMoments, shapes_in
 from facility.exchange.checkpoints.second_moments import read_factors
-from tests.engine.engines import crossfed, cwltool, killed_at, streamflow, weights
+from tests.engine.engines import crossfed, cwltool, forked_environment, killed_at, streamflow, weights
 from tests.federations import write_federation
 
 shared = pytest.mark.xdist_group("undisturbed")
@@ -40,7 +40,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (root / "sites" / name / "dataset" / f"private-of-{name}.txt").write_text(
             f"a sentence that only {name} may see\n"
         )
-    result = streamflow(path, root / "engine")
+    temporary = root.parent / "tmp"
+    temporary.mkdir()
+    result = streamflow(
+        path, root / "engine", environment=forked_environment(root / "engine") | {"TMPDIR": str(temporary)}
+    )
     assert result.returncode == 0, result.stdout[-4000:]
     return path
 
@@ -58,6 +62,11 @@ def make(root: Path, **changes: object) -> Path:
 
 def archive_of(path: Path) -> Archive:
     return Archive(read_federation(path).archive_path)
+
+
+def test_a_run_leaves_nothing_in_the_temporary_folder(undisturbed: Path):
+    """Nor does it take a name there that another account may have: /tmp/streamflow was of whoever ran first."""
+    assert not list((undisturbed.parents[2] / "tmp").iterdir())
 
 
 @shared
