@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,7 +52,8 @@ def check_loads(file: Path) -> None:
     if file.stat().st_size > MOST_BYTES:
         raise InputError(f"{file} has {file.stat().st_size} bytes, expected at most {MOST_BYTES}: it is no tokenizer")
     command = [sys.executable, "-P", "-c", LOAD, str(file), str(LOAD_SECONDS), str(LOAD_BYTES)]
-    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode in TOO_MUCH:
+    alone = os.environ | {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # threads reserve addresses by the core
+    if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, env=alone).returncode in TOO_MUCH:
         raise InputError(
             f"{file} cannot be loaded in {LOAD_SECONDS} s and {LOAD_BYTES >> 30} GiB: it is damaged, or meant to do "
             "harm; copy it again from where the model came from"
