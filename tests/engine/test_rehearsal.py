@@ -25,6 +25,7 @@ from tests.bench.rehearsal import LORA, in_a_folder
 )
 def test_a_rehearsal_runs_to_its_end_within_the_stated_disks(kind: str, transfer: str, tmp_path: Path):
     found = in_a_folder(tmp_path / "made", kind, "tiny", 2, 2, transfer=transfer)
+    assert found["ended"] == "well", (found["by_round"], found["log"])
     assert found["updates_averaged"] == 4 and found["transfer"] == transfer
     assert found["coordinator_largest_megabytes"] < 500
     disk = found["gigabytes_of_disk"]
