@@ -7,6 +7,7 @@ import gc
 import hashlib
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -116,12 +117,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("not begun: the time of this run was over (CROSSFED_BEGIN_BY)")
 
 
+SET_BY_COMMANDS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+
+
 @pytest.fixture(autouse=True)
-def own_umask() -> Iterator[None]:
+def own_umask_and_signals() -> Iterator[None]:
     """What a command sets for its own process ends with its test, which may be in the process of many."""
-    os.umask(before := os.umask(0o022))
+    os.umask(mask := os.umask(0o022))
+    handlers = {number: signal.getsignal(number) for number in SET_BY_COMMANDS}
     yield
-    os.umask(before)
+    os.umask(mask)
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture
