@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from statistics import median
 
@@ -74,10 +75,16 @@ class Averaging:
     """Parameters that were scaled, by facility."""
     apart: int = 0
 
-    @property
+    @cached_property
     def kept(self) -> float:
         """The share of received second moments that is left."""
         return 0.0 if self.received is None else kept_by_all([stored.kept for _, stored, _ in self.members])
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """The same at each member, as `believed`."""
+        stated = [stored.kept for _, stored, _ in self.members]
+        return [0.0] * len(stated) if self.received is None else believed(stated)
 
     def before(self, moment: Moment) -> float:
         """The mean of the received second moment; 0 where none was received in this form."""
@@ -97,8 +104,7 @@ class Averaging:
     def held(self, moment: Moment) -> list[Member]:
         """Who takes part in the mean of a moment, each within the limits; empty: it is not sent."""
         found, kept = [], []
-        shares = believed([stored.kept for _, stored, _ in self.members])
-        for (facility, stored, weight), share in zip(self.members, shares, strict=True):
+        for (facility, stored, weight), share in zip(self.members, self.shares, strict=True):
             if stored.has(moment):
                 with refused(facility):
                     size = stored.size_of(moment)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 def close_final(archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived) -> NextRound:
     """After the last round: the final evaluation, then what the comparison of models asks for."""
     history = archive.history()
-    before = history[-1] if len(history) == settings.rounds > 0 else None
+    before = history[settings.rounds - 1] if 0 < settings.rounds <= len(history) else None
     rows = rows_of(archive, settings, settings.rounds, arrived, {}, {}, before)
     if read_manifest(model).kind == "model":
         close_evaluation(archive, history, arrived, rows)
