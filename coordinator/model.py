@@ -27,10 +27,10 @@ from typing import Any
 from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
 from coordinator.models.image import is_image_model, save_image_classifier
-from coordinator.models.published import no_bars_in_a_file
+from coordinator.models.published import no_bars_in_a_file, refuse_files_elsewhere
 from coordinator.models.text import kind_of, save_text_model
-from facility.exchange.checkpoints.checkpoint import open_checkpoint, shards_of
-from facility.exchange.checkpoints.companions import SOURCE, TENSORS, refuse_links_elsewhere
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_layers
 from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
@@ -69,8 +69,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
     if present.exists(folder) and revision != "main":
         raise InputError(f"--revision has no effect with the folder {folder}: it is for a model of the hub")
     if present.is_file(folder / "config.json"):
-        refuse_links_elsewhere(folder, but=TENSORS)
-        shards_of(folder)
+        refuse_files_elsewhere(folder)
         source_name = str(folder)
     elif present.exists(folder):
         raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")

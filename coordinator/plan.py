@@ -29,7 +29,6 @@ from facility.exchange.json_values import note_in, read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
 from facility.exchange.seeds import check_seed
-from facility.exchange.text import number_of
 
 if TYPE_CHECKING:
     from coordinator.steps.outlook import Outlook
@@ -128,10 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.json:
         print(json.dumps(plan.to_json()))
     else:
-        print(
-            f"{plan.method}: {number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')}, "
-            f"{plan.objective or 'cost'} {plan.cost:.6g}"
-        )
+        print(f"{plan.method}: {plan.extent}, {plan.objective or 'cost'} {plan.cost:.6g}")
         bound = f"; lower bound {plan.lower_bound_seconds:.6g}" if plan.lower_bound_seconds else ""
         proven = " (proven optimal)" if plan.gap == 0 else f", gap {plan.gap:.1%}" if plan.gap is not None else ""
         print(f"predicted {plan.predicted_seconds:.6g}{bound}{proven}; planned in {plan.seconds_used:.2f} s")

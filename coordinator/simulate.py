@@ -112,11 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.trace:
         write_trace(options.trace, result.timeline)
     if options.html:
-        write_html(
-            options.html,
-            result.timeline,
-            f"{plan.schedule}, {number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')}",
-        )
+        write_html(options.html, result.timeline, f"{plan.schedule}, {plan.extent}")
     _deliver(result.to_json(), _table(result), options)
     return 0
 

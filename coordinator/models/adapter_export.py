@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.models.adapter_serving import served_by_vllm
-from coordinator.models.published import no_bars_in_a_file
+from coordinator.models.published import no_bars_in_a_file, refuse_files_elsewhere
 from facility.exchange.checkpoints.adapter_twins import twins_of, with_modules, write_adapter
 from facility.exchange.checkpoints.adapters import CONFIG, is_adapter, loaded_as, read_adapter_config
-from facility.exchange.checkpoints.checkpoint import open_checkpoint, shards_of
-from facility.exchange.checkpoints.companions import TENSORS, copy_named_templates, refuse_links_elsewhere
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.companions import copy_named_templates
 from facility.exchange.checkpoints.image_processor import FILE as PROCESSOR
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.checkpoints.tokenizer import VOCABULARIES
@@ -92,8 +92,7 @@ def load_base(base: Path) -> Any:
     """The base model in the class that its config.json names, in its own dtype. Raises `InputError`."""
     import transformers
 
-    refuse_links_elsewhere(base, but=TENSORS)
-    shards_of(base)
+    refuse_files_elsewhere(base)
     if os.path.lexists(base / CONFIG):  # transformers would load it too, and peft import what it names
         raise InputError(f"{base} holds adapters already ({CONFIG}); expected a plain base model")
     no_bars_in_a_file()

@@ -9,7 +9,8 @@ from typing import Any
 
 from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.adapters import CONFIG
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import open_checkpoint, shards_of
+from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
@@ -73,20 +74,33 @@ def load_published(
     return model, found
 
 
+def refuse_files_elsewhere(folder: Path) -> None:
+    """Raise `InputError` for a download whose links or index lead to files of other folders. Weights alone may lie
+    elsewhere, by a link, as on a larger disk."""
+    refuse_links_elsewhere(folder, but=TENSORS)
+    shards_of(folder)
+
+
 def refuse_adapters(source: str, revision: str) -> None:
     """Raise `InputError` for a source with an adapter_config.json: transformers loads what it names, which is any model
     of the hub and any module that begins with `megatron`, as it loads the model beside it."""
-    from transformers.utils.hub import cached_file
-
-    try:
-        found = cached_file(source, CONFIG, revision=revision)
-    except OSError:  # there is none, or nothing answers: then the model's own files are no more to be had
-        found = None
-    if found is not None:
+    if file_of(source, CONFIG, revision) is not None:
         raise InputError(
             f"{source} holds {CONFIG}, so that another model or module that it names would be loaded too; expected a "
             "plain model: begin with an adapter by --import-adapter and --base, or remove that file"
         )
+
+
+def file_of(source: str, name: str, revision: str) -> Path | None:
+    """A file of a folder or of a model of the hub, from its cache or fetched; None where there is none, or nothing
+    answers: then the model's own files are no more to be had."""
+    from transformers.utils.hub import cached_file
+
+    try:
+        found = cached_file(source, name, revision=revision)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
 
 
 def described(directory: Path, *, dtype: str, new_classes: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
+from coordinator.models.published import check_finite, check_problem, check_weights, described, file_of, load_published
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.checkpoints.tokenizer import WHOLE, check_loads
 from facility.exchange.errors import InputError
@@ -75,12 +74,8 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
 
 def check_tokenizer(source: str, revision: str) -> None:
     """Raise `InputError` for a tokenizer.json of the source, if it has one, that takes too much to be loaded."""
-    from transformers.utils.hub import cached_file
-
-    with suppress(OSError):  # there is none, or nothing answers: it is not loaded either
-        file = cached_file(source, WHOLE, revision=revision)
-        if file is not None:
-            check_loads(Path(file))
+    if (file := file_of(source, WHOLE, revision)) is not None:
+        check_loads(file)
 
 
 def loaded(source: str, kind: Kind, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

@@ -14,7 +14,6 @@ from coordinator.planning.joint.plan import plan_joint
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Device, Links, Problem
 from facility.exchange.messages.plan import Plan
-from facility.exchange.text import number_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +42,7 @@ def show_plan(
 def _head(plan: Plan) -> Text:
     counts = plan.replica_micro_batches
     each = str(counts[0]) if len(set(counts)) == 1 else f"{min(counts)}-{max(counts)}"
-    text = (
-        f"{number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')}, {plan.schedule}, "
-        f"{each} micro-batches of {plan.micro_batch_samples}"
-    )
+    text = f"{plan.extent}, {plan.schedule}, {each} micro-batches of {plan.micro_batch_samples}"
     if plan.virtual_stages > 1:
         text += f", {plan.virtual_stages} chunks a device"
     if plan.replicas > 1:

@@ -85,9 +85,12 @@ def _not_ours(federation: Federation) -> list[Row]:
             fix = f"have it removed, or choose another `{key}:` in federation.yml"
             return [fail(ME, key, f"{found}, who could exchange what a run keeps there", fix)]
         if not_ours(place):
-            found = f"every user of this host may write {place}, and with it decide what this account runs"
-            return [fail(ME, key, found, f"chmod o-w {shlex.quote(str(place))}")]
+            return [fail(ME, key, _written_by_all(place), f"chmod o-w {shlex.quote(str(place))}")]
     return []
+
+
+def _written_by_all(place: Path) -> str:
+    return f"every user of this host may write {place}, and with it decide what this account runs"
 
 
 def _open_to_all(federation: Federation) -> list[Row]:
@@ -95,8 +98,8 @@ def _open_to_all(federation: Federation) -> list[Row]:
     for place in (federation.file, federation.file.parent):
         mode = place.stat().st_mode
         if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
-            found = f"every user of this host may write {place}, and with it decide what this account runs"
-            return [warning(ME, "permissions", found, f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077")]
+            fix = f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077"
+            return [warning(ME, "permissions", _written_by_all(place), fix)]
     return []
 
 

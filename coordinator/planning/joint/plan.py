@@ -130,7 +130,7 @@ def one_pipeline(problem: Problem, *, seconds: float = 1.0) -> list[tuple[Plan, 
 def _reasons(problem: Problem, best: Best, plan: Plan, rounds: int) -> tuple[str, ...]:
     used = plan.world_size
     reasons = [
-        f"{number_of(plan.stages, 'stage')} x {number_of(plan.replicas, 'replica')} under {plan.schedule} "
+        f"{plan.extent} under {plan.schedule} "
         f"took {best.seconds:.4g} s in simulation, the least of {len(best.seen)} simulated plans; "
         f"found as: {best.origin} ({number_of(rounds, 'round')})"
     ]

@@ -21,6 +21,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import read_values
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.scheduling.policies import POLICIES
+from facility.exchange.text import number_of
 from facility.exchange.validation import check_format, parse, validated
 
 FORMAT = 1
@@ -216,6 +217,11 @@ class Plan:
     def units(self) -> int:
         """Units of the chain this plan covers."""
         return self.stage_units[-1][1]
+
+    @property
+    def extent(self) -> str:
+        """`2 stages x 1 replica`, for a person."""
+        return f"{number_of(self.stages, 'stage')} x {number_of(self.replicas, 'replica')}"
 
     @property
     def world_size(self) -> int:
