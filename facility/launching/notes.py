@@ -1,8 +1,8 @@
 """Small files by which the tasks of one job communicate, in a directory that all its nodes see.
 
 No message goes over the network: the job's working directory is on the file system that the ranks write the update
-to; behind a gate, one of the gate's own, which no request can write. Each note appears whole (rename); readers look
-every half second.
+to; behind a gate, one of the gate's own, which no request can write. Each note appears whole (rename); readers list the
+directory every half second, and open what is there.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
+from facility.exchange.files.listing import names_in
 from facility.exchange.json_values import note_in
 
 LOOK_SECONDS = 0.5
@@ -29,7 +30,8 @@ class Notes:
 
     def __init__(self, directory: Path, job: str, attempt: str = "0") -> None:
         word = re.sub(r"[^A-Za-z0-9]", "-", f"{job or os.getpid()}-{attempt}")
-        self.directory = Path(directory) / f".launch-{word}"
+        self.directory = Path(directory).absolute() / f".launch-{word}"
+        self._begun = False  # whether any task has made the directory
 
     def write(self, name: str, value: Any) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -37,15 +39,22 @@ class Notes:
 
     def read(self, name: str) -> Any:
         """The note, or None."""
-        return note_in(self.directory / f"{name}.json")
+        return self.read_all([name])[0]
+
+    def read_all(self, names: Sequence[str]) -> list[Any]:
+        """The notes, None in the place of one that is not there."""
+        files = [self.directory / f"{name}.json" for name in names]
+        there = self._names()
+        return [note_in(file) if file.name in there else None for file in files]
+
+    def _names(self) -> set[str]:
+        self._begun = self._begun or self.directory.name in names_in(self.directory.parent)
+        return names_in(self.directory) if self._begun else set()
 
     def failures(self) -> list[dict[str, Any]]:
         """Reports of failing ranks by all tasks, earliest first."""
-        try:
-            names = [e.name.removesuffix(".json") for e in os.scandir(self.directory) if e.name.startswith("failed-")]
-        except OSError:
-            return []
-        notes = [note for name in names if isinstance(note := self.read(name), dict)]
+        names = [name.removesuffix(".json") for name in self._names() if name.startswith("failed-")]
+        notes = [note for note in self.read_all(names) if isinstance(note, dict)] if names else []
         return sorted(notes, key=lambda note: note.get("time", 0.0))
 
     def wait_for(self, name: str, seconds: float, whose: str) -> Any:
@@ -57,7 +66,7 @@ class Notes:
         self.write(f"task-{task}", value)
 
         def all_values() -> list[Any] | None:
-            values = [self.read(f"task-{number}") for number in range(tasks)]
+            values = self.read_all([f"task-{number}" for number in range(tasks)])
             return None if any(v is None for v in values) else values
 
         return self.wait(all_values, seconds, f"not all of {tasks} tasks wrote their notes in {self.directory}")

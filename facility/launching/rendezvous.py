@@ -38,7 +38,7 @@ def private_directory(tasks: Tasks, notes: Notes, seconds: float) -> Iterator[di
         finally:
             shutil.rmtree(alone, ignore_errors=True)
         return
-    shared = (notes.directory / "rendezvous").absolute()
+    shared = notes.directory / "rendezvous"
     if tasks.first:
         shared.mkdir(mode=0o700, parents=True, exist_ok=True)
         shared.chmod(0o700)

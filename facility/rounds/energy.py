@@ -129,7 +129,8 @@ class Meter:
         wanted = [number for number in range(max(1, self.tasks.nodes)) if number != self.tasks.node]
         deadline = time.monotonic() + OTHERS_SECONDS
         while True:
-            found = [note for number in wanted if isinstance(note := notes.read(f"energy-{number}"), dict)]
+            left = notes.read_all([f"energy-{number}" for number in wanted])
+            found = [note for note in left if isinstance(note, dict)]
             if len(found) == len(wanted) or time.monotonic() > deadline:
                 return found
             time.sleep(LOOK_SECONDS)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
+from facility.exchange.files.listing import names_in
 from facility.exchange.json_values import values_in
 from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
@@ -63,7 +64,7 @@ def announce(directory: Path, address: str, port: int, environment: Mapping[str,
 def announced(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where the first rank's store listens. Raises `TransientError` where it does not say so within `seconds`."""
     place, deadline = _meeting(directory, environment), time.monotonic() + seconds
-    while not place.exists():
+    while place.name not in names_in(directory):
         if time.monotonic() > deadline:
             raise TransientError(f"the first rank did not write {place} within {seconds:.0f} s: do all nodes see it?")
         time.sleep(LOOK_SECONDS)
