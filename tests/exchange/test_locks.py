@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ import pytest
 
 from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import only_one
-from facility.exchange.files import audit_log, locks
+from facility.exchange.files import audit_log, durable, locks
+from facility.exchange.files.durable import new_directory
 from facility.exchange.files.locks import take_lock
 from facility.exchange.files.storage import is_storage, sentence
 from facility.gating import ledger as gate_ledger
@@ -74,3 +76,26 @@ def test_what_would_only_be_done_twice_goes_on(tmp_path: Path, caplog: pytest.Lo
         assert not held
     with only_one(read_federation(write_federation(tmp_path, ["a"], rounds=1))):
         assert "let no second `crossfed run` work on this federation" in caplog.text
+
+
+@pytest.mark.parametrize("hours, stays", [(0, True), (23, True), (25, False)])
+def test_what_a_killed_process_left_on_nfs_goes_after_a_day_without_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hours: float, stays: bool
+):
+    """NFS locks what is open for writing, which no directory can be (flock(2)): it stayed for ever."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+
+    monkeypatch.setattr(durable.fcntl, "flock", refused)
+    left = tmp_path / ".update.abc.tmp"
+    (left / "moments").mkdir(parents=True)
+    (left / "moments" / "model.safetensors").write_bytes(b"begun")
+    long_ago = time.time() - 48 * 3600
+    os.utime(left, (long_ago, long_ago))
+    os.utime(left / "moments", (long_ago, long_ago))
+    newest = time.time() - hours * 3600
+    os.utime(left / "moments" / "model.safetensors", (newest, newest))
+    with new_directory(tmp_path / "update") as update:
+        (update / "model.safetensors").write_bytes(b"whole")
+    assert left.exists() == stays and (tmp_path / "update" / "model.safetensors").read_bytes() == b"whole"

@@ -211,7 +211,7 @@ def _locked_sibling(path: Path) -> tuple[Path, int]:
     while True:
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
         descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without locks: then nothing is ever taken for abandoned
+        with suppress(OSError):  # a file system without locks of directories: its age tells (`maker_is_gone`)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if temporary.exists():
             return temporary, descriptor
@@ -221,17 +221,39 @@ def _locked_sibling(path: Path) -> tuple[Path, int]:
 def remove_abandoned(path: Path) -> None:
     """Remove what processes that were killed in `new_directory(path)` or `scratch_directory(path)` left behind."""
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-        try:
-            descriptor = os.open(leftover, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(leftover, ignore_errors=True)
-        except OSError:
-            pass  # its maker lives
-        finally:
-            os.close(descriptor)
+        with suppress(OSError), open_directory(leftover) as descriptor:
+            if maker_is_gone(descriptor, leftover):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+@contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor of the directory itself. Raises `OSError`, for a link too."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def maker_is_gone(descriptor: int, directory: Path) -> bool:
+    """Whether nobody holds the lock of an open temporary directory; this process holds it from then on.
+
+    NFS locks what is open for writing, which no directory can be (flock(2)), and other file systems may have no locks:
+    there a maker counts as gone once nothing in its directory has changed for a day.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return seconds_unchanged(directory) > CUT_OFF_SECONDS
+    return True
+
+
+def seconds_unchanged(directory: Path) -> float:
+    """Since something in it was made, written to or removed last. Raises `OSError` where something goes meanwhile."""
+    return time.time() - max(entry.lstat().st_mtime for entry in (directory, *directory.rglob("*")))
 
 
 def append_lines(path: Path, lines: str) -> None:

@@ -7,14 +7,14 @@ contents. Nothing else is touched: no directory of another user, no symbolic lin
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from facility.exchange.files.durable import maker_is_gone, open_directory, seconds_unchanged
 
 ABANDONED_SECONDS = 3600.0
 """Seconds without a change after which a temporary directory without a lock counts as left by a killed process."""
@@ -112,19 +112,12 @@ def _is_abandoned(directory: Path) -> bool:
     if not (directory.name.startswith(".") and directory.name.endswith(".tmp")):
         return False
     try:
-        newest = max(entry.stat(follow_symlinks=False).st_mtime for entry in (directory, *directory.rglob("*")))
-        if time.time() - newest < ABANDONED_SECONDS:
+        if seconds_unchanged(directory) < ABANDONED_SECONDS:
             return False
-        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with open_directory(directory) as descriptor:
+            return maker_is_gone(descriptor, directory)
     except OSError:
         return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False  # its maker lives, or nothing can be locked there
-    finally:
-        os.close(descriptor)
-    return True
 
 
 def _remove_if_empty(directory: Path) -> None:
