@@ -26,7 +26,8 @@ class TrainedRank:
 
     def __init__(self, parts: Sequence[LocalShard], rank: int) -> None:
         """`rank` 0: everything is trained."""
-        self.held = [(part, _beyond(part, rank)) for part in parts if rank and (A in part.name or B in part.name)]
+        self._beyond = [_beyond(part, rank) if rank and (A in part.name or B in part.name) else None for part in parts]
+        self.held = [(part, beyond) for part, beyond in zip(parts, self._beyond, strict=True) if beyond is not None]
 
     @torch.no_grad()
     def drop_gradients(self) -> None:
@@ -34,6 +35,18 @@ class TrainedRank:
         for part, beyond in self.held:
             if (gradient := part.gradient) is not None:
                 gradient[beyond] = 0.0
+
+    @torch.no_grad()
+    def without_held(self, of_records: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Gradients of single records, a tensor for each part with a leading dimension of records, with zeros in what
+        is held, which may be written into those given: what is not trained takes nothing of a record's clip."""
+        found = []
+        for gradient, beyond in zip(of_records, self._beyond, strict=True):
+            if beyond is not None:
+                gradient = gradient.contiguous()  # of a layer that is not used, one zero stands for all
+                gradient[(slice(None), *beyond)] = 0.0
+            found.append(gradient)
+        return found
 
     @contextmanager
     def unchanged(self) -> Any:
@@ -53,8 +66,8 @@ def trained_whole(shapes: Mapping[str, tuple[int, ...]], lora: LoraSettings) -> 
     return {name: shape for name, shape in shapes.items() if A not in name and B not in name}
 
 
-def _beyond(part: LocalShard, rank: int) -> Any:
+def _beyond(part: LocalShard, rank: int) -> tuple[slice, ...]:
     """Index of what is held among the rows that lie here: A is (rank, in), B is (out, rank)."""
     if A in part.name:
-        return slice(max(0, rank - part.first), None)
+        return (slice(max(0, rank - part.first), None),)
     return slice(None), slice(rank, None)

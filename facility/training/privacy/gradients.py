@@ -19,6 +19,7 @@ from facility.exchange.errors import InputError, first_line
 from facility.training.data.tasks import IGNORED, Task
 from facility.training.parallel.compute import Precision
 from facility.training.privacy.rows import Rows
+from facility.training.trained_rank import TrainedRank
 
 log = logging.getLogger(__name__)
 Tensors = dict[str, torch.Tensor]
@@ -30,10 +31,18 @@ class RecordGradients:
     """Clipped sums of the gradients of single records, for one whole model on this rank."""
 
     def __init__(
-        self, model: nn.Module, trained: Sequence[nn.Parameter], task: Task, precision: Precision, *, vectorise: bool
+        self,
+        model: nn.Module,
+        trained: Sequence[nn.Parameter],
+        task: Task,
+        precision: Precision,
+        *,
+        vectorise: bool,
+        held: TrainedRank | None = None,
     ) -> None:
+        """`held`: what is not trained of the parameters `trained`; None: nothing."""
         check_model(model)
-        self.model, self.task, self.precision = model, task, precision
+        self.model, self.task, self.precision, self.held = model, task, precision, held
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         self.parameters = {names[id(parameter)]: parameter for parameter in trained}
         self.vectorise = vectorise
@@ -45,7 +54,8 @@ class RecordGradients:
         self.model.train()
         for rows in batches:
             for of_records in self._of_records(rows):
-                add_clipped(total, of_records, limit)
+                trained = of_records if self.held is None else self.held.without_held(of_records)
+                add_clipped(total, trained, limit)
         return total
 
     def _of_records(self, rows: Rows) -> Iterable[Gradients]:

@@ -80,6 +80,7 @@ class PrivateTraining:
             inputs.task,
             engine.compute.precision,
             vectorise=not inputs.task.pools,
+            held=engine.trained_rank,
         )
         self.random = SecretRandom()
         self.ledger = Ledger(state=request.state)

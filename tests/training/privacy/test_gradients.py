@@ -20,6 +20,8 @@ from facility.training.parallel.compute import Precision
 from facility.training.privacy.gradients import RecordGradients, add_clipped, check_model
 from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, units_of, whole_blocks
+from facility.training.shards import shard_of
+from facility.training.trained_rank import TrainedRank
 from tests.pico import pico_config
 from tests.training.families import tiny_config
 from tests.training.federation import write_dataset
@@ -108,6 +110,41 @@ def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
     reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4)
     rows = [[torch.from_numpy(dataset.split("train")[i].astype("int64"))] for i in range(6)]
     assert_equal(gradients_of(model).clipped_sum(reader.read(range(6)), 0.3), oracle(model, rows, 0.3))
+
+
+@pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "one by one"])
+def test_components_that_are_not_trained_take_nothing_of_a_records_clip(dataset: Any, vectorise: bool):
+    """With `trained_rank` 1 of 4 they took half of it, and noise is as large whatever is left."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = model_of("llama")
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) / 8)
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    parts = [shard_of(name.replace(".default.", "."), parameter) for name, parameter in named]
+    beyond = [(slice(1, None),) if "lora_A" in name else (slice(None), slice(1, None)) for name, _ in named]
+    gradients = RecordGradients(
+        model, [p for _, p in named], CausalLM(), FLOAT, vectorise=vectorise, held=TrainedRank(parts, 1)
+    )
+    reader, limit = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4), 0.02
+    found = gradients.clipped_sum(reader.read(range(6)), limit)
+
+    total = [torch.zeros_like(parameter) for _, parameter in named]
+    for row in dataset.split("train")[:6]:
+        ids = torch.from_numpy(row.astype("int64"))
+        loss = F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:])
+        own = torch.autograd.grad(loss, [parameter for _, parameter in named])
+        for one, index in zip(own, beyond, strict=True):
+            one[index] = 0.0
+        norm = math.sqrt(sum(one.double().square().sum().item() for one in own))
+        assert norm > limit, "every record is clipped"
+        for whole, one in zip(total, own, strict=True):
+            whole += one * (limit / norm)
+    assert_equal(found, total)
 
 
 def test_a_document_of_several_pieces_is_clipped_as_one(dataset: Any):
