@@ -98,6 +98,7 @@ class Engine:
         if sync is not None:
             with self.clock("communication"):
                 sync.reduce_gradients(predictions)
+            self.trained_rank.drop_gradients()  # of what was sent while the backward pass went on, all came back
         return self._finish(gradients, loss_sum, predictions, rate)
 
     def step_with(self, gradients: Sequence[torch.Tensor], rate: Callable[[], float]) -> StepResult:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,21 +15,26 @@ from facility.exchange.checkpoints.adapters import A, B
 from facility.exchange.checkpoints.second_moments import has_factors
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
+from facility.exchange.messages.report import read_report
+from facility.sync.policies import partial_reduce
+from facility.sync.runtime.flat import gradients
+from facility.sync.runtime.gradient_buckets import GradientBuckets
 from facility.training.trained_rank import trained_whole
+from tests.distributed import run_distributed
 from tests.pico import save_pico
-from tests.training.federation import largest_difference, write_dataset
-from tests.training.layouts import TWO, arguments, rounds_in
+from tests.training.federation import largest_difference, weights, write_dataset
+from tests.training.layouts import TWO, arguments, rounds_in, run_rounds
 
 
 @pytest.mark.slow
 def test_components_beyond_the_rank_stay_as_received(tmp_path: Path):
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
     rounds_in([("begun", arguments(tmp_path / "begun", model, dataset, lora={"rank": 4}))])
-    weights, adapters = (
+    plain, adapters = (
         load_file(model / "model.safetensors"),
         load_file(tmp_path / "begun/out/adapter_model.safetensors"),
     )
-    save_file(weights | adapters, model / "model.safetensors", {"format": "pt"})
+    save_file(plain | adapters, model / "model.safetensors", {"format": "pt"})
 
     own = {"lora": {"rank": 4, "trained_rank": 1}, "weight_decay": 0.1, "optimizer_state": "shared"}
     rounds_in([("one", arguments(tmp_path / "one", model, dataset, **own))])
@@ -44,6 +52,40 @@ def test_components_beyond_the_rank_stay_as_received(tmp_path: Path):
         assert (A in name) != (B in name)
         assert torch.equal(after[beyond], before[beyond]), name
         assert not torch.equal(after[trained], before[trained]), name
+
+
+class SentAtOnce:
+    """In place of an exchange in the background, which may be anywhere when the backward pass ends: one that has sent
+    everything by then, and brings back what it sent."""
+
+    def __init__(self, work: Callable[..., None], samples: float, filling: GradientBuckets) -> None:
+        parameters = [parameter for bucket in filling.buckets for parameter in bucket]
+        self.sent = [(gradient, gradient.clone()) for gradient in gradients(parameters)]
+        self.work = functools.partial(work, samples, filling)
+
+    def result(self) -> None:
+        for gradient, before in self.sent:
+            gradient.copy_(before)
+        self.work()
+
+
+def sent_at_once(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> list[tuple[str, int, str]]:
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(partial_reduce, "BackgroundTask", SentAtOnce)
+        return run_rounds(rank, world, cases)
+
+
+def test_gradients_of_what_is_not_trained_do_not_come_back_from_other_replicas(tmp_path: Path):
+    """Those that were sent as the backward pass went on came back with them: into the norm, and into the moments."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    own: dict[str, Any] = {"lora": {"rank": 4, "trained_rank": 1}, "layout": {"sharding": "NO_SHARD"}}
+    case = arguments(tmp_path / "two", model, dataset, **own, sync={"policy": "partial_reduce"})
+    results = run_distributed(sent_at_once, 2, [("two", case)])
+    assert [code for ((_, code, _),) in results] == [0, 0], results
+    assert read_report(tmp_path / "two/out").details["sync"]["announced_early_here"]
+    moments = {k: v for k, v in weights(tmp_path / "two/state/round-0").items() if "exp_avg" in k and B in k}
+    assert moments and all(not moment[:, 1:].any() for moment in moments.values())
+    assert any(moment[:, :1].any() for moment in moments.values())
 
 
 def test_moments_leave_of_what_is_trained_whole():
