@@ -158,6 +158,9 @@ class PrivateTraining:
             raise OutOfBudget("the noise of this round was calibrated for the steps that were taken: no further one is")
         self.steps_left -= 1
         mine = self._sample()
+        # Dropout draws by a record's place in its pass, which the records before it decide: from the public seed of the
+        # round, one less would change the gradients of others, by more than the clip and as anybody can compute.
+        torch.manual_seed(self.random.seed())
         with self.engine.clock("backward"):
             sums = self.gradients.clipped_sum(self.readers["train"].read(mine, self._seed()), self.settings.clip)
         noise = self.noise["training"]

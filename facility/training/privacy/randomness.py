@@ -37,6 +37,10 @@ class SecretRandom:
         bits = np.frombuffer(self._stream.update(bytes(8 * count)), dtype="<u8") >> np.uint64(11)
         return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
+    def seed(self) -> int:
+        """A seed for a generator of another kind, in [0, 2**63)."""
+        return int.from_bytes(self._stream.update(bytes(8)), "little") >> 1
+
     def normal(self, count: int) -> np.ndarray:
         """Float64 values of the standard normal distribution."""
         half = -(-count // 2)

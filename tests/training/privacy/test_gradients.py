@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.nn import functional as F
 
 from facility.dataset import LOSS, open_dataset
 from facility.exchange.errors import InputError
-from facility.training.data.tasks import CausalLM
+from facility.training.data.tasks import CausalLM, MaskedLM
 from facility.training.parallel.compute import Precision
 from facility.training.privacy.gradients import RecordGradients, add_clipped, check_model
 from facility.training.privacy.rows import RowReader
@@ -235,6 +236,26 @@ def test_a_record_does_not_change_what_becomes_of_those_beside_it(
     alone = sum(total([unit], 1) for unit in (0, 1, 2))
     for together in (total([0, 1, 2], 1), total([1, 0, 2], 3), total([0, 2, 1], 2)):
         assert (together - alone).abs().max() < 1e-5, "the sum is one of what each is alone"
+
+
+def test_a_unit_less_leaves_what_is_drawn_for_the_others_as_it_was():
+    """Which tokens of a block are hidden was drawn by its number, so that a unit less changed all behind it."""
+    blocks = np.random.default_rng(0).integers(3, 128, (9, 16), dtype=np.int32)
+
+    def rows_of(held: np.ndarray) -> list[tuple[list[int], list[int]]]:
+        manifest = SimpleNamespace(documents="joined", task="masked-lm", block_tokens=16)
+        dataset: Any = SimpleNamespace(manifest=manifest, split=lambda name: held)
+        units, task = whole_blocks(len(held), 16), MaskedLM(1, 128, (0, 1, 2))
+        reader = RowReader(dataset, "train", units, task, nn.Linear(1, 1), most_rows=4)
+        read = reader.read(range(len(held)), 7)
+        return [
+            pair for one in read for pair in zip(one.inputs["input_ids"].tolist(), one.targets.tolist(), strict=True)
+        ]
+
+    whole = rows_of(blocks)
+    assert len({tuple(token == 1 for token in ids) for ids, _ in whole}) > 5, "each block has draws of its own"
+    for gone in (0, 4, 8):
+        assert rows_of(np.delete(blocks, gone, axis=0)) == [*whole[:gone], *whole[gone + 1 :]]
 
 
 def test_a_batch_normalisation_is_refused():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,21 @@ def test_without_noise_and_clipping_it_is_plain_training_on_any_number_of_ranks(
         one, other = read_report(tmp_path / "plain/out0"), read_report(tmp_path / name / "out0")
         assert (other.tokens, other.samples, other.steps) == (one.tokens, one.samples, one.steps)
         assert other.loss_returned == pytest.approx(min(one.loss_returned, math.log(128)), abs=2e-2)
+
+
+@pytest.mark.slow
+def test_what_is_dropped_out_does_not_follow_from_the_public_seed(tmp_path: Path, pico_llama: Path, dataset: Path):
+    """Which values are dropped of a record its place in the pass decides, and that those before it."""
+    settings = settings_of(tmp_path / "private.json", batch_sequences=40, differential={"clip": 1e6}, steps=1)
+    model = shutil.copytree(pico_llama, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    outs = []
+    for dropout in (0.0, 0.5):
+        (model / "config.json").write_text(json.dumps(config | {"attention_dropout": dropout}))
+        cases = [(name, arguments(tmp_path / name / str(dropout), model, dataset, settings)) for name in "ab"]
+        assert [code for _, code, _ in rounds(cases, quiet=True)] == [0, 0]
+        outs.append([tmp_path / name / str(dropout) / "out0" for name in "ab"])
+    assert largest_difference(*outs[0]) == 0 < largest_difference(*outs[1])
 
 
 def noise_norms(said: str) -> list[float]:
