@@ -17,7 +17,7 @@ from coordinator.commands.watch import audit
 from facility.exchange.errors import InputError
 from facility.exchange.files import audit_log
 from facility.exchange.files.audit_log import append, head, verify
-from facility.exchange.messages.audit_compare import checked, compared, head_of
+from facility.exchange.messages.audit_compare import checked, compared, head_of, verified
 
 
 @pytest.fixture
@@ -167,6 +167,20 @@ def test_two_facilities_that_exchange_heads_find_out_that_they_were_shown_two_lo
     code, text = compare(log, heads[mine], forked)
     assert code == 1 and "is line 5 of the 6" in text and "TWO LOGS: the first 3 lines" in text
     assert "line 4 is ordered" in text and "event of 2" in text and "\x1b" not in text
+
+
+def test_a_head_is_found_at_its_line_the_last_one_too_however_it_is_written(log: Path):
+    for lines in range(1, 7):
+        own = head_of(copied(log, str(lines), lines))
+        for one in (own, own.upper(), own.partition(":")[2]):
+            assert compared(log, [one]) == (f"{one}: is line {lines} of the 6 of {log}", 0)
+            assert verified(log, [one])[1] == 0
+
+
+def test_a_log_whose_first_line_is_broken_has_no_exit_code_of_a_sound_one(log: Path):
+    log.write_bytes(b"")
+    text, code = verified(log, [])
+    assert code == 1 and "line 1 is broken" in text
 
 
 def test_a_head_that_nothing_can_be_said_of_yet_is_not_taken_for_the_same_log(log: Path):
