@@ -19,7 +19,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.masking.roster import read_agreement
 from facility.exchange.masking.shares import read_shares
 from facility.exchange.messages.emulation import read_trace
-from facility.exchange.messages.manifest import read_manifest
+from facility.exchange.messages.manifest import RUN, Manifest, read_manifest, run_of
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.report import read_failure, read_report
 from facility.exchange.messages.settings import read_facility_settings
@@ -91,3 +91,8 @@ def test_what_is_no_format_is_refused_for_it(reader: str, version: object, tmp_p
 @pytest.mark.parametrize("reader", ["plan", "problem"])
 def test_the_format_is_the_only_fault(reader: str, version: int, tmp_path: Path):
     assert f"format is {version}, expected a whole number from 1 to 1" in said_of(reader, tmp_path, version)
+
+
+@pytest.mark.parametrize(("extra", "run"), [({}, ""), ({RUN: None}, ""), ({RUN: ""}, ""), ({RUN: "2b7e"}, "2b7e")])
+def test_a_manifest_of_a_version_without_runs_is_of_no_run(extra: dict[str, Any], run: str):
+    assert run_of(Manifest(kind="model", federation="heron", round=0, extra=extra)) == run
