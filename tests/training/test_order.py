@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from facility.sync.runtime.sampling import ReplicaOrder
 from facility.training.data.loader import DataLoader, Shape
 from facility.training.data.order import evenly_spread
 from facility.training.data.tasks import IGNORED, Batch
@@ -26,7 +27,9 @@ class Numbers:
         return Batch(inputs={"input_ids": numbers.clone()}, targets=numbers)
 
 
-def loader(ranks: int, rank: int, batch: int, micro: int, *, evaluated: int = 0) -> DataLoader:
+def loader(
+    ranks: int, rank: int, batch: int, micro: int, *, evaluated: int = 0, apart: ReplicaOrder | None = None
+) -> DataLoader:
     shape = Shape(
         bounds=tuple(batch * r // ranks for r in range(ranks + 1)),
         micro_batch_sequences=micro,
@@ -36,7 +39,7 @@ def loader(ranks: int, rank: int, batch: int, micro: int, *, evaluated: int = 0)
     dataset: Any = SimpleNamespace(split=lambda name: np.zeros((SEQUENCES, 4)), directory=Path("data"))
     task: Any = Numbers()
     more: dict[str, Any] = {"evaluation_sequences": evaluated, "data_rank": rank, "data_ranks": ranks}
-    return DataLoader(dataset, task, shape, seed=3, facility="here", **more)
+    return DataLoader(dataset, task, shape, seed=3, facility="here", apart=apart, **more)
 
 
 def read(batches: Any) -> list[int]:
@@ -54,6 +57,17 @@ def test_every_sequence_once_an_epoch_whatever_the_ranks(plan: list[tuple[int, i
     epochs, more = divmod(position, SEQUENCES)
     counts = Counter(Counter(seen)[number] for number in range(SEQUENCES))
     assert len(seen) == position and counts == Counter({epochs: SEQUENCES - more, epochs + 1: more})
+
+
+@pytest.mark.parametrize("replica", [0, 1])
+def test_an_order_of_a_replicas_own_goes_on_where_it_was_whatever_the_batch_becomes(replica: int):
+    """Where a round had another batch than those before, it began some sequences earlier, which were read again."""
+    apart = ReplicaOrder(policy="strided", sequences=SEQUENCES, replica=replica, replicas=2, seed=3)
+    position, seen = 0, []
+    for batch in [4] * 3 + [10] * 5 + [6] * 7:
+        seen += read(loader(2, replica, batch, 1, apart=apart).step(position))
+        position += batch
+    assert seen == apart.take(0, position // 2).tolist()
 
 
 @pytest.mark.parametrize("evaluated", [0, 5, 36, 37, 90])

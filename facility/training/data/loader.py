@@ -112,7 +112,7 @@ class DataLoader:
         first = self.shape.bounds[self.apart.replica * shards]
         count = self.shape.bounds[(self.apart.replica + 1) * shards] - first
         indices = np.zeros(self.shape.batch_sequences, dtype=np.int64)
-        indices[first : first + count] = self.apart.take(position // self.shape.batch_sequences * count, count)
+        indices[first : first + count] = self.apart.take(position * count // self.shape.batch_sequences, count)
         return indices
 
     def evaluation(self) -> Iterator[Batch]:
