@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from annotated_types import Gt, Lt
+from annotated_types import Ge, Gt, Lt
 
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.layout import LayoutSettings
@@ -20,6 +20,8 @@ DATASET_LIMIT = "CROSSFED_DATASET_EPSILON"
 RELEASED = "released"
 """In the `extra` of a model's manifest: by facility, the noised steps of which its reports tell."""
 MOST_STEPS = 10**12
+LEAST_CLIP = 1e-20
+"""Far above 1.2e-38, below which float32 has fewer digits the smaller a number is."""
 WITHHELD = -1.0
 """In place of a training loss, which is not noised."""
 
@@ -35,8 +37,9 @@ class DifferentialSettings:
     unit: Unit = "document"
     """What is protected: a `document` with all its tokens (needs documents that share no context), or a `block` of
     the prepared dataset, which protects a whole document only where that lies in one block."""
-    clip: Positive[float] = 1.0
-    """Largest L2 norm of one unit's gradient (of its mean loss) in the sum of a step."""
+    clip: Annotated[float, Ge(LEAST_CLIP)] = 1.0
+    """Largest L2 norm of one unit's gradient (of its mean loss) in the sum of a step; not below 1e-20, where float32
+    would round single values up, so that a unit has up to twice that norm."""
     blocks_per_document: AtLeastOne[int] = 4
     """Blocks of one document that are trained on; later ones are left out. It bounds memory, not privacy."""
 

@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from facility.dataset import LOSS, open_dataset
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.privacy import LEAST_CLIP, DifferentialSettings
 from facility.training.data.tasks import CausalLM, MaskedLM
 from facility.training.parallel.compute import Precision
 from facility.training.privacy.gradients import RecordGradients, add_clipped, check_model
@@ -179,6 +180,23 @@ def test_no_record_contributes_more_than_the_clip_or_anything_that_is_not_finite
         add_clipped(total, [one[record : record + 1] for one in of_records], 0.25)
         norm = math.sqrt(sum(one.double().square().sum().item() for one in total))
         assert norm == pytest.approx({0: 0.25, 3: 0.25}.get(record, 0.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("clip", [1e-44, 2.2e-44, 1e-40, LEAST_CLIP, 1e-3, 1e30])
+def test_no_record_contributes_more_than_any_clip_that_settings_may_name(clip: float):
+    """Of 2.2e-44 a record of a thousand even values had 1.96 times the clip: each was rounded up to float32's least,
+    and the noise was made for half of what it hid."""
+    try:
+        limit = DifferentialSettings(epsilon=1.0, delta=1e-6, clip=clip).clip
+    except ConfigurationError as error:
+        assert "clip" in str(error) and clip < LEAST_CLIP
+        return
+    for seed in range(3):
+        drawn = torch.randn(1, 1000, generator=torch.Generator().manual_seed(seed))
+        values = drawn if seed else torch.ones(1, 1000)
+        total = [torch.zeros(1000)]
+        add_clipped(total, [values], limit)
+        assert total[0].double().norm().item() <= limit * (1 + 1e-6)
 
 
 @pytest.mark.slow
