@@ -79,9 +79,9 @@ def sha1(session: Session, request: Request) -> int:
     path = sent(request["path"], session)
     if not path.is_file():
         return 1
-    if path.stat().st_size > MOST_SMALL:  # hours for a file of one byte at a far offset, connection or not
-        raise Refused(f"{path} is too large for a checksum: the engine asks for those of settings alone")
-    with open(path, "rb") as file:
+    with os.fdopen(_open(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > MOST_SMALL:  # hours for one byte at a far offset, connection or not
+            raise Refused(f"{path} is too large for a checksum: the engine asks for those of settings alone")
         _say(hashlib.file_digest(file, lambda: hashlib.sha1(usedforsecurity=False)).hexdigest() + "\n")
     return 0
 

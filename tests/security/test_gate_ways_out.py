@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.errors import ConfigurationError
-from facility.gating import jobs, ledger, transfers
+from facility.gating import grammar, jobs, ledger, transfers
 from facility.gating.ledger import JobEntry, changed, read_ledger
 from facility.gating.policy import read_policy
 from tests.conftest import ROOT
@@ -104,6 +104,25 @@ def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.Mo
         code, out, error = site.ask(f"crossfed-gate sha1 {path}")
         assert (code, out) == (77, b"") and "lies in a job's directory" in error
     assert site.ask(f"crossfed-gate sha1 {site.workdir}/in/alpha.json")[0] == 0, "what the engine sent"
+
+
+def test_no_checksum_is_of_a_file_that_came_to_lie_there_after_the_look(site: Gate, monkeypatch: pytest.MonkeyPatch):
+    """A link to the folder that holds a job's directory, made in place of a folder once the path through it was
+    checked, by a request of its own."""
+    site.policy(job_output=False, bytes_out_per_day=0)
+    w, real = site.workdir, transfers.sent
+    assert site.ask(in_job(site, "x/job", site.round()))[0] == 0
+    (w / "x/job/slurm-17.out").write_bytes(SECRET)
+    assert site.ask(f"crossfed-gate put-file {w}/folder/job/slurm-17.out 600", b"sent")[0] == 0
+
+    def sent(word, session):
+        found = real(word, session)
+        assert transfers.link(session, grammar.parse(f"crossfed-gate link {w}/x {w}/folder")) == 0
+        return found
+
+    monkeypatch.setattr(transfers, "sent", sent)
+    code, out, error = site.ask(f"crossfed-gate sha1 {w}/folder/job/slurm-17.out")
+    assert (code, out) == (77, b"") and "was exchanged while it was read" in error, out
 
 
 @pytest.mark.parametrize("job_output", [True, False])
