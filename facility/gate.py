@@ -23,6 +23,7 @@ from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.exit_codes import ExitCode
 from facility.gating import grammar
 from facility.gating.grammar import Request
+from facility.gating.log_share import LogFull, check_log_share
 from facility.gating.policy import STATE, Policy, read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -135,6 +136,7 @@ def serve(session: Session, command: str | None) -> int:
     """Decide on one request, write the decision down, and do it. Returns the exit code."""
     asked = (command or "")[:1000]
     try:
+        check_log_share(session.log, session.policy.log_bytes_per_day)
         if session.key not in session.policy.keys:
             raise Refused(f"the key {session.key} is not one of the policy's")
         request = grammar.parse(command)
@@ -146,7 +148,8 @@ def serve(session: Session, command: str | None) -> int:
             module, _, function = WHERE[request.verb].partition(":")
             return int(getattr(importlib.import_module(f"facility.gating.{module}"), function)(session, request))
     except Refused as error:
-        session.write("refused", request=asked, reason=str(error)[:1000])
+        if not (isinstance(error, LogFull) and error.told):
+            session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
         return ExitCode.REFUSED
     except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job

@@ -78,6 +78,9 @@ class Policy:
     bytes_in_per_day: int = 1_000_000_000_000
     """Most bytes that are written to the workdir for a coordinator within 24 hours, its jobs' own apart; a file, a
     directory or a link counts with 4096 more."""
+    log_bytes_per_day: int = 100_000_000
+    """Most bytes by which requests let the gate's log grow within a day (UTC), a quarter of a million or so; beyond it
+    all are refused. The log is the site's to keep, and is never cut."""
     models: tuple[str, ...] = ()
     """Digests (`content_sha256` of their manifests) of the models that a run may begin with, and of other models that
     settings name by a path (LoRA's bases, references of preferences); none: any."""
@@ -341,6 +344,7 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "ahead_seconds": _above_zero,
     "bytes_out_per_day": _whole(0),
     "bytes_in_per_day": _whole(0),
+    "log_bytes_per_day": _whole(1),
     "models": _texts(HEX, "sha256 digests"),
     "modules": _texts(MODULE, "modules' names"),
     "encodings": _texts(NAME, "codecs' names"),

@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import tarfile
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
 
-from facility.gating import slots, transfers
+from facility.gating import log_share, slots, transfers
 from facility.gating.ledger import DAY, Ledger, changed, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
@@ -181,3 +182,21 @@ def test_a_probe_that_is_killed_leaves_no_room_taken(tmp_path: Path, monkeypatch
     done = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PATH": path}, cwd=ROOT)
     assert done.returncode == -signal.SIGKILL and not list(work.iterdir())
     assert "refused" not in disk(work, 1 << 20), "what is reserved is still asked of the file system"
+
+
+def test_requests_let_the_log_grow_by_a_days_share_and_its_chain_stays_whole(site: Gate):
+    """Refused ones too, and those of a key that is none of the policy's; what is refused for that costs no line."""
+    site.policy(log_bytes_per_day=6000)
+    log, codes = site.home / "gate" / "audit.jsonl", []
+    for number in range(60):
+        request, key = ("crossfed-gate hello", KEY) if number % 3 else ("x" * 9000, "SHA256:" + "B" * 43)
+        code, _, error = site.ask(request, key=key)
+        codes.append(code)
+    assert 0 in codes and codes[-20:] == [77] * 20
+    assert "log_bytes_per_day is 6000: nothing more is done before " in error
+    assert log.stat().st_size < 6000 + 2 * 3000, "the line that passes the share, and the one that says so"
+    last = site.log()[-1]
+    assert last["what"] == "refused" and "log_bytes_per_day" in last["reason"]
+    day = int(time.time() // DAY)
+    log_share.check_log_share(log, 6000, now=(day + 1) * DAY)  # another day, another share
+    assert site.ask("crossfed-gate hello")[0] == 0
