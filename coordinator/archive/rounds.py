@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.companions import OWN
+from facility.exchange.checkpoints.companions import OWN, TENSORS, refuse_links_elsewhere
 from facility.exchange.errors import InputError, ManifestError, NewerFormat
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory, write_json, write_text
@@ -295,12 +295,14 @@ class Archive:
     def begin(self, model: Path, federation: str) -> None:
         """Keep the initial model, or check that it is still the one the archive began with.
 
-        Raises `InputError` when the archive belongs to another federation or began with other weights.
+        Raises `InputError` when the archive belongs to another federation or began with other weights, and for a model
+        with a link to other files of this account, which would be sent to facilities.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         initial = self.path / "initial"
         given = _manifest_of(model)
         if not present.exists(initial):
+            refuse_links_elsewhere(model, but=TENSORS)
             with new_directory(initial) as temporary:
                 copy_tree(model, temporary / "model", leave=OWN)
                 _describe(temporary / "model", federation)

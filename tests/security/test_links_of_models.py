@@ -67,6 +67,16 @@ def test_no_federation_begins_with_one_or_shares_it(tmp_path: Path, key: Path, l
     assert not [row for row in failing_here(federation) if "link" in row.found], f"{model} is sent no more"
 
 
+@pytest.mark.parametrize("link", LINKS)
+def test_nor_does_one_that_streamflow_begins_without_crossfed_run(tmp_path: Path, key: Path, link: str):
+    """Its first step copied what the link leads to into the model that facilities are sent."""
+    archive = Archive(tmp_path / "archive")
+    model = linked(save_pico(tmp_path / "models" / "evil", dtype="float32"), link, key)
+    with pytest.raises(InputError, match=f"{link} is a link to .*expected the files themselves"):
+        archive.begin(model, "heron")
+    assert not archive.rounds() and not (archive.path / "initial").exists()
+
+
 def test_no_index_names_weights_of_another_folder(tmp_path: Path):
     """transformers reads them: another model of the account's would be sent as the published one."""
     own, model = save_pico(tmp_path / "own", dtype="float32"), save_pico(tmp_path / "evil", dtype="float32")
