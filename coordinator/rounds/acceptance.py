@@ -23,10 +23,23 @@ def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change
     """
     before = archive.read_note(NOTE)
     done = len(archive.rounds())
-    changes = changes_of(before, described, done=done) if before and described and done else []
+    if not (described and done):
+        return []
+    changes = changes_of(before, described, done=done) if before else [_unknown(archive)]
     if refused := [str(change) for change in changes if not change.possible]:
         raise InputError(f"federation.yml has changed since the archive's latest round: {'; '.join(refused)}")
     return changes
+
+
+def _unknown(archive: Archive) -> Change:
+    """What a start says where the description of earlier rounds was removed: it cannot be compared, and that is told."""
+    return Change(
+        key=f"{NOTE}.json",
+        before=None,
+        now="written anew",
+        follows=f"it is missing in {archive.path.name}, so what has changed since the latest round is not known",
+        affects=False,
+    )
 
 
 def is_accepted(archive: Archive, described: Mapping[str, Any], changes: Sequence[Change]) -> bool:

@@ -171,6 +171,18 @@ def test_the_first_step_refuses_what_was_not_accepted_and_the_round_file_tells_w
     assert archive.read_round(2).changes == [], "told once"
 
 
+def test_a_description_that_was_removed_is_told_in_the_next_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever was changed together with it went unlisted: the report of all rounds showed none."""
+    archive = Archive(tmp_path)
+    monkeypatch.setattr(Archive, "rounds", lambda self: [0, 1])
+    now = copy.deepcopy(BEFORE)
+    now["federation"]["stop.patience"] = 2
+    (change,) = take_over(archive, now)
+    assert str(change).startswith("federation.json: (none) -> written anew; it is missing in ")
+    assert acceptance.told(archive) == [str(change)]
+    assert take_over(archive, now) == [] and acceptance.told(archive) == [str(change)]
+
+
 @pytest.mark.parametrize("undone", [False, True])
 def test_killed_while_it_takes_a_change_over_a_start_tells_it_once_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undone: bool
