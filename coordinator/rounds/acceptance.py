@@ -32,7 +32,7 @@ def changes_since(archive: Archive, described: Mapping[str, Any]) -> list[Change
 
 
 def _unknown(archive: Archive) -> Change:
-    """What a start says where the description of earlier rounds was removed: it cannot be compared, and that is told."""
+    """What a start says where the description of earlier rounds was removed, and so cannot be compared."""
     return Change(
         key=f"{NOTE}.json",
         before=None,
