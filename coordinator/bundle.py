@@ -28,12 +28,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.bundle_contents import SBOM, SUMS, components, write_digests
+from coordinator.bundle_contents import PARTS, SBOM, SUMS, components, write_digests
 from coordinator.evaluation_cache import fill
 from facility.exchange.addresses import hidden_login, without_login
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
+from facility.exchange.files.owners import first_not_ours
 from facility.exchange.files.paths import CHECKOUT, shipped
 from facility.exchange.files.storage import unwritable
 from facility.exchange.messages.manifest import sha256_of
@@ -86,6 +87,7 @@ def bundle(
         raise InputError(
             f"--eval-include is {str(include)!r}, expected a folder with YAML files of tasks that --eval names"
         )
+    check_place(out)
     check_code(out / CODE)
     if tasks:  # first: a wrong name is found before gigabytes of packages come
         fill(out, tasks, include=include)
@@ -189,6 +191,13 @@ def end_pip(process: subprocess.Popen[bytes]) -> None:
         process.wait(END_SECONDS)
     process.kill()
     process.wait()
+
+
+def check_place(out: Path) -> None:
+    """Raise `InputError` where another account made the folder, or one in it, or may write it: a wheel that it leaves
+    there, or exchanges later together with its digest, is installed at facilities."""
+    if reason := first_not_ours([out, *(out / part for part in PARTS)]):
+        raise InputError(f"{reason}, which decides what facilities install: choose another --out")
 
 
 def check_code(target: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.bundle import bundle
 from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.facility import _room
@@ -32,6 +33,7 @@ from facility.rounds.kept import state_directory
 from facility.rounds.workdir_check import check_workdir
 from tests.federations import write_dataset, write_federation
 from tests.rounds import test_remote_setup
+from tests.rounds.test_bundle_tasks import wheels_appear
 from tests.rounds.test_setup import setup
 from tests.security import test_gate
 from tests.security.test_gate import Gate
@@ -154,6 +156,18 @@ def test_what_another_account_left_is_no_data_set_whose_replacement_was_cut_shor
         strangers(tmp_path / name)
     finish_replacement(tmp_path / "it")
     assert not (tmp_path / "it").exists()
+
+
+@pytest.mark.parametrize("place", ["", "wheelhouse", "crossfed", "evaluation"])
+def test_nothing_is_bundled_in_a_folder_of_another_account(tmp_path: Path, place: str):
+    """A wheel that it left there was locked with its digest, and every facility that had the bundle installed it."""
+    out = tmp_path / "bundle"
+    their = strangers(out / place)
+    (their / "evil-1.0-py3-none-any.whl").write_bytes(b"evil")
+    options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cuda", "run": wheels_appear}
+    with pytest.raises(InputError, match=f"{their} belongs to .*user {STRANGER}.*choose another --out"):
+        bundle(out, **options)  # type: ignore[arg-type]
+    assert not (out / "bundle.json").exists() and len(list(their.iterdir())) == 1
 
 
 @pytest.mark.parametrize("made_first", ["home", "home/state"])
