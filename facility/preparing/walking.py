@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from facility.dataset import DatasetError
+from facility.exchange.files.bounded import real
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +15,8 @@ log = logging.getLogger(__name__)
 def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...] = ()) -> list[Path]:
     """Files whose names end in one of the suffixes, whatever the case, sorted by path; hidden ones are left out.
 
-    How many files have other names is logged (`.csv` among `.jsonl`), but for those named in `beside`.
+    How many files have other names is logged (`.csv` among `.jsonl`), but for those named in `beside`; and how many are
+    links to files elsewhere, as who published the folder can have made them to files of this account's.
     Raises `DatasetError` for what would otherwise be left out in silence (a link to a folder, a link to nothing, a
     socket or device), and `OSError` for a folder that may not be listed.
     """
@@ -41,7 +43,25 @@ def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...
     if found and others:
         expected = ", ".join(suffixes)
         log.warning("%s: %d files are left out, such as %s; expected %s", root, others, other, expected)
+    if outside := [path for path in found if path.is_symlink() and _leads_out(root, path)]:
+        log.warning(
+            "%s: %d files are links that lead out of the folder, such as %s to %s: they are read, so look at them if "
+            "somebody else made the folder",
+            root,
+            len(outside),
+            min(outside),
+            real(min(outside)),
+        )
     return sorted(found)
+
+
+def _leads_out(root: Path, path: Path) -> bool:
+    """Whether a link leads to neither the folder nor the download that it is a part of: in Hugging Face's cache files
+    are links into `blobs`, beside the folders of versions."""
+    place, target = real(root), real(path)
+    blobs = target.parent
+    downloaded = blobs.name == "blobs" and place.is_relative_to(blobs.parent)
+    return not (target.is_relative_to(place) or downloaded)
 
 
 def path_of(argument: str) -> Path:

@@ -107,6 +107,23 @@ def closed(monkeypatch: pytest.MonkeyPatch):
     return close
 
 
+def test_a_link_out_of_a_folder_of_texts_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """A data set that was cloned can hold a link to a private key, which was then trained on without a word. Links
+    within the folder, and those of a download in Hugging Face's cache, are as they are meant."""
+    key, root = tmp_path / "id_ed25519", tmp_path / "datasets--o--n" / "snapshots" / "revision" / "data"
+    root.mkdir(parents=True)
+    (blob := tmp_path / "datasets--o--n" / "blobs" / "0f").parent.mkdir()
+    for path in (key, blob, root / "a.txt"):
+        path.write_text("PRIVATE KEY")
+    (root / "b.txt").symlink_to("../../../blobs/0f")
+    (root / "c.txt").symlink_to("a.txt")
+    assert len(find_sources([str(root)], split="train")) == 3 and not caplog.messages
+    for name in ("notes.txt", "d.txt"):
+        (root / name).symlink_to(key)
+    assert len(find_sources([str(root)], split="train")) == 5
+    assert f"2 files are links that lead out of the folder, such as {root}/d.txt to {key}:" in caplog.text
+
+
 def test_nothing_below_a_folder_is_left_out_in_silence(tmp_path: Path, closed):
     """Neither in a folder that may not be listed, nor behind a link to a folder or to nothing; hidden ones are."""
     root = tmp_path / "corpus"
