@@ -28,7 +28,8 @@ KINDS: Mapping[str, str] = {
     "ahead": "a job is in the queue ahead of its model; `job`",
     "waited": "a job that began ahead of its model has waited for it until then; `job`, `seconds`, `nodes`, `handed` "
     "(false: it ended without a round)",
-    "stage": "the job says that it is `loading`, `evaluating`, `training` or `saving`; `stage`",
+    "stage": "the job says that it is `waiting` (for an earlier job of its round), `loading`, `evaluating`, `training` "
+    "or `saving`; `stage`",
     "trained": "the job has ended; `code`, and `problem` where the scheduler has one to report",
     "sent": "a directory has been copied to a facility; `what`, `bytes`, `seconds`",
     "transferred": "a directory has been copied from a facility; `what`, `bytes`, `seconds`",

@@ -37,6 +37,8 @@ ALWAYS = 3
 LAST_AT_WORK = 5
 STATES = ("waiting", "queued", "training", "late", "receiving", "done")
 """Those that need no attention."""
+STAGES = {"waiting": "waiting for an earlier job"}
+"""What a job says that it does, where that word alone would not do."""
 SILENT = "does not answer"
 """State of a facility that was waiting for what comes next when its login node was found away."""
 OTHERS = "out for other reasons: crossfed explain NAME"
@@ -214,7 +216,7 @@ def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str
             state += f" since {_clock(one.since)}" + (f", expected to begin {begins}" if begins else "")
     at_work = bool(one.stage)
     if at_work and one.stage != "training" and not one.away:
-        state = one.stage
+        state = STAGES.get(one.stage, one.stage)
     steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
     time_of = _minutes if narrow else span
     return (

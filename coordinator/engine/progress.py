@@ -171,6 +171,8 @@ class Progress:
         one.stage, one.step, one.steps = str(event["stage"]), int(event["done"]), int(event["steps"])
         one.loss, one.tokens_per_second = event["loss"], float(event["tokens_per_second"])
         one.seconds_left, one.heard = event["seconds_left"], event.time or self.wall()
+        if one.stage == "waiting":
+            return f"{self.title}: {name}: an earlier job of this round is at work: its end is waited for"
         if one.stage != "training" or self.clock() - self._told.get(name, -LINE_SECONDS) < LINE_SECONDS:
             return None
         self._told[name] = self.clock()

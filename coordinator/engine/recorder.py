@@ -81,7 +81,7 @@ class Recorder:
         if 0 <= now - self._written < RENEW_SECONDS:  # less: the clock was set back
             return
         for name, one in self.progress.live.items():
-            if one.stage and one.heard and now - one.heard > SILENT_SECONDS:
+            if one.stage not in ("", "waiting") and one.heard and now - one.heard > SILENT_SECONDS:
                 text = f"{name}: no sign of life from its job for {span(now - one.heard)}"
                 self.notifier.tell("stuck", text, facility=name, once=f"silent {one.heard}")
         self.write()

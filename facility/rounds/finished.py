@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,9 +26,11 @@ from facility.exchange.files.locks import take_lock
 from facility.exchange.hints import field_default
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of, verify_manifest
+from facility.exchange.messages.progress import JobProgress, write_progress
 from facility.exchange.messages.settings import read_facility_settings
 from facility.rounds.kept import UPDATE, by_round
 
+log = logging.getLogger(__name__)
 KEY = "key.json"
 
 
@@ -69,14 +73,18 @@ class Finished:
 
     @contextmanager
     def alone(self, round: int) -> Iterator[bool]:
-        """Hold the round's lock while it is trained; a second job of the same round waits here for the first.
+        """Hold the round's lock while it is trained; a second job of the same round waits here for the first, and says
+        so in the working directory's `progress.json`: a run that was killed leaves the jobs of this machine at work.
 
         Yields False where the file system has no locks: then nothing keeps two jobs apart.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         with open(self.directory / f"round-{round}.lock", "a", encoding="utf-8") as file:
             try:
-                held = take_lock(file, self.directory)
+                if not (held := take_lock(file, self.directory, wait=False)):
+                    log.info("an earlier job of round %d is at work here: its end is waited for", round)
+                    write_progress(Path.cwd(), JobProgress(stage="waiting", time=time.time()))
+                    held = take_lock(file, self.directory)
             except OSError:
                 held = False
             yield held

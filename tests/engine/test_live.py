@@ -178,6 +178,18 @@ def test_a_job_that_a_killed_run_left_at_work_is_what_is_waited_for(tmp_path: Pa
     assert progress.states["a"] == "queued as job 18"
 
 
+def test_a_job_that_waits_for_an_earlier_one_of_its_round_is_not_shown_as_one_that_trains(tmp_path: Path):
+    """A run that was killed leaves the jobs of this machine at work."""
+    made, progress, _ = recorder(tmp_path)
+    feed(made, event("starting", at=1, round=0, model="m"), event("executing", at=2, step=STEP))
+    waits = {"stage": "waiting", "done": 0, "steps": 0, "loss": None, "tokens_per_second": 0.0, "seconds_left": None}
+    told = progress.feed(event("progress", at=10, step=STEP, **waits))
+    assert told == "round 0: a: an earlier job of this round is at work: its end is waited for"
+    assert sentence(progress.live["a"], 1100.0).startswith("waiting for an earlier job for ")
+    feed(made, event("progress", at=20, step=STEP, **AT_WORK))
+    assert sentence(progress.live["a"], 1100.0).startswith("training for ")
+
+
 def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):
     made, progress, _ = recorder(tmp_path)
     feed(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from facility.exchange.files import audit_log, durable, locks
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.locks import take_lock
 from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.messages.progress import FILE, read_progress
 from facility.gating import ledger as gate_ledger
 from facility.masking.ledger import Entry
 from facility.masking.ledger import Ledger as Answers
@@ -47,6 +49,25 @@ def test_a_lock_is_held_by_one_process(tmp_path: Path):
         assert take_lock(file, path, wait=False)
         assert other() == "False\n"
     assert other() == "True\n"
+
+
+def test_a_job_that_waits_for_another_of_its_round_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """After a run that was killed, the next one said for as long as its job trained that another does."""
+    monkeypatch.chdir(tmp_path)
+
+    def second() -> None:
+        with Finished(tmp_path / "state").alone(0) as held:
+            assert held
+
+    with ThreadPoolExecutor() as pool, Finished(tmp_path / "state").alone(0):
+        assert not Path(FILE).exists()
+        waits = pool.submit(second)
+        deadline = time.monotonic() + 60
+        while not Path(FILE).exists():
+            assert time.monotonic() < deadline and not waits.done()
+            time.sleep(0.01)
+        assert read_progress(Path(FILE).read_text()).stage == "waiting"
+    waits.result()
 
 
 ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", survivors=["a"])

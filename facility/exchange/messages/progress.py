@@ -22,8 +22,9 @@ MOST_BYTES = 4096
 """What is read of the file."""
 MOST_STEPS = 10**9
 MOST_SECONDS = 1e9
-STAGES = ("loading", "evaluating", "training", "saving")
-Stage = Literal["loading", "evaluating", "training", "saving"]
+STAGES = ("waiting", "loading", "evaluating", "training", "saving")
+Stage = Literal["waiting", "loading", "evaluating", "training", "saving"]
+"""`waiting`: for the end of an earlier job of the same round."""
 
 
 @dataclass(frozen=True, kw_only=True)
