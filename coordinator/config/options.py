@@ -10,6 +10,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import values_in
+from facility.exchange.validation import as_written
 
 SHELL = re.compile(r"[$`\\;\"'<>\x00-\x1f\x7f]")
 
@@ -74,7 +75,9 @@ def check_options(kind: str, options: dict[str, Any]) -> None:
                 f"options.{name} is set, but {unfit[0]}; {unfit[1].format(dashed=dashed)}", key=f"options.{name}"
             )
         if (expected := _other_type(value, known[name].get("type"))) is not None:
-            raise ConfigurationError(f"options.{name} is {value!r}, expected {expected}", key=f"options.{name}")
+            raise ConfigurationError(
+                f"options.{name} is {as_written(value)}, expected {expected}", key=f"options.{name}"
+            )
 
 
 OPTION_TYPES: dict[str, tuple[type, str]] = {
@@ -113,4 +116,4 @@ def check_fill(fill: dict[str, Any]) -> None:
             advice = "text or a whole number"
         else:
             continue
-        raise ConfigurationError(f"fill.{name} is {value!r:.60}, expected {advice}", key=f"fill.{name}")
+        raise ConfigurationError(f"fill.{name} is {as_written(value)}, expected {advice}", key=f"fill.{name}")

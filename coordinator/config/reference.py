@@ -22,6 +22,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.field_texts import field_text
 from facility.exchange.files.durable import write_text
 from facility.exchange.hints import allowed, dataclass_at, field_default, hints, limits
+from facility.exchange.text import KINDS
 from facility.exchange.validation import close_to
 
 SECTIONS = {
@@ -143,7 +144,7 @@ def _page(name: str, found: list[Key]) -> str:
 def _key(kind: type, field: dataclasses.Field[Any], hint: Any, path: str, *, section: bool) -> Key:
     required = field.default is field.default_factory is dataclasses.MISSING
     words = allowed(hint)
-    unit = UNITS.get(field.name.rpartition("_")[2], "") if words in ("int", "float") else ""
+    unit = UNITS.get(field.name.rpartition("_")[2], "") if words in (KINDS[int], KINDS[float]) else ""
     return Key(
         path=path,
         type=words + (" or absent" if NoneType in typing.get_args(hint) else ""),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 from facility.exchange.errors import InputError
 
@@ -12,8 +13,20 @@ from facility.exchange.errors import InputError
 def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options in `words`, else in the process's own command line. Raises `InputError` for one that is empty."""
     words = sys.argv[1:] if words is None else words
+    for kind in (int, float):
+        parser.register("type", kind, partial(_number, kind))
     refuse_empty(words)
     return parser.parse_args(words)
+
+
+def _number(kind: type[int] | type[float], word: str) -> float:
+    """Raises `ArgumentTypeError` in words; argparse's own message names Python's type."""
+    try:
+        return kind(word)
+    except ValueError:
+        from facility.exchange.text import KINDS  # imports pydantic, which a command may do without
+
+        raise argparse.ArgumentTypeError(f"{word!r} given, expected {KINDS[kind]}") from None
 
 
 def refuse_empty(words: Iterable[str]) -> None:

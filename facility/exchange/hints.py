@@ -14,6 +14,7 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticUndefined
 
 from facility.exchange.one_of import OneOf
+from facility.exchange.text import KINDS
 
 Path = Sequence[str | int]
 """A key as its parts: `facilities[0].training` is ("facilities", 0, "training")."""
@@ -54,16 +55,18 @@ def dotted(path: Path, where: str = "") -> str:
 
 
 def allowed(hint: Any) -> str:
-    """What a hint allows, in words: `int`, `one of 'a', 'b'`, `a list`, `'all' or int (1 or more)`."""
-    for mark in _marks(hint):  # what is written may be more than what is kept, such as `true` for a mapping's defaults
-        if isinstance(mark, BeforeValidator) and mark.json_schema_input_type is not PydanticUndefined:
-            return allowed(mark.json_schema_input_type)
-    alternatives = [one for one in _alternatives(hint) if one is not NoneType]
+    """What a hint allows, in words: `text`, `one of 'a', 'b'`, `a list`, `'all' or a whole number (1 or more)`."""
+    alternatives = _written(hint)
     words = [_allowed(one) for one in alternatives]
     if len(words) > 1:
         ranges = [limits(one) for one in alternatives]
         words = [f"{word} ({range})" if range else word for word, range in zip(words, ranges, strict=True)]
     return " or ".join(dict.fromkeys(words))
+
+
+def scalars(hint: Any) -> set[Any]:
+    """Which of text, whole number, number, true and false (`KINDS`) a hint allows."""
+    return {_plain(one) for one in _written(hint)} & KINDS.keys()
 
 
 def limits(hint: Any) -> str:
@@ -84,6 +87,14 @@ def limits(hint: Any) -> str:
     return " and ".join(words)
 
 
+def _written(hint: Any) -> list[Any]:
+    """The alternatives of what may be written, such as `true` for a mapping's defaults: more than what is kept."""
+    for mark in _marks(hint):
+        if isinstance(mark, BeforeValidator) and mark.json_schema_input_type is not PydanticUndefined:
+            return _written(mark.json_schema_input_type)
+    return [one for one in _alternatives(hint) if one is not NoneType]
+
+
 def _allowed(hint: Any) -> str:
     plain = _plain(hint)
     for mark in _marks(hint):
@@ -96,7 +107,7 @@ def _allowed(hint: Any) -> str:
         return "a mapping"
     if (origin or plain) in (list, tuple):
         return "a list"
-    return getattr(plain, "__name__", str(plain))
+    return KINDS[plain] if plain in KINDS else getattr(plain, "__name__", str(plain))
 
 
 def _below(hint: Any, step: str | int) -> Iterator[Any]:

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.text import number_of
+from facility.exchange.text import KINDS, number_of
 
 CONSTANT = "DECLARATION"
 Value = bool | int | float | str
@@ -78,7 +78,6 @@ class Parameter:
         """The values allowed, in words."""
         if self.choices:
             return f"one of {', '.join(self.choices)}"
-        kinds = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
         limits = [
             f"{word} {limit:g}"
             for word, limit in (
@@ -89,7 +88,7 @@ class Parameter:
             )
             if limit is not None
         ]
-        return " ".join([kinds[type(self.default)], " and ".join(limits)]).strip()
+        return " ".join([KINDS[type(self.default)], " and ".join(limits)]).strip()
 
     def _within(self, value: Any) -> bool:
         return (

@@ -13,6 +13,9 @@ NAME_WORDS = "expected 1-63 letters, digits, dots, hyphens or underscores, the f
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 """Characters that would leave the line or the script in which a text is written."""
 
+KINDS = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+"""What a person who writes a file calls these types."""
+
 
 def number_of(count: int, one: str, several: str = "") -> str:
     """`1 round`, `2 rounds`. `several`: the plural where it is not `one` with an s."""

@@ -29,7 +29,7 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, Validatio
 
 from facility.exchange.errors import ConfigurationError, NewerFormat, UnknownKey
 from facility.exchange.field_texts import field_text
-from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits
+from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits, scalars
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -207,19 +207,24 @@ def _translated(
     expected = (
         str(raised) if raised is not None else _expected(what, first["input"], hint) + _quotes(hint, first["input"])
     )
-    return ConfigurationError(f"{_printed(name)} is {first['input']!r:.60}, {expected}", file=file, key=name)
+    return ConfigurationError(f"{_printed(name)} is {as_written(first['input'])}, {expected}", file=file, key=name)
+
+
+def as_written(value: Any) -> str:
+    """A value as its file has it."""
+    return "empty" if value is None else str(value).lower() if isinstance(value, bool) else f"{value!r:.60}"
 
 
 def _quotes(hint: Any, value: Any) -> str:
     """What quotes would change, where text was expected and YAML read something else, or the other way round."""
-    words = allowed(hint).split(" or ")
-    if "str" in words and isinstance(value, bool):
+    kinds = scalars(hint)
+    if str in kinds and isinstance(value, bool):
         return ": put it between quotes, since YAML takes yes, no, on and off for true and false"
-    if "str" in words and isinstance(value, int | float):
+    if str in kinds and isinstance(value, int | float):
         return ": put it between quotes"
-    if "bool" in words and isinstance(value, str) and value.lower() in BOOLEANS:
+    if bool in kinds and isinstance(value, str) and value.lower() in BOOLEANS:
         return ": remove the quotes"
-    if isinstance(value, str) and NUMBER.fullmatch(value) and {word.split()[0] for word in words} & {"int", "float"}:
+    if isinstance(value, str) and NUMBER.fullmatch(value) and kinds & {int, float}:
         return ": remove the quotes"
     return ""
 
@@ -230,7 +235,8 @@ def _expected(what: str, value: Any, hint: Any) -> str:
     if what in RANGES:
         return f"expected {words}"
     endless = isinstance(value, float) and not math.isfinite(value)
-    return "expected " + ", ".join(filter(None, ["a finite number" if endless else allowed(hint), words]))
+    kinds = "a finite number" if endless else allowed(hint)
+    return f"expected {kinds}" + (f", {words}" if words and words not in kinds else "")
 
 
 def unknown_key(kind: type, path: Sequence[Any], where: str, file: Path | str | None) -> ConfigurationError:

@@ -54,7 +54,7 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
     ("old", "new", "line", "words"),
     [
         ("rounds: 3", "rounds: 0", 3, "rounds is 0, expected 1 or more"),
-        ("rounds: 3", "rounds: many", 3, "rounds is 'many', expected int"),
+        ("rounds: 3", "rounds: many", 3, "rounds is 'many', expected a whole number"),
         ("rounds: 3", "roundz: 3", 3, "unknown key 'roundz'; did you mean 'rounds'?"),
         ("  steps: 7", "  stepz: 7", 5, "unknown key 'training.stepz'; did you mean 'steps'?"),
         ("  steps: 7", "  steps: 0", 5, "steps is 0, expected more than 0"),
@@ -248,7 +248,7 @@ def test_rounds_may_say_how_they_close(tmp_path: Path):
         ("{resources: {walltime: {a: b}}}", "expected text or a number"),
         ("{destination: {a: b}}", "expected text or a number"),
         ("{destination: 5}", "options.destination is 5, expected text: put it between quotes"),
-        ("{destination: on}", "options.destination is True, expected text: put it between quotes"),
+        ("{destination: on}", "options.destination is true, expected text: put it between quotes"),
         ("{priority: 3}", "options.priority is 3, expected text: put it between quotes"),
         ('{rerunnable: "yes"}', "options.rerunnable is 'yes', expected true or false"),
     ],
@@ -295,9 +295,9 @@ def test_a_whole_number_stands_without_quotes():
     ("value", "words"),
     [
         ("3.10", "fill.python is 3.1, expected text: put it between quotes, since a number is written without"),
-        ("on", "fill.python is True, expected text: put it between quotes, since YAML takes yes, no, on and off for"),
+        ("on", "fill.python is true, expected text: put it between quotes, since YAML takes yes, no, on and off for"),
         ("[a, b]", r"fill.python is \['a', 'b'\], expected text or a whole number"),
-        ("", "fill.python is None, expected text or a whole number"),
+        ("", "fill.python is empty, expected text or a whole number"),
     ],
 )
 def test_what_fills_a_template_is_what_was_typed(tmp_path: Path, value: str, words: str):

@@ -43,7 +43,7 @@ def test_a_key_is_explained_by_what_is_declared():
     assert "unit:    seconds" in explain("facilities[3].deployment.retry_seconds")
     assert explain("facilities.training.steps") == explain("training.steps")
     assert "none: required" in explain("rounds") and "policy: one of" in explain("training.sync")
-    assert "  rule: str" in tree()
+    assert "  rule: text" in tree()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import subprocess
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
-from facility.exchange.command_line import refuse_empty
+from facility.exchange.command_line import parsed, refuse_empty
 from facility.exchange.errors import InputError
 from tests.conftest import ROOT
 from tests.federations import write_federation
@@ -81,6 +82,18 @@ def test_crossfed_leaves_no_option_out(words: list[str], said: str, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, InputError) and str(error).startswith(said), error
+
+
+@pytest.mark.parametrize(("kind", "said"), [(int, "expected a whole number"), (float, "expected a number")])
+def test_a_wrong_number_is_refused_in_words_and_not_by_the_name_of_pythons_type(
+    kind: type, said: str, capsys: pytest.CaptureFixture[str]
+):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--many", type=kind)
+    with pytest.raises(SystemExit):
+        parsed(parser, ["--many", "some"])
+    assert f"--many: 'some' given, {said}" in capsys.readouterr().err
+    assert parsed(parser, ["--many", "3"]).many == 3
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_virtual_stages_loop_over_the_rows():
         ({"grid": [[3, 1], [0, 3]]}, "device 3 more than once"),
         ({"grid": [[3, 1]]}, "expected 2 rows"),
         ({"grid": [[3, 1], [0, -2]]}, "device -2"),
-        ({"grid": [[3, 1], [0, "x"]]}, "expected int"),
+        ({"grid": [[3, 1], [0, "x"]]}, "expected a whole number"),
         ({"stage_units": [[0, 2], [3, 6]]}, "unit 2 is in no stage"),
         ({"stage_units": [[0, 3], [2, 6]]}, "unit 2 is in two stages"),
         ({"stage_units": [[0, 0], [0, 6]]}, "is empty"),

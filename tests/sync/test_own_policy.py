@@ -43,7 +43,7 @@ def test_the_simulator_runs_it_too():
     [
         ({"policy": "partial_redcue"}, "partial_redcue.*expected one of adpsgd, .*Did you mean 'partial_reduce'"),
         ({"policy": "nowhere.at_all:Policy"}, "nowhere.at_all"),
-        ({"policy": OWN, "parameters": {"interval": 0}}, "interval is 0, expected an integer of at least 1"),
+        ({"policy": OWN, "parameters": {"interval": 0}}, "interval is 0, expected a whole number of at least 1"),
         ({"policy": OWN, "parameters": {"intervall": 3}}, "intervall is unknown .*'interval'"),
         ({"policy": "local", "parameters": {"interval": 3}}, "interval is unknown to local"),
     ],
