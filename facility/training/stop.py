@@ -27,6 +27,13 @@ class Stop:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.reason = f"signal {signal.Signals(number).name}"
 
+    def nothing_to_save(self) -> None:
+        """SIGTERM ends this process at once, as it does one that asks for no signal: only steps can be stopped between,
+        and an evaluation went on until it was killed, two minutes after the run that had asked for it had ended.
+
+        A warning ahead of the end is still only noted: there may be time enough."""
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
     def wanted(self, done: int, *, resumed: bool = False) -> bool:
         """To be asked once before each step, `done` being behind: is there no time for another step and for saving?
 

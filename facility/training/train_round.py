@@ -55,6 +55,8 @@ def train_round(arguments: argparse.Namespace) -> int:
 def _train_round(request: RoundRequest) -> int:
     """The stages of the round, in order."""
     stop = Stop(request.training.limits, request.began)
+    if request.evaluates_only or request.bundle is not None:
+        stop.nothing_to_save()
     ranks = prepare_ranks(request)
     if ranks is None:
         log.info("rank %s: the plan leaves this rank idle", os.environ.get("RANK", 0))

@@ -67,6 +67,17 @@ def test_each_schedulers_warning_stops_before_the_next_step(number: signal.Signa
             signal.signal(one, handler)
 
 
+def test_an_evaluation_ends_as_it_is_asked_to_and_not_when_it_is_killed(tmp_path: Path, pico_llama: Path):
+    """There is no step to stop before: it went on until the launcher killed it, two minutes after its run had ended."""
+    data = write_dataset(tmp_path / "data", validation=200_000)
+    (process,) = started(arguments(tmp_path / "one", pico_llama, data, round=3), tmp_path / "said")  # of 3
+    assert process.says("1 rank on ")
+    process.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert process.ended().returncode == -signal.SIGTERM
+    assert time.monotonic() - began < 20
+
+
 def test_what_was_saved_in_a_round_stays_until_its_update_is_complete(
     tmp_path: Path, pico_llama: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
 ):
