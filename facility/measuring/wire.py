@@ -83,11 +83,16 @@ class Wire:
         return through
 
     def _book_piece(self, key: str, seconds: float, begin: float) -> float:
-        """Book `seconds` after what is booked already, not before `begin`; atomically, by compare and set."""
+        """Book `seconds` after what is booked already, not before `begin`; atomically, by compare and set.
+
+        An entry names its rank beside its end: two ranks that book from one moment on would write one text, and the
+        second would take the first one's entry for its own.
+        """
         known = ""
         while True:
-            until = max(begin, float(known) if known else 0.0) + seconds
-            answer = self.store.compare_set(key, known, repr(until)).decode()
-            if answer == repr(until):
+            until = max(begin, float(known.split()[0]) if known else 0.0) + seconds
+            entry = f"{until!r} {self.rank}"
+            answer = self.store.compare_set(key, known, entry).decode()
+            if answer == entry:
                 return until
             known = answer

@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed import HashStore
 
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import read_problem
@@ -29,7 +31,7 @@ from facility.measuring.profile import (
 )
 from facility.measuring.round_robin import crowds, groups_of, rounds, steps
 from facility.measuring.traffic_control import Way, script
-from facility.measuring.wire import EmulatedLinks
+from facility.measuring.wire import EmulatedLinks, Wire
 from tests.conftest import ROOT
 from tests.pico import save_pico
 from tests.ports import free_port
@@ -190,6 +192,12 @@ def test_links_from_matrices_leave_out_the_diagonal():
         (0, 1): 1e6,
         (1, 0): 1e6,
     }
+
+
+def test_pieces_that_are_booked_at_one_moment_pass_a_shared_link_one_after_the_other():
+    store = HashStore()
+    ends = [Wire(rank, torch.device("cpu"), EmulatedLinks(), store)._book_piece("way", 1.0, 100.0) for rank in range(4)]
+    assert ends == [101.0, 102.0, 103.0, 104.0]
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
