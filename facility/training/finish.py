@@ -248,10 +248,7 @@ def save_state(round: Round, scale: LossScale) -> None:
     state.save_state(
         request.state,
         message,
-        round.ranks,
-        round.engine.assembly.shapes,
-        round.engine.optimizer if kept else None,
-        round.engine.parts,
+        round.engine,
         vectors=round.sync_vectors,
         writes=round.writes,
         needed=round.drift.since if round.drift is not None else None,

@@ -26,6 +26,7 @@ from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.assemble import Assembly, assemble, build_meta_model
+from facility.training.parallel.sharder import Sharder
 from facility.training.parallel.split import inspect_model
 from facility.training.parallel.structure import ModelStructure
 from facility.training.privacy.micro_batches import memory_of_records
@@ -122,10 +123,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         skeleton,
         inputs.task,
         inputs.checkpoint,
-        layout,
-        ranks,
-        training,
-        clock,
+        Sharder(layout, ranks, training, clock),
         structure=structure,
         chunk_rows=setup.head.rows,
     )

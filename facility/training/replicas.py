@@ -32,18 +32,17 @@ def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> Repl
     )
 
 
-def independent_replicas(layout: Layout, ranks: Ranks, engine: Engine) -> tuple[int, int]:
+def independent_replicas(engine: Engine) -> tuple[int, int]:
     """Number of replicas that have weights of their own, and which of them this rank is part of."""
-    return (1, 0) if engine.together else (layout.grid.replicas, layout.grid.place(ranks.rank)[0])
+    grid = engine.layout.grid
+    return (1, 0) if engine.together else (grid.replicas, grid.place(engine.ranks.rank)[0])
 
 
-def synchroniser(
-    layout: Layout, ranks: Ranks, engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path
-) -> Synchroniser:
+def synchroniser(engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path) -> Synchroniser:
     """The policy at work on this rank, for `steps` steps of which `done` (on so many samples) lie before a pause."""
-    grid = layout.grid
     if engine.together:
         return SingleReplica(steps, done)
+    layout, ranks, grid = engine.layout, engine.ranks, engine.layout.grid
     replica, row, column = grid.place(ranks.rank)
     context = Context(
         settings=layout.sync,

@@ -76,7 +76,7 @@ class Round:
         self.engine = build_engine(request, inputs, setup, ranks, self.clock)
         self.private = private_training(request, inputs, self.engine, ranks)
         """Differentially private steps and evaluations, in place of plain ones; None without differential privacy."""
-        self.replicas, self.replica = independent_replicas(setup.layout, ranks, self.engine)
+        self.replicas, self.replica = independent_replicas(self.engine)
         self.share = replica_share(setup.layout, self.replica, together=self.engine.together)
         """Sequences of a batch that this replica takes a step on."""
         self.counts = ranks.first if self.engine.together else setup.layout.grid.place(ranks.rank)[1:] == (0, 0)
@@ -91,10 +91,8 @@ class Round:
 
     def restore(self, saved: SavedState) -> None:
         """Put optimizer state back; mid-round also weights and counts."""
-        self.saved = that_fits(self.request, saved, self.engine, self.ranks)
-        self.progress = restore(
-            self.request, self.saved, self.engine, self.ranks, replica=self.replica, replicas=self.replicas
-        )
+        self.saved = that_fits(self.request, saved, self.engine)
+        self.progress = restore(self.request, self.saved, self.engine, replica=self.replica, replicas=self.replicas)
         if self.request.training.drift_correction and not self.request.evaluates_only:
             self._begin_correction()
         self.times.loaded = time.perf_counter()
@@ -167,8 +165,6 @@ class Round:
         request, progress = self.request, self.progress
         name = f"sync-{request.round}.{progress.interruptions}" if progress.interruptions else f"sync-{request.round}"
         self.sync = synchroniser(
-            self.setup.layout,
-            self.ranks,
             self.engine,
             steps=request.training.steps,
             done=progress.done,
@@ -362,12 +358,8 @@ class Round:
         state.save_checkpoint(
             request.state,
             message,
-            self.ranks,
-            self.engine.assembly.shapes,
-            self.engine.optimizer,
-            self.engine.parts,
+            self.engine,
             vectors=vectors,
-            statistics=self.engine.assembly.statistics,
             replica=self.replica,
             writes=self.writes or not self.engine.together,
         )

@@ -29,6 +29,7 @@ def engine_after(dtype: str, events: str) -> Any:
         settings=SimpleNamespace(limits=limits),
         together=True,
         layout=None,
+        ranks=SimpleNamespace(world=1),
         optimizer=None,
         parts=[],
         assembly=SimpleNamespace(statistics=[]),
@@ -61,7 +62,7 @@ def resumed(monkeypatch: pytest.MonkeyPatch, engine: Any, at: state.ReplicaProgr
     monkeypatch.setattr(resume, "replica_share", lambda *_, **__: 1)
     request: Any = SimpleNamespace(training=TrainingSettings(compute_dtype=dtype), state=Path())
     saved = resume.SavedState(previous=None, reason="", checkpoint=pause)
-    resume.restore(request, saved, engine, SimpleNamespace(world=1), replica=0, replicas=1)  # type: ignore[arg-type]
+    resume.restore(request, saved, engine, replica=0, replicas=1)
     return engine
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoints.blocks import find_blocks
@@ -19,21 +18,18 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import Grid
-from facility.exchange.malloc import return_what_is_freed
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
 from facility.training.model import Attention, Names, build, names_of
-from facility.training.monitor.clock import Clock
-from facility.training.parallel.arrange import Layout
-from facility.training.parallel.collectives import time_all_reduce, time_collectives
-from facility.training.parallel.compute import Compute, Precision, Whole
-from facility.training.parallel.shard import shard
+from facility.training.parallel.collectives import time_all_reduce
+from facility.training.parallel.compute import Compute, Whole
+from facility.training.parallel.sharder import Sharder
 from facility.training.parallel.split import Stage
 from facility.training.parallel.structure import ModelStructure
-from facility.training.processes.groups import group_among, mesh_of
+from facility.training.processes.groups import group_among
 from facility.training.processes.ranks import Ranks
 from facility.training.quantized_base import (
     QuantizedShard,
@@ -42,7 +38,7 @@ from facility.training.quantized_base import (
     quantize_layers,
     quantized_shards,
 )
-from facility.training.shards import LocalShard, initialise_parameters, shard_of
+from facility.training.shards import LocalShard, shard_of
 from facility.training.weight_operations import weight_operations
 
 
@@ -68,8 +64,6 @@ class Assembly:
     tied_group: dist.ProcessGroup | None
     model_group: dist.ProcessGroup | None
     """Ranks that hold this replica together; None: all."""
-    mesh: DeviceMesh | None
-    structure: ModelStructure | None
     parameters: int
     trained: int
     weight_operations: float
@@ -96,26 +90,22 @@ def assemble(
     skeleton: nn.Module,
     task: Task,
     checkpoint: Checkpoint,
-    layout: Layout,
-    ranks: Ranks,
-    settings: TrainingSettings,
-    clock: Clock,
+    sharder: Sharder,
     *,
     structure: ModelStructure | None = None,
     chunk_rows: int = 0,
 ) -> Assembly:
     """Cut, shard and allocate this rank's part of a meta model.
 
-    `structure`: where `layout` has pipeline stages, which are cut by it. `chunk_rows`: see `facility.training.head`.
+    `structure`: where the layout has pipeline stages, which are cut by it. `chunk_rows`: see `facility.training.head`.
     """
     found = names_of(skeleton, checkpoint)
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
     parameters, operations = sum(p.numel() for p in skeleton.parameters()), weight_operations(skeleton)
-    stall = settings.stall_seconds
     running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
-    quantize_layers(skeleton, settings)
-    sharder = Sharder(layout, ranks, settings, clock)
+    quantize_layers(skeleton, sharder.settings)
+    layout, ranks, stall = sharder.layout, sharder.ranks, sharder.settings.stall_seconds
     tied: list[LocalShard] = []
     group: dist.ProcessGroup | None = None
     if not layout.units:
@@ -133,7 +123,9 @@ def assemble(
         group, first_rank_only = tied_group(layout.grid, ranks, stall, tied=bool(tied_names))
         if group is not None:
             tied = [p for p in held if p.trained and (p.copy or (first_rank_only and p.name in in_first))]
-        compute = assemble_pipeline(stages, structure, task, sharder)
+        from facility.training.parallel.pipeline import Pipeline  # torch's pipelining: only where there are stages
+
+        compute = Pipeline(stages, structure, task, sharder)
     return Assembly(
         compute=compute,
         parts=held,
@@ -145,48 +137,10 @@ def assemble(
         tied=tied,
         tied_group=group,
         model_group=model_group(layout.grid, ranks, stall),
-        mesh=sharder.mesh,
-        structure=structure,
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
         weight_operations=operations,
     )
-
-
-class Sharder:
-    """Shards and allocates the modules of one rank as the layout says."""
-
-    def __init__(self, layout: Layout, ranks: Ranks, settings: TrainingSettings, clock: Clock) -> None:
-        self.layout, self.ranks, self.settings, self.clock = layout, ranks, settings, clock
-        self.dtype: torch.dtype = getattr(torch, settings.compute_dtype)
-        grid = layout.grid
-        self.mesh: DeviceMesh | None = None
-        """Every rank by (replica, stage, shard); None for a single rank."""
-        if ranks.world > 1:
-            names = ("replica", "stage", "shard")
-            self.mesh = mesh_of(ranks.device, grid.ranks, names, ranks.rank, timeout_seconds=settings.stall_seconds)
-        self.in_mesh = layout.replicas_in_mesh and grid.replicas > 1
-        """True if torch averages gradients over replicas, by FSDP2 or DDP."""
-        if layout.sharded and ranks.device.type == "cpu":
-            return_what_is_freed()
-        self.precision = Precision(ranks.device, self.dtype, casts_itself=layout.sharded)
-
-    def allocate(self, module: nn.Module, blocks: list[nn.Module], output: torch.dtype | None) -> None:
-        """Apply FSDP2 where the layout asks for it, then give the module's parameters memory."""
-        if self.layout.sharded:
-            assert self.mesh is not None
-            chosen = self.mesh["replica", "shard"] if self.in_mesh else self.mesh["shard"]
-            shard(
-                module,
-                blocks,
-                chosen,
-                compute_dtype=self.dtype,
-                reshard=self.layout.reshard and not self.layout.units,
-                offload=self.settings.layout.offload,
-                root_output=output,
-            )
-            time_collectives(module, self.clock, replicas=self.in_mesh)
-        initialise_parameters(module, self.ranks.device)
 
 
 def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: int) -> Whole:
@@ -234,26 +188,6 @@ def cut_stages(skeleton: nn.Module, structure: ModelStructure, sharder: Sharder,
         sharder.allocate(stage, own, None)
         stages[index] = stage
     return stages
-
-
-def assemble_pipeline(stages: dict[int, Stage], structure: ModelStructure, task: Task, sharder: Sharder) -> Compute:
-    """The schedule over this rank's stages and those of its pipeline's other ranks."""
-    from facility.training.parallel.pipeline import Pipeline  # torch's pipelining: only where there are stages
-
-    layout = sharder.layout
-    assert sharder.mesh is not None
-    return Pipeline(
-        stages,
-        len(layout.units),
-        structure,
-        task,
-        sharder.precision,
-        sharder.clock,
-        group=sharder.mesh["stage"].get_group(),
-        schedule=layout.schedule,
-        micro_batches=layout.shape.micro_batches[layout.grid.data_rank(sharder.ranks.rank)],
-        micro_batch_sequences=layout.shape.micro_batch_sequences,
-    )
 
 
 def shards_of(model: nn.Module, names: dict[str, str]) -> list[LocalShard]:

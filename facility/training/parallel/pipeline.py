@@ -18,8 +18,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.schedules.registry import SCHEDULES, PipelineSchedule
 from facility.training.data.tasks import Batch, Task
-from facility.training.monitor.clock import Clock
-from facility.training.parallel.compute import Precision
+from facility.training.parallel.sharder import Sharder
 from facility.training.parallel.split import Stage
 from facility.training.parallel.structure import ModelStructure
 
@@ -48,21 +47,13 @@ def torch_class(schedule: PipelineSchedule) -> Any:
 class Pipeline:
     """Stages of a model on the ranks of one pipeline; this rank holds `stages`, in order."""
 
-    def __init__(
-        self,
-        stages: dict[int, Stage],
-        chunks: int,
-        structure: ModelStructure,
-        task: Task,
-        precision: Precision,
-        clock: Clock,
-        *,
-        group: dist.ProcessGroup,
-        schedule: str,
-        micro_batches: int,
-        micro_batch_sequences: int,
-    ) -> None:
-        self.stages, self.chunks, self.task, self.precision, self.clock = stages, chunks, task, precision, clock
+    def __init__(self, stages: dict[int, Stage], structure: ModelStructure, task: Task, sharder: Sharder) -> None:
+        layout, precision = sharder.layout, sharder.precision
+        assert sharder.mesh is not None
+        group, chunks = sharder.mesh["stage"].get_group(), len(layout.units)
+        micro_batch_sequences = layout.shape.micro_batch_sequences
+        self.stages, self.chunks, self.task = stages, chunks, task
+        self.precision, self.clock = precision, sharder.clock
         self.modules: list[nn.Module] = list(stages.values())
         self.tells_loss, self.takes_tokens = chunks - 1 in stages, 0 in stages
         self.group, self.device, self.structure = group, precision.device, structure
@@ -88,15 +79,16 @@ class Pipeline:
         ]
         for stage in built:  # what is not inside these is waiting for other stages: the bubble
             for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-                setattr(stage, name, clock.timed("busy", getattr(stage, name)))
-        kind = torch_class(SCHEDULES.get(schedule))
+                setattr(stage, name, self.clock.timed("busy", getattr(stage, name)))
+        kind = torch_class(SCHEDULES.get(layout.schedule))
         several = issubclass(kind, torch_schedules.PipelineScheduleMulti)
+        micro_batches = layout.shape.micro_batches[layout.grid.data_rank(sharder.ranks.rank)]
         try:
             self.schedule = kind(
                 built if several else built[0], micro_batches, loss_fn=self._weighted, scale_grads=False
             )
         except ValueError as error:
-            raise ConfigurationError(f"schedule {schedule} does not fit: {error}") from None
+            raise ConfigurationError(f"schedule {layout.schedule} does not fit: {error}") from None
 
     def _weighted(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self._loss_sum(logits, targets) * self._weight

@@ -12,7 +12,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training.engine import Engine
 from facility.training.loss_scale import LossScale
 from facility.training.lost import replica_share
-from facility.training.processes.ranks import Ranks, together
+from facility.training.processes.ranks import together
 from facility.training.request import RoundRequest
 from facility.training.state import moments, second_moments, state
 
@@ -69,14 +69,14 @@ def read_saved_state(request: RoundRequest, base_sha256: str) -> SavedState:
     return SavedState(previous=previous, reason=reason, checkpoint=checkpoint)
 
 
-def that_fits(request: RoundRequest, saved: SavedState, engine: Engine, ranks: Ranks) -> SavedState:
+def that_fits(request: RoundRequest, saved: SavedState, engine: Engine) -> SavedState:
     """The part of the saved state that has the parameters and the form that the settings ask for now.
 
     Where layers were frozen that are trained now, adapters had another rank, or the optimizer's parameters kept
     something else, the optimizer begins anew, and so does an interrupted round.
     """
     previous, found, shapes = saved.previous, saved.checkpoint, engine.assembly.shapes
-    with together(ranks):
+    with together(engine.ranks):
         if found is not None:
             kinds = [*found.sync, "weight"]
             if odd := state.lacking(
@@ -107,22 +107,12 @@ def more_than_asked(found: state.MidRoundCheckpoint, training: TrainingSettings)
     return ""
 
 
-def restore(
-    request: RoundRequest, saved: SavedState, engine: Engine, ranks: Ranks, *, replica: int, replicas: int
-) -> RoundProgress:
+def restore(request: RoundRequest, saved: SavedState, engine: Engine, *, replica: int, replicas: int) -> RoundProgress:
     """Load optimizer state (and weights, mid-round); `replica` of `replicas` that have weights of their own."""
     training, previous, found = request.training, saved.previous, saved.checkpoint
     if found is not None:
-        with together(ranks):
-            state.load_checkpoint(
-                request.state,
-                found,
-                engine.optimizer,
-                engine.parts,
-                statistics=engine.assembly.statistics,
-                replica=replica,
-                replicas=replicas,
-            )
+        with together(engine.ranks):
+            state.load_checkpoint(request.state, found, engine, replica=replica, replicas=replicas)
         here = found.progress_of(replica, replicas)
         share = replica_share(engine.layout, replica, together=engine.together)
         engine.skipped = here.skipped
@@ -149,19 +139,19 @@ def restore(
         scale = LossScale(adapts=engine.scale.adapts, value=previous.loss_scale, steady=previous.steady)
         engine.scale = scale
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
-        with together(ranks):
+        with together(engine.ranks):
             directory = request.state / f"round-{previous.round}"
             state.load_moments(
                 directory, engine.optimizer, engine.parts, previous.optimizer_steps, betas=previous.betas
             )
         progress.optimizer_steps = previous.optimizer_steps
     if training.optimizer_state == "shared":
-        with together(ranks):
+        with together(engine.ranks):
             progress.optimizer_steps, _ = second_moments.take_over(
                 request.model, engine.optimizer, engine.parts, beta2=training.beta2, steps=progress.optimizer_steps
             )
     if training.travelling_moments:
-        with together(ranks):
+        with together(engine.ranks):
             progress.optimizer_steps = moments.take_over(
                 request.model, engine.optimizer, engine.parts, training, steps=progress.optimizer_steps
             )

@@ -25,6 +25,7 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import check_format, parse, validated
 from facility.rounds.kept import OF_A_ROUND, latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
+from facility.training.engine import Engine
 from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, broadcast, together
 from facility.training.shards import LocalShard, load_shards
@@ -263,10 +264,7 @@ def publish(
 def save_state(
     directory: Path,
     state: RoundState,
-    ranks: Ranks,
-    shapes: Shapes,
-    optimizer: Optimizer | None,
-    parts: Sequence[LocalShard],
+    engine: Engine,
     *,
     vectors: dict[str, torch.Tensor],
     writes: bool,
@@ -277,15 +275,16 @@ def save_state(
     `vectors`: what the policy between replicas keeps, and the walk where drift is corrected; kept where the optimizer
     is. `needed`: an earlier round whose state is kept as well.
     """
+    optimizer, shapes = engine.optimizer, engine.assembly.shapes
     tensors, mine = [], []
-    if optimizer is not None:
+    if engine.settings.keep_optimizer:
         kept = kept_of(optimizer, vectors)
-        count_alike(optimizer, parts, state.optimizer_steps)
+        count_alike(optimizer, engine.parts, state.optimizer_steps)
         tensors = [(f"{kind}.{name}", whole) for name, shape in shapes.items() for kind, whole in kept(name, shape)]
-        held = [*moments_of(optimizer, parts), *pieces_of(parts, vectors)]
+        held = [*moments_of(optimizer, engine.parts), *pieces_of(engine.parts, vectors)]
         mine = [part for part in held if writes and not part.copy]
-    publish(directory / f"round-{state.round}", ranks, tensors, mine, state)
-    if ranks.first:
+    publish(directory / f"round-{state.round}", engine.ranks, tensors, mine, state)
+    if engine.ranks.first:
         before = latest_before(directory, state.round)
         begun = state.round if before is None else int(before.name.removeprefix("round-"))
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
@@ -303,13 +302,9 @@ def drop_checkpoint(directory: Path) -> None:
 def save_checkpoint(
     directory: Path,
     pause: MidRoundCheckpoint,
-    ranks: Ranks,
-    shapes: Shapes,
-    optimizer: Optimizer,
-    parts: Sequence[LocalShard],
+    engine: Engine,
     *,
     vectors: dict[str, torch.Tensor],
-    statistics: Sequence[LocalShard] = (),
     replica: int,
     writes: bool,
 ) -> None:
@@ -317,20 +312,21 @@ def save_checkpoint(
 
     `replica`: this rank's among `pause.replicas`; `writes`: this rank is one that writes it.
     """
+    optimizer, parts = engine.optimizer, engine.parts
     kept = kept_of(optimizer, vectors)
     tensors = [
         (f"replica-{number}.{kind}.{name}", whole)
         for number in range(len(pause.replicas))
-        for name, shape in shapes.items()
+        for name, shape in engine.assembly.shapes.items()
         for kind, whole in [*kept(name, shape), ("weight", shape)]
     ]
     count_alike(optimizer, parts, pause.replicas[replica].optimizer_steps)
-    running = weights_of(statistics)
+    running = weights_of(engine.assembly.statistics)
     tensors += [(f"replica-{number}.{p.name}", p.shape) for number in range(len(pause.replicas)) for p in running]
     mine = []
     if writes:
         mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts), *running]
-    publish(directory / PAUSED, ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
+    publish(directory / PAUSED, engine.ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
 
 
 def weights_of(parts: Sequence[LocalShard]) -> list[LocalShard]:
@@ -361,22 +357,13 @@ def read_checkpoint(
 
 
 @torch.no_grad()
-def load_checkpoint(
-    directory: Path,
-    pause: MidRoundCheckpoint,
-    optimizer: Optimizer,
-    parts: Sequence[LocalShard],
-    *,
-    statistics: Sequence[LocalShard] = (),
-    replica: int,
-    replicas: int,
-) -> None:
+def load_checkpoint(directory: Path, pause: MidRoundCheckpoint, engine: Engine, *, replica: int, replicas: int) -> None:
     """Put weights and moments back: this replica's own, or, where replicas were others, the mean and the first's."""
     written = len(pause.replicas)
     sources = [replica] if written == replicas else list(range(written))
     steps = pause.progress_of(replica, replicas).optimizer_steps
-    load_moments(directory / PAUSED, optimizer, parts, steps, betas=pause.betas, replica=sources[0])
-    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of([*parts, *statistics])
+    load_moments(directory / PAUSED, engine.optimizer, engine.parts, steps, betas=pause.betas, replica=sources[0])
+    checkpoint, weights = open_checkpoint(directory / PAUSED), weights_of([*engine.parts, *engine.assembly.statistics])
     load_shards(of_replica(sources[0], weights), checkpoint)
     for part in weights if len(sources) > 1 else ():
         total, other = part.tensor.double(), torch.empty_like(part.tensor)
