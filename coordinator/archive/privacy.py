@@ -51,7 +51,7 @@ def nothing_promised(rounds: Sequence[int]) -> str:
     return f"nothing is promised for its data, which it trained on without a budget in round {listed}"
 
 
-def summary_of(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
+def privacy_summary(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Over all facilities: data are disjoint, so the largest epsilon holds for all; empty where none is reported.
 
     `rows`: of all facilities in the order of rounds; `aside`: of rounds that were set aside.

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from coordinator.archive.averaged import averaged
 from coordinator.archive.best import best_round
-from coordinator.archive.journal import Journal, waited_by_facility
+from coordinator.archive.journal import Entry, Journal, waited_by_facility
 from coordinator.archive.many import NAMED, first_groups, grouped, kind_of, many, names_of
 from coordinator.archive.masked_rounds import masked_rounds, masked_sentence
 from coordinator.archive.privacy import latest_privacy, sentence, without_budget
@@ -47,7 +47,13 @@ def summary(archive: Archive) -> dict[str, Any]:
     `global_perplexity` of a round is that of the model it *made*: reported by the next round's
     facilities, which receive it; `global_perplexity_over` names those whose figures count.
     """
-    history = archive.history()
+    return summary_of(archive, archive.history(), rounds_set_aside(archive), Journal(archive.path).read())
+
+
+def summary_of(
+    archive: Archive, history: list[RoundFile], aside: Sequence[RoundFile], entries: Sequence[Entry]
+) -> dict[str, Any]:
+    """`summary` of an archive whose rounds, those set aside and `events.jsonl` were read."""
     evaluation = archive.read_note("evaluation")
     evaluated = evaluation.get("after_round") == len(history) - 1 and evaluation.get("global_loss") is not None
     losses, overs = _losses_of_models(history, evaluation if evaluated else {})
@@ -70,14 +76,14 @@ def summary(archive: Archive) -> dict[str, Any]:
         "stopped": archive.read_note("stopped").get("reason") or _broken(history),
         "masking": masked_rounds(history),
         "set_aside_rounds": count_set_aside(archive),
-        "privacy_set_aside": _budgets_set_aside(archive),
-        "waited_node_seconds": waited_by_facility(Journal(archive.path).read()),
+        "privacy_set_aside": _budgets_of(aside),
+        "waited_node_seconds": waited_by_facility(entries),
     }
 
 
-def _budgets_set_aside(archive: Archive) -> list[dict[str, Any]]:
-    """What facilities told of their privacy budgets in rounds that were set aside."""
-    rows = [row for entry in rounds_set_aside(archive) for row in entry.facilities if row.privacy]
+def _budgets_of(rounds: Sequence[RoundFile]) -> list[dict[str, Any]]:
+    """What facilities told of their privacy budgets."""
+    rows = [row for entry in rounds for row in entry.facilities if row.privacy]
     return [{"facility": row.facility, "privacy": row.privacy} for row in rows]
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
-from coordinator.archive.privacy import summary_of
+from coordinator.archive.privacy import privacy_summary
 from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
-from coordinator.archive.summary import remarks, shown, summary
+from coordinator.archive.summary import remarks, shown, summary_of
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
 from coordinator.config.evaluation import COORDINATOR
@@ -43,8 +43,8 @@ Row = dict[str, Any]
 
 def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], carbon: float = 0.0) -> dict[str, Any]:
     """The report's data. `settings`: what the federation was asked to do; `carbon`: g CO2e per kWh, 0: unknown."""
-    rounds = summary(archive)
-    history, entries = archive.history(), Journal(archive.path).read()
+    history, set_aside, entries = archive.history(), rounds_set_aside(archive), Journal(archive.path).read()
+    rounds = summary_of(archive, history, set_aside, entries)
     names = _names(rounds, entries, settings)
     own_name = own_name_of(names)
     rows = [row for entry in rounds["rounds"] for row in entry["facilities"]]
@@ -54,7 +54,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         found = _estimated(rounds)
     account = read_account(archive) if archive.path.is_dir() else None
     compared = account.rows if account is not None else []
-    aside = [dataclasses.asdict(row) for entry in rounds_set_aside(archive) for row in entry.facilities]
+    aside = [dataclasses.asdict(row) for entry in set_aside for row in entry.facilities]
     every = [*aside, *jobs, *compared]
     data: dict[str, Any] = {
         "format": FORMAT,
@@ -83,7 +83,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "predictions": predictions(rows, names),
         "drift": drift(rows, names),
         "cost": with_waiting(costs(every, names, carbon), entries),
-        "privacy": summary_of(rows, aside),
+        "privacy": privacy_summary(rows, aside),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),

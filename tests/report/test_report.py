@@ -49,6 +49,16 @@ def test_segments_of_a_facility_do_not_overlap_and_with_idle_time_fill_the_span(
     assert {one.kind for one in found} <= set(KINDS) and any(one.kind == "lost" for one in found)
 
 
+def test_a_report_reads_each_round_and_the_journal_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Rounds that end meanwhile are in all of it or in none."""
+    archive, read = made_archive(tmp_path / "a", facilities=2, rounds=3), []
+    read_round, read_journal = Archive.read_round, Journal.read
+    monkeypatch.setattr(Archive, "read_round", lambda a, number: (read.append(number), read_round(a, number))[1])
+    monkeypatch.setattr(Journal, "read", lambda journal: (read.append("journal"), read_journal(journal))[1])
+    data_of(archive)
+    assert read == [0, 1, 2, "journal"]
+
+
 def test_a_job_that_was_never_seen_running_is_divided_as_it_reports_itself(tmp_path: Path):
     journal = Journal(tmp_path)
     journal.append("queued", time=100.0, facility="a", round=0, job="1")
