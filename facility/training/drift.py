@@ -27,7 +27,7 @@ from facility.exchange.checkpoints.mean_walk import SCALE, has_mean_walk, open_m
 from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.drift import DriftReport
 from facility.training.request import RoundRequest
-from facility.training.shards import LocalShard, add_shards, load_shards
+from facility.training.shards import LocalShard, ShardReader
 from facility.training.state import state
 
 KIND = "walk"
@@ -65,16 +65,17 @@ class DriftCorrection:
         if own is None:
             return
         checkpoint, _ = open_mean_walk(request.model)
-        for part, piece in zip(self.parts, self.pieces, strict=True):
-            if not is_in(part.name, checkpoint, conversion) or not part.tensor.numel():
-                continue
-            load_shards([dataclasses.replace(part, tensor=piece)], checkpoint, conversion)
-            if not bool(torch.isfinite(piece).all()):
-                raise CheckpointError(f"{checkpoint.directory}: {part.name!r} holds a value that is not a number")
-            walk = torch.empty_like(piece)
-            load_shards([dataclasses.replace(part, name=f"{KIND}.{part.name}", tensor=walk)], own)
-            piece.div_(SCALE).sub_(walk)
-            self.own += 0.0 if part.copy else float(walk.double().square().sum())
+        with ShardReader(checkpoint, conversion) as mean, ShardReader(own) as walks:
+            for part, piece in zip(self.parts, self.pieces, strict=True):
+                if not is_in(part.name, checkpoint, conversion) or not part.tensor.numel():
+                    continue
+                mean.fill(dataclasses.replace(part, tensor=piece))
+                if not bool(torch.isfinite(piece).all()):
+                    raise CheckpointError(f"{checkpoint.directory}: {part.name!r} holds a value that is not a number")
+                walk = torch.empty_like(piece)
+                walks.fill(dataclasses.replace(part, name=f"{KIND}.{part.name}", tensor=walk))
+                piece.div_(SCALE).sub_(walk)
+                self.own += 0.0 if part.copy else float(walk.double().square().sum())
         self.corrects = True
         self.squares = self._squares()
 
@@ -101,12 +102,13 @@ class DriftCorrection:
     def finish(self, request: RoundRequest, received: Checkpoint, conversion: Conversion | None) -> None:
         """Put the walk in the correction's place: what was walked from where the round began, without corrections."""
         unsent = open_checkpoint(request.unsent) if request.unsent is not None else None
-        for part, piece in zip(self.parts, self.pieces, strict=True):
-            start = dataclasses.replace(part, tensor=torch.empty_like(piece))
-            load_shards([start], received, conversion)
-            if unsent is not None:
-                add_shards([start], unsent, conversion, request.unsent_share)
-            piece.copy_((part.tensor - start.tensor) / self.rates - piece)
+        with ShardReader(received, conversion) as begun, ShardReader(unsent or received, conversion) as residual:
+            for part, piece in zip(self.parts, self.pieces, strict=True):
+                start = dataclasses.replace(part, tensor=torch.empty_like(piece))
+                begun.fill(start)
+                if unsent is not None:
+                    residual.add(start, request.unsent_share)
+                piece.copy_((part.tensor - start.tensor) / self.rates - piece)
         self.walked = self._squares()
 
     def report(self, squares: float, walked: float) -> DriftReport:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, expect, read_exactly, torch_dtype
-from facility.exchange.checkpoints.conversion import Conversion, Pieces, describe_missing
+from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, expect, torch_dtype
+from facility.exchange.checkpoints.conversion import Conversion, describe_missing
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.streamed_digest import StreamedDigest
 
@@ -87,33 +87,6 @@ Hashed = Mapping[Path, StreamedDigest]
 """Files whose sha256 is made of what is read of them."""
 
 
-def read_rows(entry: TensorEntry, first: int, target: torch.Tensor, hashed: Hashed | None = None) -> None:
-    """Fill `target` (rows `first`, `first` + 1, ... of the stored tensor), converting the dtype."""
-    row = (entry.elements // entry.shape[0]) if entry.shape and entry.shape[0] else 1
-    read_elements(entry, first * row, target.detach().view(-1), hashed)
-
-
-def read_elements(entry: TensorEntry, start: int, flat: torch.Tensor, hashed: Hashed | None = None) -> None:
-    """Fill `flat` with the stored tensor's elements from `start` on, in pieces, converting the dtype."""
-    if flat.numel() == 0:
-        return
-    stored = torch_dtype(entry.dtype)
-    begin = entry.start + start * stored.itemsize
-    per_piece = max(1, PIECE_BYTES // stored.itemsize)
-    digest = (hashed or {}).get(entry.file)
-    descriptor = os.open(entry.file, os.O_RDONLY)
-    try:
-        for at in range(0, flat.numel(), per_piece):
-            count = min(per_piece, flat.numel() - at)
-            buffer = bytearray(count * stored.itemsize)
-            read_exactly(descriptor, memoryview(buffer), begin + at * stored.itemsize, entry.file)
-            if digest is not None:
-                digest.feed(begin + at * stored.itemsize, memoryview(buffer))
-            flat[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored))
-    finally:
-        os.close(descriptor)
-
-
 def initialise_parameters(model: nn.Module, device: torch.device) -> None:
     """Give memory to parameters built on the meta device; buffers (rotary tables) keep their values."""
     shared: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -128,27 +101,98 @@ def initialise_parameters(model: nn.Module, device: torch.device) -> None:
             module._parameters[name] = first
 
 
-def read_pieces(
-    pieces: Pieces,
-    checkpoint: Checkpoint,
-    part: LocalShard,
-    target: torch.Tensor,
-    hashed: Hashed | None = None,
-    *,
-    absent: bool = False,
-) -> None:
-    """Fill `target` (the rows of a part) from the stored tensors that the parameter is made of.
+class ShardReader:
+    """Fills parts from the tensors of a checkpoint; its files stay open once they are needed. Use as a context manager.
 
-    `absent`: leave the elements as they are whose tensor the checkpoint lacks.
+    `hashed`: files of the checkpoint to hash as they are read.
     """
-    row = torch.Size(part.shape[1:]).numel()
-    begin = part.first * row
-    flat = target.detach().view(-1)
-    for run in pieces.between(begin, begin + flat.numel()):
-        if absent and run.tensor not in checkpoint.tensors:
-            continue
-        into = flat[run.at - begin : run.at - begin + run.count]
-        read_elements(checkpoint.tensors[run.tensor], run.start, into, hashed)
+
+    def __init__(
+        self, checkpoint: Checkpoint, conversion: Conversion | None = None, hashed: Hashed | None = None
+    ) -> None:
+        self.checkpoint, self.hashed = checkpoint, hashed or {}
+        self.pieces = conversion.pieces if conversion is not None else {}
+        self._opened = Opened()
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.__exit__()
+
+    def fill(self, part: LocalShard) -> None:
+        """Read a part from the tensor of its name, or from those that it is made of. Raises `CheckpointError`."""
+        if part.name in self.pieces:
+            self._read_pieces(part)
+            return
+        entry = self.checkpoint.tensors.get(part.name)
+        if entry is None:
+            raise CheckpointError(describe_missing(self.checkpoint, [part.name]))
+        if entry.shape != part.shape:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
+                f"its config.json asks for {list(part.shape)}"
+            )
+        self._read_rows(entry, part)
+
+    @torch.no_grad()
+    def add(self, part: LocalShard, share: float) -> None:
+        """Add to a part what is stored of it, times `share`; of what the checkpoint lacks, nothing.
+
+        Raises `CheckpointError` for another shape.
+        """
+        stored = self._stored(part.name)
+        if not stored:
+            return
+        rows = dataclasses.replace(part, tensor=torch.zeros_like(part.tensor))
+        if part.name in self.pieces:
+            self._read_pieces(rows, absent=True)
+        elif stored[0].shape == part.shape:
+            self._read_rows(stored[0], rows)
+        else:
+            raise CheckpointError(
+                f"{self.checkpoint.directory}: tensor {part.name!r} has shape {list(stored[0].shape)}, "
+                f"the model's is {list(part.shape)}: remove the directory"
+            )
+        part.tensor.add_(rows.tensor, alpha=share)
+
+    def place(self, part: Loadable) -> tuple[str, int]:
+        """Where the first bytes of a part lie; one that the checkpoint lacks comes first, and is refused."""
+        return min(((str(entry.file), entry.start) for entry in self._stored(part.name)), default=("", 0))
+
+    def _stored(self, name: str) -> list[TensorEntry]:
+        """The tensors that a part of this name is read from, those that the checkpoint holds."""
+        names = self.pieces[name].tensors if name in self.pieces else [name]
+        return [self.checkpoint.tensors[one] for one in names if one in self.checkpoint.tensors]
+
+    def _read_rows(self, entry: TensorEntry, part: LocalShard) -> None:
+        row = (entry.elements // entry.shape[0]) if entry.shape and entry.shape[0] else 1
+        self._read(entry, part.first * row, part.tensor.detach().view(-1))
+
+    def _read_pieces(self, part: LocalShard, *, absent: bool = False) -> None:
+        """Fill a part from the stored tensors that the parameter is made of.
+
+        `absent`: leave the elements as they are whose tensor the checkpoint lacks.
+        """
+        begin = part.first * torch.Size(part.shape[1:]).numel()
+        flat = part.tensor.detach().view(-1)
+        for run in self.pieces[part.name].between(begin, begin + flat.numel()):
+            if absent and run.tensor not in self.checkpoint.tensors:
+                continue
+            into = flat[run.at - begin : run.at - begin + run.count]
+            self._read(self.checkpoint.tensors[run.tensor], run.start, into)
+
+    def _read(self, entry: TensorEntry, start: int, flat: torch.Tensor) -> None:
+        """Fill `flat` with the stored tensor's elements from `start` on, in pieces, converting the dtype."""
+        stored = torch_dtype(entry.dtype)
+        per_piece = max(1, PIECE_BYTES // stored.itemsize)
+        for at in range(0, flat.numel(), per_piece):
+            count, offset = min(per_piece, flat.numel() - at), (start + at) * stored.itemsize
+            buffer = bytearray(count * stored.itemsize)
+            self._opened(entry, offset, memoryview(buffer))
+            if entry.file in self.hashed:
+                self.hashed[entry.file].feed(entry.start + offset, memoryview(buffer))
+            flat[at : at + count].copy_(torch.frombuffer(buffer, dtype=stored))
 
 
 def load_shards(
@@ -163,62 +207,22 @@ def load_shards(
     `hashed`: files of the checkpoint to hash as they are read; then parts are filled in the order in which they lie
     there. Raises `CheckpointError`.
     """
-    pieces = conversion.pieces if conversion is not None else {}
-    if hashed:
-        expect(hashed, checkpoint.tensors.values())
-        parts = sorted(parts, key=lambda part: _place(part, checkpoint, pieces))
-    for one in parts:
-        with one.filling() as part:
-            _load_shard(part, checkpoint, pieces, hashed)
-
-
-def _load_shard(part: LocalShard, checkpoint: Checkpoint, pieces: Mapping[str, Pieces], hashed: Hashed | None) -> None:
-    if part.name in pieces:
-        read_pieces(pieces[part.name], checkpoint, part, part.tensor, hashed)
-        return
-    entry = checkpoint.tensors.get(part.name)
-    if entry is None:
-        raise CheckpointError(describe_missing(checkpoint, [part.name]))
-    if entry.shape != part.shape:
-        raise CheckpointError(
-            f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
-            f"its config.json asks for {list(part.shape)}"
-        )
-    read_rows(entry, part.first, part.tensor, hashed)
-
-
-def _place(part: Loadable, checkpoint: Checkpoint, pieces: Mapping[str, Pieces]) -> tuple[str, int]:
-    """Where the first bytes of a part lie; one that the checkpoint lacks comes first, and is refused."""
-    names = pieces[part.name].tensors if part.name in pieces else [part.name]
-    found = [checkpoint.tensors[name] for name in names if name in checkpoint.tensors]
-    return min(((str(entry.file), entry.start) for entry in found), default=("", 0))
+    with ShardReader(checkpoint, conversion, hashed) as reader:
+        if hashed:
+            expect(hashed, checkpoint.tensors.values())
+            parts = sorted(parts, key=reader.place)
+        for one in parts:
+            with one.filling() as part:
+                reader.fill(part)
 
 
 def add_shards(
-    parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None = None, share: float = 1.0
+    parts: Iterable[LocalShard], checkpoint: Checkpoint, conversion: Conversion | None, share: float
 ) -> None:
     """Add the checkpoint's tensors of these names, times `share`, to the parts; of those it lacks, nothing.
 
     Raises `CheckpointError` for another shape.
     """
-    pieces = conversion.pieces if conversion is not None else {}
-    for part in parts:
-        made_of = pieces.get(part.name)
-        entry = checkpoint.tensors.get(part.name)
-        if made_of is not None:
-            if not any(name in checkpoint.tensors for name in made_of.tensors):
-                continue
-        elif entry is None:
-            continue
-        elif entry.shape != part.shape:
-            raise CheckpointError(
-                f"{checkpoint.directory}: tensor {part.name!r} has shape {list(entry.shape)}, "
-                f"the model's is {list(part.shape)}: remove the directory"
-            )
-        rows = torch.zeros_like(part.tensor)
-        if made_of is not None:
-            read_pieces(made_of, checkpoint, part, rows, absent=True)
-        elif entry is not None:
-            read_rows(entry, part.first, rows)
-        with torch.no_grad():
-            part.tensor.add_(rows, alpha=share)
+    with ShardReader(checkpoint, conversion) as reader:
+        for part in parts:
+            reader.add(part, share)

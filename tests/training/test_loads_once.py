@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -99,3 +100,13 @@ def test_saving_makes_the_digests_whatever_the_order_of_the_parts(model: Path, t
             norms.read(open_checkpoint(out))
             norms.write(out)
         assert as_written == json.loads((out / step_norms.NAME).read_text())
+
+
+def test_loading_opens_each_file_once(model: Path, monkeypatch):
+    """Each opening is a question to the metadata server of a parallel file system, from every rank."""
+    parts, _ = loaded(model)
+    checkpoint, opened, real = open_checkpoint(model), [], os.open
+    monkeypatch.setattr(os, "open", lambda path, *rest: (opened.append(path), real(path, *rest))[1])
+    before = os.listdir("/proc/self/fd")
+    load_shards(parts, checkpoint)
+    assert opened == [model / "model.safetensors"] and os.listdir("/proc/self/fd") == before
