@@ -15,7 +15,7 @@ from coordinator.engine.live import SILENT, FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 from coordinator.spans_and_sizes import span
-from facility.exchange.text import number_of
+from facility.exchange.messages.ahead import Waited
 
 LATE = "late"
 """State of a facility whose round has closed while its job goes on."""
@@ -137,9 +137,8 @@ class Progress:
         return f"{self.title}: {name}: job {event['job']} is in the queue for what follows" if name else None
 
     def _on_waited(self, event: Event) -> str:
-        end = "got its round" if event["handed"] else "ended without one"
-        lost = f"{float(event['seconds']):.0f} s on {number_of(int(event['nodes']), 'node')}"
-        return f"{event['facility']}: job {event['job']}, submitted ahead, waited {lost} and {end}"
+        waited = Waited(seconds=float(event["seconds"]), nodes=int(event["nodes"]), handed=bool(event["handed"]))
+        return waited.sentence(str(event["facility"]), str(event["job"]))
 
     def _on_estimated(self, event: Event) -> None:
         if (one := self.live.get(facility_of(str(event["step"])))) is not None:

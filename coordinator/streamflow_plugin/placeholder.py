@@ -41,7 +41,6 @@ from coordinator.streamflow_plugin.this_run import RoundAtFacility
 from facility.exchange.errors import ManifestError
 from facility.exchange.job_names import waiting_name
 from facility.exchange.messages.ahead import Waited, read_waited
-from facility.exchange.text import number_of
 
 SLACK_SECONDS = 60.0
 """Beyond the wait that a job was asked for: its last look, a signal, a slow file system."""
@@ -302,13 +301,7 @@ class Ahead:
             handed=waited.handed,
             until=until,
         )
-        level = logging.INFO if waited.handed else logging.WARNING
-        end = "got its round" if waited.handed else "ended without one"
-        logger.log(
-            level,
-            f"job {found.job} of {self.facility} waited {waited.seconds:.0f} s on "
-            f"{number_of(waited.nodes, 'node')} and {end}",
-        )
+        logger.log(logging.INFO if waited.handed else logging.WARNING, waited.sentence(self.facility, found.job))
         return waited
 
     def _longest_wait(self, found: Placeholder) -> float:
