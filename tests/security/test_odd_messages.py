@@ -289,7 +289,7 @@ def test_an_update_of_an_earlier_run_is_not_accepted_again(sound: Path, tmp_path
 def test_a_facility_that_asks_for_more_time_for_ever_is_left_out(sound: Path, tmp_path: Path):
     archive = Archive(tmp_path / "archive")
     shutil.copytree(sound / "archive", archive.path)
-    settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES, final_evaluation=False, **{LIMIT: 3})
+    settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES, final_evaluation=False, come_backs=3)
     asked = reports.Failure(facility="odd", round=0, reason="ran out of time", again=True)
     arrived = dataclasses.replace(sort_out([sound / "honest", sound / "other"], NAMES, 0), failures={"odd": asked})
     for granted in range(4):  # noqa: B007
@@ -302,9 +302,6 @@ def test_a_facility_that_asks_for_more_time_for_ever_is_left_out(sound: Path, tm
         "odd": "failed",
         "other": "ok",
     }
-
-
-LIMIT = next(f.name for f in dataclasses.fields(CoordinatorSettings) if f.name in ("come_backs", "max_resumes"))
 
 
 BOUNDS = {
