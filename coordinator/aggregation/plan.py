@@ -131,7 +131,7 @@ def make_plan(
     names: Sequence[str],
     weights: Sequence[float],
     *,
-    gram: Array | None = None,
+    gram: Array | None,
     tensor_grams: Mapping[str, Array] | None = None,
     along_momentum: Mapping[str, Array] | None = None,
     histograms: Sequence[Array] | None = None,

@@ -41,7 +41,7 @@ MASTER = "master"
 
 
 def open_state(
-    state: Path | None, base: Manifest | None, names: Sequence[str], sources: Sources | None = None
+    state: Path | None, base: Manifest | None, names: Sequence[str], sources: Sources | None
 ) -> dict[str, Checkpoint]:
     """The checkpoints `names` of a state directory; those it lacks start afresh. `sources` compares them as they are
     read; without it they are read and compared now.

@@ -113,7 +113,7 @@ def make_batch(
     archive: Archive,
     settings: CoordinatorSettings,
     folders: Sequence[str],
-    own: Mapping[str, OwnModels] | None = None,
+    own: Mapping[str, OwnModels] | None,
 ) -> Path:
     """A directory of models, ready to be sent. `own`: what each facility evaluates of its own, where it stays there."""
     final = archive.model_for(len(archive.rounds()))

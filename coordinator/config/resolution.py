@@ -23,7 +23,7 @@ OUTER = ("rule", "server_learning_rate", "momentum", "momentum_warmup", "momentu
 
 
 def resolve_aggregation(
-    given: Mapping[str, Any], settings: AggregationSettings, choice: Choice, *, carried: bool = False
+    given: Mapping[str, Any], settings: AggregationSettings, choice: Choice, *, carried: bool
 ) -> AggregationSettings:
     """The settings with `auto` replaced. `given`: the section as written; values given there are kept.
 

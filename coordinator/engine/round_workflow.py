@@ -21,9 +21,7 @@ EVALUATE: dict[str, Any] = {
 OUTPUTS = {"model": "Directory", "round": "int", "proceed": "boolean"}
 
 
-def round_workflow(
-    names: Sequence[str], *, encoded: bool, archive: bool = False, evaluates: bool = False
-) -> dict[str, Any]:
+def round_workflow(names: Sequence[str], *, encoded: bool, archive: bool, evaluates: bool) -> dict[str, Any]:
     """A train and a receive step for each facility, then aggregate; a send step where models travel `encoded`.
 
     `archive`: updates may start from other models than that of the round, which the receive steps find in the archive.

@@ -31,9 +31,7 @@ def render(plan: Plan, questions: tuple[WhatIf, ...] = ()) -> Group:
     return Group(_head(plan), Text(), _grid(plan), Text(), _devices(plan), *_what_if(questions), *_reasons(plan))
 
 
-def show_plan(
-    plan: Plan, problem: Problem | None = None, *, console: Console | None = None, seconds: float = 2.0
-) -> None:
+def show_plan(plan: Plan, problem: Problem | None, *, console: Console | None, seconds: float = 2.0) -> None:
     """Print `plan`; with its problem also what-if questions, answered within about `seconds`."""
     asked = what_if(problem, plan, Stop(seconds)) if problem is not None else ()
     (console or Console(emoji=False)).print(render(plan, asked))

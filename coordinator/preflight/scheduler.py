@@ -74,7 +74,7 @@ SEVERAL = re.compile(
 """Directives by which one submission is several jobs, or one of another cluster: neither is found by its id."""
 
 
-def check_scheduler(name: str, deployment: Deployment, template: str, *, submit: bool = False) -> list[Row]:
+def check_scheduler(name: str, deployment: Deployment, template: str, *, submit: bool) -> list[Row]:
     """The command is there, and partition, account and limits are accepted. `template`: the filled job template.
 
     `submit`: a real job shows it where the scheduler has no dry run.

@@ -41,7 +41,7 @@ def model_card(
     data: Mapping[str, Any],
     files: Mapping[str, str],
     unpublished: Mapping[str, str],
-    notes: Sequence[str] = (),
+    notes: Sequence[str],
 ) -> ModelCard:
     """The published model's card; `data` is the report's, `files` has the SHA-256 of the files beside it,
     `unpublished` of files of tensors that the federation's records count to the model. `notes`: lines on its use."""

@@ -11,7 +11,7 @@ from urllib.parse import quote
 from coordinator.config.federation import Federation
 
 
-def public_names(federation: Federation, seen: Iterable[str] = ()) -> dict[str, str]:
+def public_names(federation: Federation, seen: Iterable[str]) -> dict[str, str]:
     """Published name by name, in the order of federation.yml, then of those that were `seen` and have left it: these
     are not named. No number makes the name of another facility."""
     named = {one.name: one.public.named for one in federation.facilities}

@@ -93,7 +93,7 @@ def remembered_job(workdir: Path, facility: str) -> LateJob | None:
         return None
 
 
-def forget_jobs(workdir: Path, staying: Collection[str] = ()) -> list[LateJob]:
+def forget_jobs(workdir: Path, staying: Collection[str]) -> list[LateJob]:
     """The jobs whose updates were still to come, of all facilities but those that stay in rounds that carry them."""
     names = [
         path.name.removeprefix(JOB).removesuffix(".json") for path in (Path(workdir) / FOLDER).glob(f"{JOB}*.json")

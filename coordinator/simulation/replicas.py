@@ -294,7 +294,7 @@ def pipeline_steps(layout: Layout, emulation: Emulation, count: int) -> Step:
 
 
 def over_allreduce(
-    settings: SyncSettings, replicas: int, step: Step, *, steps: int, costs: ExchangeCosts | None = None
+    settings: SyncSettings, replicas: int, step: Step, *, steps: int, costs: ExchangeCosts | None
 ) -> float:
     """Updates a second under `settings.policy` divided by those under `allreduce`."""
     base = simulate_policy(replace(settings, policy="allreduce"), replicas, step, steps=steps, costs=costs)

@@ -91,7 +91,7 @@ def output_path(*parts: str, context: Any, location: Any) -> Any:
     return StreamFlowPath(*parts, context=context, location=location)
 
 
-def executing(original: Any, closing: Closing | None, copying: Any = None) -> Any:
+def executing(original: Any, closing: Closing | None, copying: Any) -> Any:
     """`CWLCommand.execute`: a facility's job that fails has left no update, and what it wrote names no outputs.
 
     A job that its round does not wait for (`closing`) has left none either, for now. `copying`: StreamFlow's own

@@ -81,7 +81,7 @@ def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
     )
 
 
-def certificates_of(host: str, user: str = "") -> Sequence[str]:
+def certificates_of(host: str, user: str) -> Sequence[str]:
     """Files of the certificates that ~/.ssh/config gives a login; none where it cannot be read."""
     try:
         return read_ssh_settings(host, user).certificates

@@ -43,7 +43,7 @@ class Gate:
         yield from named_places(self.policy, self.file)
 
 
-def check_others(file: Path, policy: Policy, home: Path, *, later: bool = False) -> None:
+def check_others(file: Path, policy: Policy, home: Path, *, later: bool) -> None:
     """Raise `ConfigurationError` where this policy has something in common with that of an earlier gate of its home.
 
     `<home>/policy.yml` is the first, the others follow by name: a mistake in one policy closes no earlier gate.

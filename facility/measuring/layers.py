@@ -93,7 +93,7 @@ def kinds_of_blocks(blocks: nn.ModuleList, config: Any) -> list[str]:
 
 
 def measure_units(
-    model: Path, device: torch.device, settings: LayerSettings, *, emulation: Emulation | None = None, worker: int = 0
+    model: Path, device: torch.device, settings: LayerSettings, *, emulation: Emulation | None, worker: int
 ) -> MeasuredUnits:
     """Time one unit of every kind of the checkpoint's model. Weights are random: only shapes matter."""
     config = read_config(model)

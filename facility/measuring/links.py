@@ -50,7 +50,7 @@ def measure_links(
     labels: Sequence[str],
     settings: LinkSettings,
     *,
-    show_progress: bool = False,
+    show_progress: bool,
 ) -> MeasuredLinks:
     """Measure all pairs; every rank calls this and gets the same answer. `labels`: the host or site of every rank."""
     groups = groups_of(labels)

@@ -71,7 +71,7 @@ def encoding_of(
     specials: dict[str, int],
     wrap: bool,
     max_tokens: int | None,
-    chat: ChatEncoding | None = None,
+    chat: ChatEncoding | None,
 ) -> Encoding:
     """How a loaded tokenizer encodes documents, as processes that have no tokenizer object are told."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

@@ -116,7 +116,7 @@ def units_in(dataset: Path, unit: Unit) -> int:
     return 0 if train is None else train.documents if unit == "document" else train.blocks
 
 
-def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, units: int = 0) -> None:
+def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, units: int) -> None:
     """Raise `InputError` unless all budgets together are within the limit.
 
     `units`: of the dataset. Deltas add up as epsilons do, and a bound with a delta of one over the units, or more,

@@ -44,7 +44,7 @@ def choose_head(
     *,
     sequences: int,
     tokens: int,
-    device: str = "cpu",
+    device: str,
 ) -> HeadChoice:
     """For micro-batches of this shape. Raises `ConfigurationError` where chunks are demanded of a
     model whose loss is not its output layer's alone."""

@@ -12,7 +12,7 @@ MOST_MOVES = 40
 
 
 def anneal(
-    cost: Cost, begin: Layouts, rng: np.random.Generator, stop: Stop, *, steps: int, hot: float = 0.03
+    cost: Cost, begin: Layouts, rng: np.random.Generator, stop: Stop, *, steps: int, hot: float
 ) -> tuple[Layouts, np.ndarray]:
     """Cool all chains once; the best state of every chain, within memory, if it came to one, and its cost."""
     state = begin.copy()

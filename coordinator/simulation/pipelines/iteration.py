@@ -91,7 +91,7 @@ def simulate_layout(
     )
 
 
-def memory_of(layout: Layout, *, continued: bool = False) -> dict[int, float]:
+def memory_of(layout: Layout, *, continued: bool) -> dict[int, float]:
     """Device -> peak bytes; empty when the layout does not know its sizes."""
     if layout.in_flight_bytes is None or layout.static_bytes is None:
         return {}
@@ -174,7 +174,7 @@ def stall_table(graph: Template, layout: Layout, replicas: list[int], count: int
 
 
 def _by_longest_path(
-    layout: Layout, count: int, stall: Stall | None, *, timeline: bool, continued: bool = False
+    layout: Layout, count: int, stall: Stall | None, *, timeline: bool, continued: bool
 ) -> tuple[_Moments, tuple[Span, ...]]:
     """Moments of `count` iterations where links are not shared: each computation begins as the latest that it waits
     for ends. `continued`: only so many micro-batches are timed as show what each further one adds."""

@@ -94,7 +94,7 @@ def sees_ahead(config: Any) -> str:
     return ""
 
 
-def refusal_for(config: Any, task: Task | None = None) -> str:
+def refusal_for(config: Any, task: Task | None) -> str:
     """Why a model of this config.json cannot be trained; empty: nothing is known against it.
 
     What it is to predict follows from the task, or from the class that config.json names.

@@ -118,7 +118,7 @@ def check_origin(model: Path, dataset: PreparedDataset) -> None:
 
 
 def read_model(
-    directory: Path, round: int, ranks: Ranks, *, evaluation: bool, later: bool = False
+    directory: Path, round: int, ranks: Ranks, *, evaluation: bool, later: bool
 ) -> tuple[Checkpoint, manifests.Manifest | None]:
     """Open the received model; where it carries a manifest, the first rank checks every byte against it.
 

@@ -58,7 +58,7 @@ class Ranks:
         return self.rank == (self.members[0] if self.members else 0)
 
 
-def from_environment(device: str = "auto") -> Ranks:
+def from_environment(device: str) -> Ranks:
     """Who this process is; alone where the environment says nothing. `device`: auto, cpu or cuda."""
     values = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     if values["WORLD_SIZE"] in (None, "1"):
