@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from coordinator.engine.engine_log import ended, last_error
 from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import TICK_SECONDS, Answers, Queue, asked_meanwhile
 from coordinator.engine.stuck_jobs import Watch
@@ -32,6 +33,7 @@ from coordinator.streamflow_plugin.names import STEP_SERVER
 from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import SAME_COMMAND
+from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
 
@@ -73,6 +75,8 @@ class Attempt:
     """What trying again cannot fix."""
     failed: str = ""
     """Step of the coordinator that failed, and why."""
+    error: str = ""
+    """With which StreamFlow's log ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +100,9 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
         if attempt.new_rounds:
             break
         fruitless += 1
-    what = last.failed or ("StreamFlow hung" if last.hung else f"StreamFlow ended with code {last.code}")
+    what = last.failed or ("StreamFlow hung" if last.hung else ended(last.code, last.error))
     if fruitless > limits.restarts:
-        return Decision(next="give up", reason=f"{what}; {fruitless} starts brought no new complete round")
+        return Decision(next="give up", reason=f"{what}; {number_of(fruitless, 'start')} brought no new complete round")
     pause = min(300.0, limits.pause_seconds * 2 ** max(0, fruitless - 1))
     return Decision(next="again", reason=what, pause_seconds=pause)
 
@@ -127,6 +131,7 @@ class _Watched:
     killed_at: float | None = None
     fatal: str = ""
     failed: str = ""
+    error: str = ""
     hung: bool = False
     probed: float = 0.0
     """When the run's directories were last tried."""
@@ -250,6 +255,7 @@ class Supervisor:
                     watched.heard = time.monotonic()
                     self.on_line(line.rstrip("\n"))
                     watched.failed = watched.failed or out_of_files(line)
+                    watched.error = last_error(line, watched.error)
                 self._probe(watched)
                 self._step_in(process, watched)
             code = process.wait()
@@ -262,12 +268,9 @@ class Supervisor:
         fatal = watched.fatal or (self.stopped() if code else "")
         if watched.failed and not fatal and self.attempts and self.attempts[-1].failed == watched.failed:
             fatal = f"{watched.failed} (twice in a row)"
+        done = self.rounds_done() - before
         return Attempt(
-            code=code,
-            new_rounds=self.rounds_done() - before,
-            hung=watched.hung,
-            fatal=fatal,
-            failed=watched.failed,
+            code=code, new_rounds=done, hung=watched.hung, fatal=fatal, failed=watched.failed, error=watched.error
         )
 
     def _hear_events(self, watched: _Watched) -> None:

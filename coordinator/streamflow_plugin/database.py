@@ -4,6 +4,9 @@ The original's lies in the account's home and is locked while a run lives. It ha
 back, twice: a run writes some hundred rows for each facility and round, each of which takes SQLite microseconds. Here
 statements are carried out where they are asked for. Nothing waits for a disk meanwhile: the run is one transaction,
 which is committed as it ends.
+
+Nor does anything lock it, for nobody else opens it: a work directory may lie on a file system without locks, such as
+Lustre mounted without `flock`, where SQLite fails otherwise.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import inspect
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import Any, Self
 
@@ -28,11 +32,11 @@ class PrivateDatabase(SqliteDatabase):
     """`database: {type: sqlite}`, the same settings."""
 
     def __init__(self, context: StreamFlowContext, **settings: Any) -> None:
-        if path := os.environ.get(DATABASE):
-            settings.setdefault("connection", path)
-            os.close(os.open(settings["connection"], os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        path = os.environ.get(DATABASE)
+        if path and settings.setdefault("connection", path) == path:
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         super().__init__(context, **settings)
-        if path and path == self.connection.connection:
+        if path == self.connection.connection:
             self.connection.init_db = True
 
 
@@ -126,8 +130,14 @@ class Connection:
 
 
 async def connect(database: str, timeout: float) -> Connection:
-    """`aiosqlite.connect`."""
-    return Connection(sqlite3.connect(database, timeout=timeout))
+    """`aiosqlite.connect`; the run's own database without locks (https://sqlite.org/uri.html, `nolock`)."""
+    if database != os.environ.get(DATABASE):
+        return Connection(sqlite3.connect(database, timeout=timeout))
+    connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?nolock=1", uri=True, timeout=timeout)
+    connection.execute(
+        "PRAGMA locking_mode = EXCLUSIVE"
+    )  # a write-ahead log without locks (https://sqlite.org/wal.html)
+    return Connection(connection)
 
 
 def lacking(source: str) -> set[str]:

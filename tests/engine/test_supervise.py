@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import console
+from coordinator.engine.engine_log import last_error
 from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import NoAnswer, Queue, read_queues
 from coordinator.engine.supervise import Attempt, Limits, Supervisor, children, decide, fatal_reason
@@ -146,6 +147,17 @@ def test_a_run_that_may_open_no_further_file_is_no_silence(tmp_path: Path):
     assert code == 2 and "may open no further file" in reason and "twice in a row" in reason and "ulimit" in reason
     said = "2026-11-28 06:18:09.494 ERROR    a is left out of the round: [Errno 24] Too many open files"
     assert out_of_files(log) and not out_of_files(said) and not out_of_files("[Errno 24] Too many open files")
+
+
+def test_the_error_that_streamflow_ends_with_is_told(tmp_path: Path):
+    """Of a work directory that takes no locks it said "disk I/O error", and the run "ended with code 1"."""
+    log = ["2026-11-29 22:52:40.001 INFO     Processing", "2026-11-29 22:52:43.701 ERROR    disk I/O error"]
+    log += ["Traceback (most recent call last):", "sqlite3.OperationalError: disk I/O error"]
+    one = supervisor(
+        tmp_path, f"print({log!r}, sep=chr(10)); raise SystemExit(1)".replace("print(", "print(*"), restarts=0
+    )
+    assert one.run() == (1, "StreamFlow ended with code 1: disk I/O error; 1 start brought no new complete round")
+    assert last_error("2026-11-29 22:52:44.000 INFO     COMPLETED", "disk I/O error") == ""
 
 
 def test_as_many_files_as_the_system_lets_this_account_open_are_asked_for():

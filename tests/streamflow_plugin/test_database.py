@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,12 @@ from streamflow.persistence import sqlite
 
 from coordinator.streamflow_plugin import database
 from coordinator.streamflow_plugin.database import PrivateDatabase
+from coordinator.streamflow_plugin.names import DATABASE
 
 
 async def fill(path: Path) -> tuple[list[Any], set[threading.Thread]]:
     """A few rows of every kind that a run writes; what reading gives of them, and the threads seen meanwhile."""
-    opened = PrivateDatabase(SimpleNamespace(config={"path": str(path.parent)}), connection=str(path))
+    opened = PrivateDatabase(SimpleNamespace(config={"path": str(path.parent)}), connection=str(path), timeout=1)
     try:
         return await written_and_read(opened)
     finally:
@@ -70,6 +73,36 @@ def test_the_rows_are_those_that_a_thread_writes(tmp_path: Path, monkeypatch: py
     assert rows(tmp_path / "direct.db") == rows(tmp_path / "thread.db")
     assert with_thread - at_first
     assert not during - before
+
+
+HELD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+b")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_runs_own_database_asks_for_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool):
+    """On a file system without locks each start of a run ended with `disk I/O error`."""
+    path = tmp_path / "sqlite.db"
+    monkeypatch.setattr(sqlite, "aiosqlite", aiosqlite)
+    database.install()
+    expected = asyncio.run(fill(tmp_path / "plain.db"))[0]
+    if own:
+        monkeypatch.setenv(DATABASE, str(path))
+    command = [sys.executable, "-c", HELD, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        if own:
+            assert asyncio.run(fill(path))[0] == expected
+        else:
+            with pytest.raises(sqlite3.OperationalError, match="locked"):
+                asyncio.run(fill(path))
+        other.communicate()
+    assert not own or rows(path) == rows(tmp_path / "plain.db")
 
 
 def test_what_sqlite_refuses_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
