@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from facility.exchange.files.durable import write_bytes
+from facility.exchange.files.locks import temporary_place
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.tables import TORCHRUN
@@ -32,7 +33,7 @@ def private_directory(tasks: Tasks, notes: Notes, seconds: float) -> Iterator[di
         yield {}
         return
     if tasks.tasks == 1:
-        alone = Path(tempfile.mkdtemp(prefix="crossfed-"))
+        alone = Path(tempfile.mkdtemp(prefix="crossfed-", dir=temporary_place()))  # torch locks its store there
         try:
             yield {DIRECTORY: str(alone)}
         finally:

@@ -6,10 +6,12 @@ import errno
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,15 +19,19 @@ from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import only_one
 from facility.exchange.files import audit_log, durable, locks
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.locks import take_lock
+from facility.exchange.files.locks import take_lock, temporary_place
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.progress import FILE, read_progress
 from facility.gating import ledger as gate_ledger
+from facility.launching.notes import Notes
+from facility.launching.place import read_tasks
+from facility.launching.rendezvous import DIRECTORY, private_directory
 from facility.masking.ledger import Entry
 from facility.masking.ledger import Ledger as Answers
 from facility.preparing.resuming import part_of
 from facility.rounds.finished import Finished
 from facility.rounds.privacy_ledger import Ledger as Releases
+from facility.training.processes.torchrun import agents_directory
 from tests.federations import write_federation
 
 
@@ -120,3 +126,42 @@ def test_what_a_killed_process_left_on_nfs_goes_after_a_day_without_a_change(
     with new_directory(tmp_path / "update") as update:
         (update / "model.safetensors").write_bytes(b"whole")
     assert left.exists() == stays and (tmp_path / "update" / "model.safetensors").read_bytes() == b"whole"
+
+
+@pytest.fixture
+def no_locks_in_tmpdir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    real, place = locks.fcntl.flock, tmp_path / "tmpdir"
+
+    def refused(file: Any, how: int) -> None:
+        number = file if isinstance(file, int) else file.fileno()
+        if Path(os.readlink(f"/proc/self/fd/{number}")).is_relative_to(place):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        real(file, how)
+
+    monkeypatch.setattr(locks.fcntl, "flock", refused)
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    place.mkdir()
+    return place
+
+
+def test_ranks_meet_where_files_can_be_locked(no_locks_in_tmpdir: Path, tmp_path: Path):
+    """An engine's TMPDIR is on the file system of the work directory: no two ranks of a node met there, and each round
+    went on without the facility (`Function not implemented`)."""
+    tasks = read_tasks({}, None)
+    with private_directory(tasks, Notes(tmp_path, "1"), 1.0) as meeting:
+        place = Path(meeting[DIRECTORY])
+        assert place.parent == Path(locks.IN_MEMORY) and place.stat().st_mode & 0o777 == 0o700
+    assert not place.exists() and agents_directory().parent == Path(locks.IN_MEMORY)
+    agents_directory().rmdir()
+
+
+def test_files_that_are_locked_stay_in_tmpdir_where_it_has_locks_and_where_nothing_has(
+    no_locks_in_tmpdir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(locks, "IN_MEMORY", str(tmp_path / "absent"))
+    assert temporary_place() == str(no_locks_in_tmpdir)
+    monkeypatch.setattr(locks, "IN_MEMORY", str(tmp_path))
+    assert temporary_place() == str(tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmpdir-with-locks"))
+    (tmp_path / "tmpdir-with-locks").mkdir()
+    assert temporary_place() == str(tmp_path / "tmpdir-with-locks")

@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 from typing import IO
+
+IN_MEMORY = "/dev/shm"
 
 
 def take_lock(file: int | IO[str], path: os.PathLike[str], *, wait: bool = True) -> bool:
@@ -20,4 +23,20 @@ def take_lock(file: int | IO[str], path: os.PathLike[str], *, wait: bool = True)
         return False
     except OSError:
         raise OSError(errno.ENOLCK, "its file system has no locks", os.fspath(path)) from None
+    return True
+
+
+def temporary_place() -> str:
+    """Where temporary files go that are locked: the system's place for such, unless its file system has no locks; then
+    this node's memory. An engine has TMPDIR of its jobs in their work directory."""
+    places = [tempfile.gettempdir(), IN_MEMORY]
+    return next((place for place in places if _has_locks(place)), places[0])
+
+
+def _has_locks(place: str) -> bool:
+    try:
+        with tempfile.TemporaryFile(dir=place) as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
     return True

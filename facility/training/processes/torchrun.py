@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
 from facility.exchange.files.listing import names_in
+from facility.exchange.files.locks import temporary_place
 from facility.exchange.json_values import values_in
 from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
@@ -37,7 +37,7 @@ def agents_directory() -> Path:
     agent, restarts = os.getppid(), os.environ.get(RESTARTS, "0")
     started = stat_of(agent)[START]  # ticks since boot
     name = f"crossfed-torchrun-{os.getuid()}-{agent}-{started}-{int(restarts)}"
-    place = Path(tempfile.gettempdir()) / name
+    place = Path(temporary_place()) / name
     place.mkdir(mode=0o700, exist_ok=True)
     return place
 
