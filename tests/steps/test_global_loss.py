@@ -7,10 +7,19 @@ import time
 
 import pytest
 
-from coordinator.archive.rounds import FacilityRow
+from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.steps.decide import Decision, decide
-from coordinator.steps.global_loss import global_losses, losses_of_rows, plausible, without_each
+from coordinator.steps.global_loss import (
+    global_losses,
+    later_than,
+    losses_by_model,
+    losses_known,
+    losses_of_rows,
+    plausible,
+    until_known,
+    without_each,
+)
 
 Rounds = list[dict[str, float]]
 
@@ -87,3 +96,63 @@ def test_rows_of_older_archives_tell_their_perplexity():
         FacilityRow(round=0, facility="d", status="ok", perplexity_received=0.0),
     ]
     assert losses_of_rows(rows) == {"a": 2.0, "b": pytest.approx(2.0149, abs=1e-4)}
+
+
+def test_a_newcomers_absurd_figure_is_left_out_and_those_of_the_others_are_not():
+    assert plausible([{"a": 3.0}, {"a": 2.9, "b": 700.0}, {"a": 2.8, "b": 3.5}])[1] == {"a": 2.9}
+    assert plausible([{"a": 3.0, "b": 3.1, "c": 700.0}]) == [{"a": 3.0, "b": 3.1}]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_losses_without_each_facility_are_those_of_a_federation_of_the_others(seed: int):
+    draw = random.Random(seed)
+    told = [{name: draw.uniform(2, 4) for name in draw.sample("abcd", draw.randint(0, 3))} for _ in range(6)]
+    every = sorted({name for one in told for name in one})
+    without = [global_losses([{k: v for k, v in one.items() if k != out} for one in told]) for out in every]
+    assert without_each(told) == [losses for losses in without if losses[-1] is not None]
+    known = [until_known(losses) for losses in without]
+    assert without_each(told, latest=True) == [losses for losses in known if losses[-1] is not None]
+
+
+def test_losses_are_known_up_to_the_newest_figure():
+    assert until_known([3.0, None, 2.0, None, None]) == [3.0, None, 2.0]
+    assert until_known([None, None]) == [None, None] and until_known([]) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_late_updates_tell_counts_in_the_round_whose_model_it_is_of(seed: int):
+    """Oracle: the figures by the model that they are of; round.json of later rounds makes up for those of earlier."""
+    draw, rounds = random.Random(seed), 9
+    rows: list[list[FacilityRow]] = [[] for _ in range(rounds)]
+    told: Rounds = [{} for _ in range(rounds)]
+    updates: list[tuple[int, str, int]] = []
+    for name in "abcd":
+        number = 0
+        while (arrives := number + draw.choice([0, 0, 1, 2])) < rounds:
+            updates.append((arrives, name, number))
+            number = arrives + 1
+    for arrives, name, number in sorted(updates):
+        loss, late = draw.uniform(2, 3) - 0.1 * number, arrives - number
+        what = {"late_loss": loss} if late else {"loss_received": loss}
+        rows[arrives].append(FacilityRow(round=arrives, facility=name, status="ok", staleness=late, **what))  # type: ignore[arg-type]
+        told[number][name] = loss
+    for number, one in enumerate(rows):  # nothing of this counts
+        for facility, status, staleness in (("r", "refused", 1), ("o", "ok", number + 1), ("n", "ok", 0)):
+            row = FacilityRow(round=number, facility=facility, status=status, staleness=staleness, late_loss=9.0)
+            one.append(row)
+    history: list[RoundFile] = []
+    for number, one in enumerate(rows):
+        reported = plausible(losses_by_model([*(entry.facilities for entry in history), one]))
+        losses = global_losses(reported)
+        later = later_than(history, losses, reported)
+        more = {"global_loss": losses[-1], "later_losses": later, "decision": "go on"}
+        history.append(RoundFile(round=number, facilities=one, **more))  # type: ignore[arg-type]
+    expected = global_losses(plausible(told))
+    assert losses_known(history) == expected
+    known = {entry.round: entry.global_loss for entry in history}
+    for entry in history:
+        for number, later_loss in entry.later_losses.items():
+            assert known[int(number)] != later_loss.loss and int(number) < entry.round
+            known[int(number)] = later_loss.loss
+            assert later_loss.over and set(later_loss.over) <= set(told[int(number)])
+    assert known == dict(enumerate(expected))
