@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Literal
 
+import pytest
+
+from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
-from coordinator.steps.decide import decide
+from coordinator.steps.decide import decide, decide_after
 
 
 def settings(rounds: int = 10, **stop: float) -> CoordinatorSettings:
@@ -36,8 +41,17 @@ def test_divergence_is_broken():
     assert decide(settings(divergence=1.0), [3.0, 2.0, 2.9]).proceed
     diverged = decide(settings(divergence=1.0), [3.0, 2.0, 3.1])
     assert diverged.broken and not diverged.proceed
-    assert decide(settings(), [3.0, math.nan]).broken
+    lost = decide(settings(), [3.0, math.nan])
+    assert lost.broken and not lost.proceed
 
 
 def test_rounds_that_told_nothing_do_not_decide():
     assert decide(settings(patience=5, target_perplexity=2.0), [None, 3.0, None]).proceed
+
+
+@pytest.mark.parametrize(("late", "proceeds"), [("carry", True), ("drop", False)])
+def test_patience_waits_for_figures_that_come_late(late: Literal["carry", "drop"], proceeds: bool):
+    """Where updates are carried, the newest rounds' figures are still to come; elsewhere they never will."""
+    asked = dataclasses.replace(settings(patience=2), closing=ClosingSettings(quorum=1, late=late))
+    assert decide_after(asked, [{"a": 3.0, "b": 3.1}, {"a": 2.0, "b": 2.1}, {}, {}]).proceed == proceeds
+    assert not decide_after(asked, [{"a": 2.0, "b": 2.1}, *[{"a": 2.0, "b": 2.2}] * 2, {}]).proceed
