@@ -75,13 +75,14 @@ def evaluate(
         links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | OFFLINE
+        (empty := Path(folder) / "empty").mkdir()
         with open(Path(folder) / "log", "w+b") as output:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                cwd=folder,  # lm-eval reads a file or folder here that is named like a task, and calls what it names
+                cwd=empty,  # lm-eval reads a file or folder here that is named like a task, and calls what it names
                 env=environment,
                 start_new_session=True,
             )

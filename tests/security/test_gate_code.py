@@ -18,6 +18,7 @@ from facility.gating import approval
 from facility.gating.jobs import SCRATCH
 from facility.launching.notes import PLACE as NOTES
 from facility.rounds import evaluation
+from tests.cases import slow_but
 from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate, packed
@@ -166,7 +167,7 @@ def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeyp
     def start(words: list[str], **options: object) -> None:
         calls.append((words, options))
         link = Path(words[words.index("--model_args") + 1].removeprefix("pretrained="))
-        assert link.resolve() == model and link.parent == Path(str(options["cwd"])) and not (link.parent / "t").exists()
+        assert link.resolve() == model and not list(Path(str(options["cwd"])).iterdir())
         raise TransientError("started")
 
     monkeypatch.setattr(evaluation.subprocess, "Popen", start)
@@ -176,3 +177,17 @@ def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeyp
         evaluation.evaluate(model, EvaluationSettings(tasks=["t"]), dataset=tmp_path)
     ((words, _),) = calls
     assert not any("," in word for word in words)
+
+
+@pytest.mark.parametrize("name", slow_but(["model"], ["model", "tokenizer", "log", "whole", "empty"]))
+def test_no_task_is_called_as_what_lies_beside_lm_eval(tmp_path: Path, name: str):
+    """`tasks: [model]` was the received model, whose YAML files lm-eval read, and whose module it imported and ran."""
+    pytest.importorskip("lm_eval")
+    model = tmp_path / "received"
+    model.mkdir()
+    (model / "tokenizer.json").touch()
+    (model / "x.yaml").write_text("task: x\ndoc_to_text: !function evil.f\n")
+    (model / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w').close()\ndef f(doc): return ''\n")
+    with pytest.raises(TransientError, match=f"Tasks not found: {name}"):
+        evaluation.evaluate(model, EvaluationSettings(tasks=[name]), dataset=tmp_path)
+    assert not (tmp_path / "owned").exists()
