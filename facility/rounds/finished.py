@@ -32,6 +32,9 @@ from facility.rounds.kept import UPDATE, by_round
 
 log = logging.getLogger(__name__)
 KEY = "key.json"
+MOST_KEPT = 4
+"""Finished updates that are kept, those of later rounds than the one asked for included: a coordinator could ask for
+rounds from the last to the first."""
 
 
 class Finished:
@@ -53,13 +56,16 @@ class Finished:
         return place / "update"
 
     def keep(self, key: str, round: int, update: Path) -> None:
-        """Keep `update` and remove those of earlier rounds."""
+        """Keep `update`, and remove those of earlier rounds and all but the newest of later ones."""
         place = self.directory / f"{UPDATE}{round}"
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir(parents=True)
         link_tree(update, self.place(round))
         write_json(place / KEY, {"key": key, "round": round})
         self.drop_before(round)
+        others = {path: number for number, path in by_round(self.directory, UPDATE).items() if number != round}
+        for path in sorted(others, key=lambda path: (path.stat().st_mtime, -others[path]))[: 1 - MOST_KEPT]:
+            shutil.rmtree(path, ignore_errors=True)
 
     def drop_before(self, round: int) -> None:
         """Remove the updates of earlier rounds."""

@@ -1,4 +1,4 @@
-"""What a facility can make the coordinator hold, wait for or show to others is bounded."""
+"""What a facility can make the coordinator hold, wait for or show to others is bounded; and what it keeps itself."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +34,7 @@ from facility.exchange.files.storage import private, unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.preparing.output import published
 from facility.preparing.resuming import part_of
+from facility.rounds.finished import Finished
 from tests.federations import write_federation
 
 MASKS = {0o077: (0o600, 0o700), 0o027: (0o640, 0o750), 0o022: (0o644, 0o755)}
@@ -218,3 +220,17 @@ def test_events_and_log_of_the_coordinator_are_not_a_jobs(monkeypatch: pytest.Mo
     assert asyncio.run(connector._submit("train", {"A": "b"}, "/rounds/train_a/0.1", None, None)) == "17"
     empty = {name: "''" for name in ("CROSSFED_EVENTS", "CROSSFED_ARCHIVE_LOG", "CROSSFED_DATABASE")}
     assert seen == {"A": "b"} | empty
+
+
+@pytest.mark.parametrize("numbers", [range(12), range(11, -1, -1), [9, 3, 8, 0, 7, 1, 6, 2, 5]])
+def test_in_whatever_order_rounds_are_asked_for_few_updates_are_kept(tmp_path: Path, numbers: Sequence[int]):
+    """From the last round to the first each one was kept, with its weights: a facility's disk was full."""
+    finished = Finished(tmp_path / "state")
+    for number in numbers:
+        update = tmp_path / f"update-{number}"
+        update.mkdir()
+        (update / "model.safetensors").write_bytes(b"weights")
+        write_manifest(update, Manifest(kind="update", federation="heron", facility="alpha", round=number))
+        finished.keep("key", number, update)
+        assert finished.find("key", number) is not None
+        assert len(list((tmp_path / "state" / "finished").iterdir())) <= 4
