@@ -238,6 +238,7 @@ def download(wheelhouse: Path, *, python: str, platform: str, extras: Sequence[s
         platforms.append(f"manylinux2014_{machine}")
     command = [
         sys.executable,
+        "-P",  # else a pip.py of the current folder would be run
         "-c",
         QUIETLY,
         "download",

@@ -213,6 +213,7 @@ def prepare_datasets(out: Path, sizes: Sizes) -> None:
         commands.append(
             [
                 sys.executable,
+                "-P",
                 "-m",
                 "facility.prepare",
                 "--input",

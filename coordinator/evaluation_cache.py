@@ -44,7 +44,7 @@ def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: R
         raise InputError("--eval needs lm-eval on this machine: pip install lm-eval")
     place = (out / FOLDER).resolve()
     place.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "coordinator.evaluation_cache", *tasks]
+    command = [sys.executable, "-P", "-m", "coordinator.evaluation_cache", *tasks]
     command += ["--include", str(include.resolve())] if include is not None else []
     plain = {name: value for name, value in os.environ.items() if name not in (*OFFLINE, *CACHES)}
     with_network = plain | {"HF_HOME": str(place)}

@@ -31,6 +31,11 @@ KNOWN_DIRECTIVES = ("slurm", "pbs")
 BATCH = re.compile(r"^  batch_sequences: (\d+).*$", re.MULTILINE)
 
 
+def prepare_here(words: Sequence[str]) -> None:
+    """Run `facility.prepare`, and no module of the current folder. Raises `CalledProcessError` where it fails."""
+    subprocess.run([sys.executable, "-P", "-m", "facility.prepare", *words], check=True)
+
+
 def equip(
     federation: Federation,
     facility: Facility,
@@ -55,7 +60,7 @@ def equip(
     if survey is None:
         if text:
             log.info("%s: preparing %s here", facility.name, text)
-            subprocess.run([sys.executable, "-m", "facility.prepare", *words], check=True)
+            prepare_here(words)
     else:
         method = install(survey)
         if not method.arguments:

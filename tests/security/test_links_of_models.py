@@ -1,18 +1,23 @@
-"""A published model with links to files of the account that took it: nothing of these is sent to facilities."""
+"""A published model with links to files of the account that took it, none of which is sent to facilities; or with
+modules, none of which is run."""
 
 from __future__ import annotations
 
 import shutil
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import transformers
 
+from coordinator import bundle, evaluation_cache
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.model import convert
 from coordinator.models.adapter_export import load_base
 from coordinator.preflight.coordinator import failing_here
+from coordinator.quickstart import equip
 from coordinator.share import share
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
@@ -106,3 +111,20 @@ def test_links_within_a_download_to_the_hubs_cache_and_to_weights_elsewhere_are_
     (model / "model.safetensors").unlink()
     (model / "model.safetensors").symlink_to("../../blobs")
     refuse_links_elsewhere(model)
+
+
+def test_no_module_of_the_folder_that_a_command_is_given_in_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`python -m` and `-c` look there first: in a model's folder, say, for a `pip.py` of its maker."""
+    started: list[Sequence[str]] = [bundle.download(tmp_path, python="3.11", platform="manylinux_2_28_x86_64")]
+    words = ["--input", "text", "--tokenizer", "tokenizer", "--out", "data", "--block-tokens", "8"]
+    monkeypatch.setattr(equip.subprocess, "run", lambda command, **_: started.append(command))
+    equip.prepare_here(words)
+    monkeypatch.undo()
+    loaded = subprocess.CompletedProcess([], 0, "", "")
+    evaluation_cache.fill(tmp_path / "b", ["t"], run=lambda command, _: started.append(command) or loaded)
+    for name in ("pip", "argparse"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
+    for command in started[:3]:
+        at = next(index for index, word in enumerate(command) if word in ("-m", "-c")) + 2
+        ended = subprocess.run([*command[:at], "--help"], cwd=tmp_path, capture_output=True, text=True)
+        assert ended.returncode == 0 and "usage" in ended.stdout.lower(), (command, ended)
