@@ -4,6 +4,7 @@
 [ -n "${BASH_VERSION:-}" ] || { echo "error: this is a script for bash: bash $0" >&2; exit 2; }
 set -euo pipefail
 unset CDPATH  # with it, cd prints
+export PYTHONSAFEPATH=1  # no module of the folder that this is run in, a published model's for instance, is one of ours
 
 usage() {
     cat <<'TEXT'

@@ -6,6 +6,7 @@ set -euo pipefail
 umask 077  # what is made here is text that may not leave: nobody else's to read
 unset CDPATH  # with it, cd prints
 export PYTHONNOUSERSITE=1  # as in jobs: what an account has installed for itself is not looked at
+export PYTHONSAFEPATH=1  # nor are modules of the folder that this is run in, which no digest of a bundle covers
 
 usage() {
     cat <<'TEXT'

@@ -446,6 +446,19 @@ def test_a_bundle_is_verified_before_it_is_installed(tmp_path: Path):
     assert "is not what its SHA256SUMS says" in (said := refused(out, options)) and WHEEL in said
 
 
+def test_no_module_that_lies_beside_a_bundle_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """It is no part of what SHA256SUMS names, and Python looked in the folder first that a person stood in: the
+    bundle's own, as `crossfed bundle` tells."""
+    out, marker = tmp_path / "b", tmp_path / "run"
+    options = tiny_bundle(out)
+    for name in ("pip", "platform", "sysconfig", "tomllib", "torch", "transformers"):
+        (out / f"{name}.py").write_text(f"open({str(marker)!r}, 'w').write({name!r})\n")
+    monkeypatch.chdir(out)
+    done = installed(out, options)
+    assert not marker.exists(), f"{marker.read_text()}.py"
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
     out = tmp_path / "b"
     tiny_bundle(out)
