@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from facility.gating import approval
 from facility.gating.jobs import SCRATCH
 from facility.launching.notes import PLACE as NOTES
 from facility.rounds import evaluation
+from facility.training.monitor.tracker import Tracker
 from tests.cases import slow_but
 from tests.conftest import ROOT
 from tests.security import test_gate
@@ -191,3 +193,28 @@ def test_no_task_is_called_as_what_lies_beside_lm_eval(tmp_path: Path, name: str
     with pytest.raises(TransientError, match=f"Tasks not found: {name}"):
         evaluation.evaluate(model, EvaluationSettings(tasks=[name]), dataset=tmp_path)
     assert not (tmp_path / "owned").exists()
+
+
+def test_a_tracker_reads_no_settings_that_a_coordinator_put_beside_its_job(tmp_path: Path, monkeypatch):
+    """wandb sent the site's key to the address in `wandb/settings` there."""
+    import accelerate.tracking
+
+    seen = []
+
+    class Reads:
+        requires_logging_directory = False
+
+        def __init__(self, run: str) -> None:
+            seen.append(Path("wandb/settings").exists())
+
+        def start(self) -> None:
+            seen.append(Path("wandb/settings").exists())
+
+    job, state = tmp_path / "job", tmp_path / "state"
+    for place in (job / "wandb", state):
+        place.mkdir(parents=True)
+    (job / "wandb" / "settings").write_text("[default]\nbase_url = https://elsewhere\n")
+    monkeypatch.setattr(accelerate.tracking, "LOGGER_TYPE_TO_CLASS", {"wandb": Reads})
+    monkeypatch.chdir(job)
+    tracker = Tracker("wandb", Path("..") / "state", "run", SimpleNamespace(first=True))  # type: ignore[arg-type]
+    assert not tracker.reason and seen == [False, False] and Path.cwd() == job

@@ -1,7 +1,12 @@
-"""Steps logged to a tracker of accelerate's (TensorBoard, ...); one that is not installed, or fails, ends no round."""
+"""Steps logged to a tracker of accelerate's (TensorBoard, ...); one that is not installed, or fails, ends no round.
+
+A tracker is started in the state directory: it may look into the current folder for its settings, such as the address
+that the site's key is sent to, and a coordinator may write where a job runs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -28,10 +33,11 @@ class Tracker:
             )
             return
         try:
-            options = {"logging_dir": str(directory)} if kind.requires_logging_directory else {}
-            tracker = kind(run, **options)
-            if hasattr(tracker, "start"):
-                tracker.start()
+            options = {"logging_dir": str(directory.absolute())} if kind.requires_logging_directory else {}
+            with contextlib.chdir(directory):
+                tracker = kind(run, **options)
+                if hasattr(tracker, "start"):
+                    tracker.start()
             self._tracker = tracker
         except Exception as error:  # no package, no network, no account: each raises what it likes
             self.reason = f"tracker {name!r} is off: {error}"
