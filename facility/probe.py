@@ -26,6 +26,7 @@ from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files import present
 from facility.exchange.files.owners import not_ours
 from facility.exchange.files.paths import resolve
+from facility.exchange.hints import keys_of
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
 from facility.installed import problems
@@ -183,6 +184,7 @@ def main() -> int:
         "optional": packages(OPTIONAL),
         "unmet": problems(),
         "formats": formats(),
+        "settings_keys": list(keys_of(settings.FacilitySettings)),
         "dataset": dataset(resolve(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),
     }

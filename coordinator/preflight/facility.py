@@ -16,20 +16,18 @@ from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run
-from coordinator.preflight.row import Row, fail, ok, warning
+from coordinator.preflight.row import Row, fail, ok
+from coordinator.preflight.versions import check_versions
 from coordinator.spans_and_sizes import size
-from facility import __version__
 from facility.exchange.checkpoints.labels import classes_digest, unnamed
 from facility.exchange.checkpoints.tokenizer import differ
 from facility.exchange.files.paths import CHECKOUT, shipped
-from facility.exchange.messages import manifest, report, settings
 from facility.exchange.messages.job_template import enter_lines, path_word
 from facility.exchange.messages.layout import QUANTIZES
 from facility.exchange.messages.strict_json import clean
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.requirements import meets
 
-FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 BEGIN = "crossfed-probe-begins"
 FILES = 1000
 """Files that two rounds leave at a facility, amply counted."""
@@ -142,7 +140,7 @@ def check_site(
         assert wrong is not None
         return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
     rows = [
-        *_versions(name, answer),
+        *check_versions(name, answer),
         *_quantized(facility, answer),
         *_trainer(name, answer, trainer),
         *_dataset(facility, answer["dataset"], dataset, model),
@@ -150,62 +148,6 @@ def check_site(
         _room(name, answer["disk"], workdir, reserve),
     ]
     return rows, answer
-
-
-def _versions(name: str, answer: dict[str, Any]) -> list[Row]:
-    rows = []
-    if answer["formats"] != FORMATS:
-        other = ", ".join(
-            f"{key} {value} there, {FORMATS.get(key)} here"
-            for key, value in answer["formats"].items()
-            if FORMATS.get(key) != value
-        )
-        rows.append(
-            fail(
-                name,
-                "message format",
-                f"the facility speaks another message format: {other}",
-                "bring both sides to the same version of CrossFed",
-            )
-        )
-    elif answer["crossfed"] != __version__:
-        rows.append(
-            warning(
-                name,
-                "message format",
-                f"CrossFed {answer['crossfed']} there, {__version__} here; formats agree",
-                "bring both to one version when you can",
-            )
-        )
-    else:
-        rows.append(ok(name, "message format", f"CrossFed {answer['crossfed']} on both sides"))
-    return [*rows, _packages(name, answer)]
-
-
-def _packages(name: str, answer: dict[str, Any]) -> Row:
-    """Whether the facility's environment has what CrossFed asks for, in the versions that it was tested with."""
-    has = answer["packages"]
-    if missing := sorted(package for package, version in has.items() if version is None):
-        return fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
-    if unmet := answer.get("unmet"):
-        return warning(
-            name,
-            "packages",
-            f"Python {answer['python']}; other packages than CrossFed asks for: {'; '.join(unmet)}",
-            "run facility/setup.sh there again, without --as-is; what a job does not need may stay as it is",
-        )
-    versions = ", ".join(f"{package} {has[package]}" for package in ("torch", "transformers"))
-    pinned = _pinned()
-    untested = [p for p in ("torch", "transformers") if pinned.get(p, has[p].split("+")[0]) != has[p].split("+")[0]]
-    if untested:
-        wanted = ", ".join(f"{p} {pinned[p]}" for p in untested)
-        return warning(
-            name,
-            "packages",
-            f"Python {answer['python']}, {versions}; tested is {wanted}",
-            "run facility/setup.sh there again, unless the site provides its own torch",
-        )
-    return ok(name, "packages", f"Python {answer['python']}, {versions}")
 
 
 def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:

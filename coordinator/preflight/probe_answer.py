@@ -44,6 +44,9 @@ def read_probe_answer(text: str) -> dict[str, Any]:
     }
     if missing := [name for name in ("torch", "transformers") if name not in answer["packages"]]:
         raise ManifestError(f"{WHERE} lacks {', '.join(missing)} in packages")
+    if "settings_keys" in fields.raw:
+        keys = fields.items("settings_keys", 2000, lambda inside, place: inside.words(place, longest=LONGEST))
+        answer["settings_keys"] = frozenset(keys)
     if "optional" in fields.raw:
         answer["optional"] = _versions(fields, "optional")
     if "unmet" in fields.raw:

@@ -41,6 +41,15 @@ def dataclass_at(kind: type, path: Path) -> type | None:
     return next((plain for plain in map(_plain, _alternatives(hint)) if dataclasses.is_dataclass(plain)), None)  # type: ignore[return-value, arg-type]
 
 
+def keys_of(kind: type, above: Path = ()) -> Iterator[str]:
+    """Every key below a dataclass as errors name it, such as `training.sync.policy`, sections before what they hold."""
+    for name in hints(kind):
+        path = (*above, name)
+        yield dotted(path)
+        if (below := dataclass_at(kind, [name])) is not None:
+            yield from keys_of(below, path)
+
+
 def field_default(field: dataclasses.Field[Any]) -> Any:
     """The default of a field, made anew; `dataclasses.MISSING` where it has none."""
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -14,10 +14,13 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.check import check_alike, check_facility
-from coordinator.preflight.facility import BEGIN, FORMATS
+from coordinator.preflight.facility import BEGIN
 from coordinator.preflight.remote import Answer, answer_of
+from coordinator.preflight.versions import FORMATS
 from facility import __version__
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.hints import keys_of
+from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import _run
 from facility.exchange.messages.strict_json import printable
 from facility.gating.queue import call
@@ -41,6 +44,7 @@ HONEST: dict[str, Any] = {
     "packages": {"torch": "2.9.0", "transformers": "4.57.0", "safetensors": "0.6.2"},
     "optional": {"bitsandbytes": None},
     "formats": FORMATS,
+    "settings_keys": list(keys_of(FacilitySettings)),
     "dataset": DATASET,
     "disk": DISK | {"quotas": [QUOTA]},
     "base_model": {"bytes": 10, "sha256": "b" * 64},
@@ -116,6 +120,28 @@ def test_an_honest_answer_is_read(federation: Any, monkeypatch: pytest.MonkeyPat
     assert answer["dataset"]["blocks"] == {"train": 100, "validation": 20}
     assert {row.check for row in rows} >= {"message format", "packages", "dataset", "base model", "room"}
     assert not [row for row in rows if row.verdict == "fail"], rows
+
+
+@pytest.mark.parametrize(
+    ("known", "verdict", "said"),
+    [
+        (lambda keys: [*keys, "training.of_a_newer_one"], "ok", "on both sides"),
+        (lambda keys: [key for key in keys if key != "training.unsent_share"], "fail", ": training.unsent_share"),
+        (lambda keys: [], "fail", "its jobs would refuse their settings: "),
+        (None, "warning", "its jobs may not know all settings"),
+    ],
+    ids=["newer", "older by a key", "nothing", "older than the question"],
+)
+def test_an_older_crossfed_of_the_same_version_number_is_told_before_its_jobs_refuse_their_settings(
+    federation: Any, monkeypatch: pytest.MonkeyPatch, known: Any, verdict: str, said: str
+):
+    answer = HONEST | ({"settings_keys": known(HONEST["settings_keys"])} if known else {})
+    if known is None:
+        answer.pop("settings_keys")
+    rows, _ = rows_of(federation, json.dumps(answer), monkeypatch)
+    (row,) = [one for one in rows if one.check == "message format"]
+    assert row.verdict == verdict and said in row.found, row
+    assert verdict == "ok" or "crossfed setup" in row.fix
 
 
 def test_no_odd_answer_ends_the_check_or_shows_more_than_text(federation: Any, monkeypatch: pytest.MonkeyPatch):
