@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.adapter_twins import write_as_loaded
 from facility.exchange.checkpoints.adapters import CONFIG, check_no_module, is_adapter
 from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
+from facility.exchange.child import end_with_parent
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.paths import resolve
 from facility.exchange.json_values import values_in
@@ -85,6 +86,7 @@ def evaluate(
                 cwd=empty,  # lm-eval reads a file or folder here that is named like a task, and calls what it names
                 env=environment,
                 start_new_session=True,
+                preexec_fn=end_with_parent(signal.SIGKILL),  # nobody else would end it: it has no limit of its own
             )
             try:
                 code = process.wait(settings.minutes * 60)

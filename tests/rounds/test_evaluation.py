@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM
 
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TransientError
+from facility.exchange.files.durable import write_json
 from facility.exchange.messages.comparison import FOLDERS, GLOBAL, INITIAL, MODELS, tasks_of, with_figures
 from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, FacilityEvaluation, Score, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
@@ -19,6 +24,7 @@ from facility.exchange.messages.settings import FacilitySettings, TrainingSettin
 from facility.rounds import evaluation
 from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models, whole
 from tests.aggregation.test_adapter_export import logits, round_model
+from tests.distributed import Started
 from tests.pico import save_pico
 
 TASK = """
@@ -104,6 +110,44 @@ def test_it_is_no_rank_of_a_job_and_asks_no_hub(
     assert score.task.split() == [f"HF_{one}_OFFLINE" for one in ("DATASETS", "EVALUATE", "HUB")] + [
         "TRANSFORMERS_OFFLINE"
     ]
+
+
+WITHOUT_END = """
+import os, pathlib, time
+pathlib.Path("started.tmp").write_text(str(os.getpid()))
+os.rename("started.tmp", os.environ["MARK"])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_it_ends_with_the_process_that_started_it(number: signal.Signals, tmp_path: Path):
+    """In a session of its own it heard no signal of its job's, and held the device without end."""
+    (tmp_path / "lm_eval").mkdir()
+    (tmp_path / "lm_eval" / "__init__.py").write_text("")
+    (tmp_path / "lm_eval" / "__main__.py").write_text(WITHOUT_END)
+    write_json(tmp_path / "settings.json", {"tasks": ["any"]})
+    places = {"--model": save_pico(tmp_path / "model"), "--settings": tmp_path / "settings.json"}
+    arguments = [str(word) for pair in (places | {"--out": tmp_path / "out.json"}).items() for word in pair]
+    mark = tmp_path / "started"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "MARK": str(mark), "TMPDIR": str(tmp_path)}
+    started = Started("facility.evaluate", arguments, tmp_path / "said", environment)
+    try:
+        holds(mark.exists, started)
+        watched = os.pidfd_open(int(mark.read_text()))
+        started.signal(number)
+        assert started.ended().returncode == -number
+        assert select.select([watched], [], [], 60)[0], "lm-eval goes on"
+    finally:
+        started.kill()
+
+
+def holds(condition: Callable[[], bool], started: Started) -> None:
+    """Wait until the condition holds; fail where the process ends before."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert started.process.is_alive() and time.monotonic() < deadline, started.err.read_text()
+        time.sleep(0.02)
 
 
 def test_adapters_alone_are_evaluated_over_their_base_and_refused_without_one(tmp_path: Path):
