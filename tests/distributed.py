@@ -17,6 +17,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -186,6 +187,7 @@ def _module(
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # the server may have looked TMPDIR up, as it was there
     if directory is not None:
         os.chdir(directory)
     for number, path in ((1, out), (2, err)):
