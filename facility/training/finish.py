@@ -31,6 +31,7 @@ from facility.training.model import class_of
 from facility.training.processes.ranks import barrier, gather, together
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
+from facility.training.state.leaving import Leaving
 from facility.training.state.update import (
     Outgoing,
     outgoing_parts,
@@ -184,26 +185,21 @@ def add_files(round: Round, figures: RoundFigures, directory: Path, sent: dict[s
     reports.write(directory, report_of(round, figures))
     request, training = round.request, round.request.training
     steps = round.progress.optimizer_steps
-    before, kept = max(0, steps - moved(round)), request.state / f"round-{request.round}"
-    federated = request.federated
-    if not training.sends_moments(request.round):
+    if steps == 0 or not training.sends_moments(request.round):
         return
     if request.settings.masking is None:  # else every facility holds back the same, and all must send alike
         sent = trained_whole(sent, training.lora)
+    leaving = Leaving(
+        state=request.state / f"round-{request.round}",
+        sent=sent,
+        federated=request.federated,
+        steps=steps,
+        before=max(0, steps - moved(round)),
+    )
     if training.optimizer_state == "shared":
-        second_moments.write_outgoing(
-            directory,
-            kept,
-            beta2=training.beta2,
-            steps=steps,
-            before=before,
-            federated=federated,
-            sent=sent,
-            held=held_in_memory(round),
-            matrices=training.optimizer_state_form == "factors",
-        )
+        second_moments.write_outgoing(directory, leaving, training, held_in_memory(round))
     if training.travelling_moments:
-        moments.write_outgoing(directory, kept, training, steps=steps, before=before, federated=federated, sent=sent)
+        moments.write_outgoing(directory, leaving, training)
 
 
 def take_walk(round: Round) -> drift.DriftReport | None:

@@ -7,7 +7,7 @@ rows that it holds: every layout sends and reads the same bytes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,13 +27,11 @@ from facility.exchange.checkpoints.moments import (
     shapes_in,
     write_moments,
 )
-from facility.exchange.checkpoints.patterns import Patterns
-from facility.exchange.checkpoints.second_moments import kept_share
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
-from facility.training.state.leaving import leaving
+from facility.training.state.leaving import Leaving
 from facility.training.state.second_moments import SECOND
 
 DECAYS = {"exp_avg": "beta1", SECOND: "beta2"}
@@ -52,32 +50,17 @@ def first_kinds(training: TrainingSettings) -> tuple[str, ...]:
     return OPTIMIZERS.get(training.optimizer).first_moments if training.first_moments == "mean" else ()
 
 
-def write_outgoing(
-    update: Path,
-    state: Path,
-    training: TrainingSettings,
-    *,
-    steps: int,
-    before: int,
-    federated: Patterns,
-    sent: Mapping[str, tuple[int, ...]],
-) -> None:
-    """Write `update`/moments from the optimizer state in `state`; nothing before the first step.
-
-    `before`: of the `steps`, those before this round. `sent`: shapes of the update's tensors.
-    """
-    if steps == 0:
-        return
+def write_outgoing(update: Path, leaving: Leaving, training: TrainingSettings) -> None:
+    """Write `update`/moments."""
     by_value = training.optimizer_state == "shared" and training.optimizer_state_form != "factors"
     forms = dict.fromkeys(first_kinds(training), FIRST)
     forms |= {SECOND: training.optimizer_state_form} if by_value else {}
     found: dict[Moment, Rows] = {}
-    for kind, name, entry in leaving(state, sent, federated):
+    for kind, name, entry in leaving.tensors():
         if (form := forms.get(kind)) is not None and (form == FIRST or len(entry.shape) > 1):
             moment = Moment(name=name, form=form, shape=tuple(entry.shape))
-            found[moment] = _rows_of(entry, moment, 1.0 / (1.0 - decay(training, kind) ** steps))
-    kept = kept_share(training.beta2, before=before, steps=steps) if by_value else 0.0
-    write_moments(update, found, steps=steps, kept=kept)
+            found[moment] = _rows_of(entry, moment, 1.0 / (1.0 - decay(training, kind) ** leaving.steps))
+    write_moments(update, found, steps=leaving.steps, kept=leaving.kept(training.beta2) if by_value else 0.0)
 
 
 def _rows_of(entry: TensorEntry, moment: Moment, scale: float) -> Rows:

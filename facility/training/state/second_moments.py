@@ -14,18 +14,17 @@ import numpy as np
 import torch
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.second_moments import (
     factors_of,
     factors_of_values,
     has_factors,
-    kept_share,
     read_factors,
     write_factors,
 )
+from facility.exchange.messages.settings import TrainingSettings
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
-from facility.training.state.leaving import leaving
+from facility.training.state.leaving import Leaving
 
 SECOND = "exp_avg_sq"
 STORED = f"{SECOND}."
@@ -41,37 +40,24 @@ def held_whole(parts: Sequence[LocalShard]) -> dict[str, torch.Tensor]:
 
 
 def write_outgoing(
-    update: Path,
-    state: Path,
-    *,
-    beta2: float,
-    steps: int,
-    before: int,
-    federated: Patterns,
-    sent: Mapping[str, tuple[int, ...]],
-    held: Mapping[str, torch.Tensor],
-    matrices: bool = True,
+    update: Path, leaving: Leaving, training: TrainingSettings, held: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write `update`/second_moments from the optimizer state in `state`; nothing before the first step.
+    """Write `update`/second_moments: of matrices row and column means, where the settings have them travel so, else
+    vectors' alone (`facility.training.state.moments` has the rest).
 
-    `before`: of the `steps`, those before this round. `matrices`: as row and column means; else vectors' alone are
-    written here (`facility.training.state.moments` has the rest). `sent`: shapes of the update's tensors.
-
-    `held`: what was written there and is still in memory, so that it is not read again.
+    `held`: what was written to the state and is still in memory, so that it is not read again.
     """
-    if steps == 0:
-        return
-    scale = 1.0 / (1.0 - beta2**steps)
+    matrices = training.optimizer_state_form == "factors"
+    scale = 1.0 / (1.0 - training.beta2**leaving.steps)
     factors = {
         name: factors_of_values(entry.shape, _reader(held[key]), scale)
         if (key := STORED + name) in held
         else factors_of(entry, scale)
-        for kind, name, entry in leaving(state, sent, federated)
+        for kind, name, entry in leaving.tensors()
         if f"{kind}." == STORED and (matrices or len(entry.shape) < 2)
     }
-    if not factors:
-        return
-    write_factors(update, factors, steps=steps, kept=kept_share(beta2, before=before, steps=steps))
+    if factors:
+        write_factors(update, factors, steps=leaving.steps, kept=leaving.kept(training.beta2))
 
 
 def _reader(flat: torch.Tensor) -> Callable[[int, int], np.ndarray]:
