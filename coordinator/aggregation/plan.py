@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from coordinator.aggregation.rules.contract import (
     Combine,
     Plan,
     RoundUpdates,
-    SquaredGradients,
     TensorCoefficients,
 )
 from coordinator.aggregation.rules.registry import RULES, decide
@@ -79,18 +78,18 @@ def plan_round(aggregation: Aggregation) -> None:
     if (unmasking := aggregation.request.unmasking) is not None:
         aggregation.plan = Plan(coefficients=aggregation.weights, details=dict(unmasking.details))
         return
-    plan = make_plan(
-        aggregation.settings,
-        aggregation.names,
-        aggregation.weights,
-        gram=_gram(aggregation),
-        tensor_grams=aggregation.measured.by_tensor if aggregation.measured else None,
-        along_momentum=aggregation.measured.along_momentum if aggregation.measured else None,
-        histograms=aggregation.histograms,
-        squares=squared_gradients(aggregation) if aggregation.settings.weighs_rows else None,
+    updates = RoundUpdates(
+        facilities=aggregation.names,
+        weights=aggregation.weights,
+        number=aggregation.number,
+        inner_products=_gram(aggregation),
+        tensor_products=aggregation.measured.by_tensor if aggregation.measured else None,
+        momentum_products=aggregation.measured.along_momentum if aggregation.measured else None,
         staleness=[update.staleness for update in aggregation.opened],
-        round=aggregation.number,
+        histograms=aggregation.histograms,
+        squared_gradients=squared_gradients(aggregation) if aggregation.settings.weighs_rows else None,
     )
+    plan = make_plan(aggregation.settings, updates)
     if plan.coefficients is None:
         plan = _same_for_one_weight(plan, aggregation)
     details: dict[str, Any] = {"capped_shares": aggregation.capped} if aggregation.capped else {}
@@ -126,50 +125,24 @@ def _gram(aggregation: Aggregation) -> Array | None:
     return None if aggregation.stated is None else np.diag(aggregation.stated)
 
 
-def make_plan(
-    settings: AggregationSettings,
-    names: Sequence[str],
-    weights: Sequence[float],
-    *,
-    gram: Array | None,
-    tensor_grams: Mapping[str, Array] | None = None,
-    along_momentum: Mapping[str, Array] | None = None,
-    histograms: Sequence[Array] | None = None,
-    squares: SquaredGradients | None = None,
-    staleness: Sequence[int] = (),
-    round: int = 0,
-) -> Plan:
-    """The plan for updates of facilities `names`; `gram`s, `histograms` and `squares` where the rule needs them."""
+def make_plan(settings: AggregationSettings, updates: RoundUpdates) -> Plan:
+    """The plan for these updates, which are not clipped yet: the rule is shown what clipping leaves of their steps."""
     details: dict[str, Any] = {}
     factors: list[float] = []
-    if settings.clip_norm or clip_ratio(settings, len(names)):
-        assert gram is not None
-        limit, factors = _clipped(settings, gram)
+    if settings.clip_norm or clip_ratio(settings, updates.count):
+        assert updates.inner_products is not None
+        limit, factors = _clipped(settings, updates.inner_products)
         if math.isfinite(limit):
-            details = {"clip_limit": limit, "clip_factors": dict(zip(names, factors, strict=True))}
-        scale = np.array(factors)
-        both = np.outer(scale, scale)  # symmetric to the last bit: of two updates alike, rules take the earlier one
-        gram = gram * both
-        tensor_grams = {name: one * both for name, one in (tensor_grams or {}).items()}
-        along_momentum = {name: one * np.append(scale, 1.0) for name, one in (along_momentum or {}).items()}
+            details = {"clip_limit": limit, "clip_factors": dict(zip(updates.facilities, factors, strict=True))}
+        updates = _scaled(updates, factors)
     rule = RULES.get(settings.aggregation_rule)
-    updates = RoundUpdates(
-        facilities=names,
-        weights=weights,
-        number=round,
-        inner_products=gram if INNER_PRODUCTS in rule.needs else None,
-        tensor_products=tensor_grams,
-        momentum_products=along_momentum,
-        staleness=staleness,
-        histograms=histograms,
-        squared_gradients=squares,
-        clip_factors=factors,
-    )
+    if INNER_PRODUCTS not in rule.needs:
+        updates = dataclasses.replace(updates, inner_products=None)
     plan = decide(settings.aggregation_rule, updates, settings.values_of(rule))
     if rule.lengthens:
-        plan = _averaging_statistics(plan, list(weights))
+        plan = _averaging_statistics(plan, list(updates.weights))
     if plan.coefficients is not None:
-        values = [float(share) * f for share, f in zip(plan.coefficients, factors or [1.0] * len(names), strict=True)]
+        values = [float(c) * f for c, f in zip(plan.coefficients, factors or [1.0] * updates.count, strict=True)]
         return dataclasses.replace(plan, coefficients=values, details=details | plan.details)
     by_tensor, combine = plan.tensor_coefficients, plan.combine
     if combine is not None and SORTED_VALUES in rule.needs:
@@ -185,6 +158,21 @@ def _clipped(settings: AggregationSettings, gram: Array) -> tuple[float, list[fl
     norms = [float(np.sqrt(max(value, 0.0))) for value in gram.diagonal()]
     limit = clipping.limit_of(norms, clip_norm=settings.clip_norm, clip_ratio=clip_ratio(settings, len(gram)))
     return limit, clipping.factors(norms, limit)
+
+
+def _scaled(updates: RoundUpdates, factors: list[float]) -> RoundUpdates:
+    """The updates with their steps multiplied by `factors`."""
+    assert updates.inner_products is not None
+    scale = np.array(factors)
+    both = np.outer(scale, scale)  # symmetric to the last bit: of two updates alike, rules take the earlier one
+    by_tensor, along = updates.tensor_products or {}, updates.momentum_products or {}
+    return dataclasses.replace(
+        updates,
+        inner_products=updates.inner_products * both,
+        tensor_products={name: one * both for name, one in by_tensor.items()},
+        momentum_products={name: one * np.append(scale, 1.0) for name, one in along.items()},
+        clip_factors=factors,
+    )
 
 
 def _averaging_statistics(plan: Plan, weights: list[float]) -> Plan:

@@ -43,8 +43,9 @@ def optimizer_of(settings: AggregationSettings, round: int):
 )
 def test_too_few_updates_for_a_rule(rule: str, count: int, least: str):
     settings = AggregationSettings(rule=rule, byzantine=1)
+    shares, names = [1 / count] * count, [str(i) for i in range(count)]
     with pytest.raises(InputError, match=least):
-        make_plan(settings, [str(i) for i in range(count)], [1 / count] * count, gram=np.eye(count))
+        make_plan(settings, RoundUpdates(facilities=names, weights=shares, inner_products=np.eye(count)))
 
 
 def f32(*values):
@@ -229,7 +230,8 @@ def test_of_two_updates_alike_the_earlier_one_counts_clipped_or_not():
     settings = AggregationSettings(rule="krum", clip_norm=0.5)
     for _ in range(50):
         steps = draw.standard_normal((3, 5)) * [[1.0], [1.7], [2.9]]
-        plan = make_plan(settings, "abc", [1 / 3] * 3, gram=steps @ steps.T)
+        updates = RoundUpdates(facilities="abc", weights=[1 / 3] * 3, inner_products=steps @ steps.T)
+        plan = make_plan(settings, updates)
         clipped = steps * 0.5 / np.linalg.norm(steps, axis=1)[:, None]
         apart = {pair: np.linalg.norm(clipped[pair[0]] - clipped[pair[1]]) for pair in ((0, 1), (0, 2), (1, 2))}
         first, _ = min(apart, key=apart.__getitem__)

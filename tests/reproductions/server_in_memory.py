@@ -17,7 +17,7 @@ import numpy as np
 from coordinator.aggregation.outliers import screened
 from coordinator.aggregation.plan import make_plan, needs_histograms, needs_momentum
 from coordinator.aggregation.rules import mean
-from coordinator.aggregation.rules.contract import RowSquares
+from coordinator.aggregation.rules.contract import RoundUpdates, RowSquares
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS, build
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import add_products
@@ -97,18 +97,18 @@ class Server:
             for name in floats:
                 velocity = self.slots[name][0] if name in self.slots else np.zeros_like(starts[name])
                 steps[name] = np.concatenate([steps[name], velocity[None]])
-        plan = make_plan(
-            settings,
-            names,
-            shares,
-            gram=self.gram,
-            tensor_grams=by_tensor,
-            along_momentum={name: _along(block) for name, block in steps.items()} if momentum else None,
-            histograms=histograms,
-            squares=None if squares is None else Squares([squares.get(name) for name in names], base),
+        seen = RoundUpdates(
+            facilities=names,
+            weights=shares,
+            number=self.round,
+            inner_products=self.gram,
+            tensor_products=by_tensor,
+            momentum_products={name: _along(block) for name, block in steps.items()} if momentum else None,
             staleness=[(staleness or {}).get(name, 0) for name in names],
-            round=self.round,
+            histograms=histograms,
+            squared_gradients=None if squares is None else Squares([squares.get(name) for name in names], base),
         )
+        plan = make_plan(settings, seen)
         self.details = plan.details | {"suspects": found.suspects}
         result = dict(base)
         for name in floats:
