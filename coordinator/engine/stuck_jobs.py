@@ -20,7 +20,6 @@ log = logging.getLogger("coordinator.engine")
 
 def present(queues: list[Queue]) -> list[dict[str, str]]:
     """Our current jobs by facility, with what to do; a facility that does not answer is one entry too."""
-    silent: list[str] = []
     found: list[dict[str, str]] = []
 
     def ask(queue: Queue) -> list[Job]:

@@ -30,7 +30,8 @@ class LayoutSettings:
 
     sharding: Sharding = "FULL_SHARD"
     """FSDP's names: FULL_SHARD frees a block's weights between forward and backward, SHARD_GRAD_OP keeps them;
-    HYBRID_SHARD and _HYBRID_SHARD_ZERO2 do so within a node with a replica per node; NO_SHARD: every rank a replica."""
+    HYBRID_SHARD and _HYBRID_SHARD_ZERO2 do so within a node with a replica per node; NO_SHARD: every rank a replica
+    (torch then warns of `find_unused_parameters` once on each: weights that a step does not reach ask for it)."""
     replicas: NonNegative[int] = 0
     """Copies of the model; 0: as `sharding` implies."""
     stages: AtLeastOne[int] = 1

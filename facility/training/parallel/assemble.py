@@ -161,7 +161,7 @@ def assemble_whole(model: nn.Module, task: Task, sharder: Sharder, chunk_rows: i
                 broadcast_buffers=False,
                 init_sync=False,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=True,
+                find_unused_parameters=True,  # a step may leave some out; where none is, torch warns, in C++
             )
         time_all_reduce(replicated, among, sharder.clock)
     return Whole(model, task, sharder.precision, sharder.clock, replicated=replicated, chunked=chunked)
