@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.aggregation.adapter_fit import check_adapters, check_told
@@ -11,51 +10,27 @@ from coordinator.aggregation.unmasking import match_masked
 from coordinator.aggregation.updates import holds_adapters
 from coordinator.aggregation.verify import check_identity, check_tokenizer, check_update
 from coordinator.comparison.phases import checked
-from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from coordinator.steps.expectation import Expected, Sent
+from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.moments import has_moments, shapes_in
-from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.masking.streams import DTYPES
 from facility.exchange.messages import report
-from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import (
     Manifest,
     read_manifest,
     run_of,
     verify_manifest,
 )
-from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.strict_json import clean
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sent:
-    """The model that the facilities were sent."""
-
-    manifest: Manifest
-    checkpoint: Checkpoint
-    directory: Path
-
-
-def check_masked(
-    update: Path,
-    manifest: Manifest,
-    sent: Sent,
-    *,
-    facility: str,
-    round: int,
-    bits: int,
-    adapters: LoraSettings | None,
-    patterns: Patterns,
-    moments: MaskedMoments | None,
-) -> None:
-    """Check a masked update but for its values, which cannot be read. Raises `UpdateRefused` or `ManifestError`.
-
-    `bits`: of each masked number, as all facilities agreed. `moments`: how its second moments are masked;
-    None: it holds none.
-    """
+def check_masked(update: Path, manifest: Manifest, sent: Sent, expected: Expected) -> None:
+    """Check a masked update but for its values, which cannot be read. Raises `UpdateRefused` or `ManifestError`."""
+    assert expected.masks is not None
+    facility, bits, adapters = expected.facility, expected.masks.bits, expected.adapters
     verify_manifest(update)
-    check_identity(manifest, sent.manifest, facility, round)
+    check_identity(manifest, sent.manifest, facility, expected.round)
     check_report(report.read_report(update), sent, facility)
     opened, agreed = open_checkpoint(update), adapters if adapters is not None and adapters.rank else None
     if holds_adapters(manifest) != (agreed is not None):
@@ -68,16 +43,16 @@ def check_masked(
         if odd := {entry.dtype for entry in opened.tensors.values()} - {DTYPES[bits]}:
             raise UpdateRefused(facility, f"it holds tensors of {sorted(odd)}, expected {DTYPES[bits]}")
     else:
-        match_masked(sent.checkpoint, opened, facility, bits, federated=patterns.federated)
+        match_masked(sent.checkpoint, opened, facility, bits, federated=expected.patterns.federated)
     if has_moments(update):
         raise UpdateRefused(facility, "it holds moments that are not masked")
-    check_masked_moments(update, shapes_in(opened), facility, moments)
+    check_masked_moments(update, shapes_in(opened), facility, expected.moments)
     check_tokenizer(sent.directory, update, facility)
 
 
-def check_evaluation(update: Path, sent: Sent, facility: str, round: int) -> None:
+def check_evaluation(update: Path, sent: Sent, expected: Expected) -> None:
     """Check the answer to a final evaluation: a report without weights. Raises `UpdateRefused` or `ManifestError`."""
-    manifest = verify_manifest(update)
+    manifest, facility, round = verify_manifest(update), expected.facility, expected.round
     check_run(manifest, sent, facility)
     check_identity(manifest, sent.manifest, facility, round)
     claimed = report.read_report(update)
@@ -95,18 +70,16 @@ def check_no_weights(update: Path, facility: str) -> None:
         )
 
 
-def check_answer(
-    update: Path, sent: Sent, facility: str, round: int, adapters: LoraSettings | None, *, masked: bool
-) -> None:
-    """Check the answer to a comparison: figures, or, unless `masked`, a model that was trained alone."""
-    if checked(read_manifest(update), sent.manifest, facility) and not masked:
+def check_answer(update: Path, sent: Sent, expected: Expected) -> None:
+    """Check the answer to a comparison: figures, or, where nothing is masked, a model that was trained alone."""
+    if checked(read_manifest(update), sent.manifest, expected.facility) and expected.masks is None:
         check_update(
             update,
             base=sent.checkpoint,
             base_manifest=sent.manifest,
-            facility=facility,
-            round=round,
-            adapters=adapters,
+            facility=expected.facility,
+            round=expected.round,
+            adapters=expected.adapters,
         )
 
 

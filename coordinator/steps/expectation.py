@@ -9,8 +9,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.rounds.weight_limit import WeightLimit
-from coordinator.steps.answers import Sent
-from facility.exchange.checkpoints.checkpoint import open_checkpoint
+from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.comparison import ALONE, GLOBAL, MODELS
@@ -49,6 +48,15 @@ class Earlier:
         if manifest.base_sha256 not in (None, read_manifest(started).content_sha256):
             raise UpdateRefused(self.facility, f"it started from another model than that of round {manifest.round}")
         return started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sent:
+    """The model that the facilities were sent."""
+
+    manifest: Manifest
+    checkpoint: Checkpoint
+    directory: Path
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,8 @@ def outlook(
 
 def explained(federation: Federation, name: str) -> list[str]:
     """Lines of `crossfed explain FACILITY` on how many steps its jobs take, and why."""
-    found = outlook(federation)
+    history = Archive(federation.archive_path).history()
+    found = outlook(federation, history=history)
     one = found.facilities[name]
     lines = [
         f"  Its jobs take as many steps as fit until the expected end of their round, {one.least:,} to {one.most:,} "
@@ -164,7 +165,7 @@ def explained(federation: Federation, name: str) -> list[str]:
     ]
     taken = [
         (row.round, row.steps)
-        for entry in Archive(federation.archive_path).history()
+        for entry in history
         for row in entry.facilities
         if row.facility == name and row.status == "ok" and row.steps
     ]

@@ -23,7 +23,6 @@ from coordinator.rounds.lost import read_lost
 from coordinator.rounds.verification import averaged_as_encoded, verified_as_averaged
 from coordinator.rounds.weight_limit import weight_limit_of
 from coordinator.steps.answers import (
-    Sent,
     check_answer,
     check_evaluation,
     check_masked,
@@ -31,7 +30,7 @@ from coordinator.steps.answers import (
     check_report,
     check_run,
 )
-from coordinator.steps.expectation import Earlier, Expected
+from coordinator.steps.expectation import Earlier, Expected, Sent
 from coordinator.steps.options import step_parser
 from facility.exchange.checkpoints.delta import decode
 from facility.exchange.delta_codecs import CODECS
@@ -103,12 +102,11 @@ def _received(update: Path, sent: Sent, expected: Expected, decoded: Path | None
     if not expected.evaluation:
         check_training(update, sent, expected, decoded)
         return None
-    check_evaluation(update, sent, facility, expected.round)
-    masked = expected.masks is not None
-    if masked:
+    check_evaluation(update, sent, expected)
+    if expected.masks is not None:
         check_no_weights(update, facility)
     if sent.manifest.kind != "model":
-        check_answer(update, sent, facility, expected.round, expected.adapters, masked=masked)
+        check_answer(update, sent, expected)
     return None
 
 
@@ -133,17 +131,7 @@ def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path |
             facility, f"its encoding is {manifest.encoding!r}, expected {'masked' if masks else 'an update'} as agreed"
         )
     if masks is not None:
-        check_masked(
-            update,
-            manifest,
-            sent,
-            facility=facility,
-            round=expected.round,
-            bits=masks.bits,
-            adapters=expected.adapters,
-            patterns=expected.patterns,
-            moments=expected.moments,
-        )
+        check_masked(update, manifest, sent, expected)
         return
     check_update(
         update,
