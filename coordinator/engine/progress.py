@@ -14,6 +14,7 @@ from coordinator.archive.rounds import DISCARDED
 from coordinator.engine.live import SILENT, FacilityState, sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
+from coordinator.rounds.ahead import waited_sentence
 from coordinator.spans_and_sizes import span
 from facility.exchange.messages.ahead import Waited
 
@@ -138,7 +139,7 @@ class Progress:
 
     def _on_waited(self, event: Event) -> str:
         waited = Waited(seconds=float(event["seconds"]), nodes=int(event["nodes"]), handed=bool(event["handed"]))
-        return waited.sentence(str(event["facility"]), str(event["job"]))
+        return waited_sentence(waited, str(event["facility"]), str(event["job"]))
 
     def _on_estimated(self, event: Event) -> None:
         if (one := self.live.get(facility_of(str(event["step"])))) is not None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from coordinator.rounds.ahead_time import Seen
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import values_in
+from facility.exchange.messages.ahead import Waited
+from facility.exchange.text import number_of
 
 FOLDER = "ahead"
 SEEN = "seen"
@@ -31,6 +33,13 @@ class Placeholder:
     """Its id; empty: its submission was not answered yet."""
     placed: float = 0.0
     """When it was submitted, in seconds since 1970."""
+
+
+def waited_sentence(waited: Waited, facility: str, job: str) -> str:
+    """What is said of a job that waited for its model."""
+    end = "got its round" if waited.handed else "ended without one"
+    lost = f"{waited.seconds:.0f} s on {number_of(waited.nodes, 'node')}"
+    return f"{facility}: job {job}, submitted ahead, waited {lost} and {end}"
 
 
 def remember_placeholder(workdir: Path, facility: str, one: Placeholder) -> None:

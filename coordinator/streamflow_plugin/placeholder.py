@@ -32,6 +32,7 @@ from coordinator.rounds.ahead import (
     read_seen,
     remember_placeholder,
     remembered_placeholder,
+    waited_sentence,
     write_seen,
 )
 from coordinator.rounds.ahead_time import when_to_submit
@@ -301,7 +302,9 @@ class Ahead:
             handed=waited.handed,
             until=until,
         )
-        logger.log(logging.INFO if waited.handed else logging.WARNING, waited.sentence(self.facility, found.job))
+        logger.log(
+            logging.INFO if waited.handed else logging.WARNING, waited_sentence(waited, self.facility, found.job)
+        )
         return waited
 
     def _longest_wait(self, found: Placeholder) -> float:

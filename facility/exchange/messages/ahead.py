@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.strict_json import Fields, parse_json
-from facility.exchange.text import number_of
 
 SUFFIX = "-ahead"
 """Ends the name of such jobs in the queue: no search for a round's job finds them."""
@@ -33,12 +32,6 @@ class Waited:
     nodes: int = 1
     handed: bool = False
     """It was given a round; else it ended without one."""
-
-    def sentence(self, facility: str, job: str) -> str:
-        """What is said of the job."""
-        end = "got its round" if self.handed else "ended without one"
-        lost = f"{self.seconds:.0f} s on {number_of(self.nodes, 'node')}"
-        return f"{facility}: job {job}, submitted ahead, waited {lost} and {end}"
 
 
 def read_waited(text: str) -> Waited:
