@@ -134,9 +134,7 @@ async def connect(database: str, timeout: float) -> Connection:
     if database != os.environ.get(DATABASE):
         return Connection(sqlite3.connect(database, timeout=timeout))
     connection = sqlite3.connect(f"{Path(database).absolute().as_uri()}?nolock=1", uri=True, timeout=timeout)
-    connection.execute(
-        "PRAGMA locking_mode = EXCLUSIVE"
-    )  # a write-ahead log without locks (https://sqlite.org/wal.html)
+    connection.execute("PRAGMA locking_mode = EXCLUSIVE")  # else no write-ahead log (https://sqlite.org/wal.html)
     return Connection(connection)
 
 
