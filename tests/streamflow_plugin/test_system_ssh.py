@@ -6,7 +6,9 @@ import asyncio
 import getpass
 import os
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,13 +30,14 @@ SECONDS = 200
 
 
 @pytest.fixture
-def host(site: Site) -> str:
+def host(site: Site) -> Iterator[str]:
     """A host of ~/.ssh/config whose connections are shared, as a user sets it up for a second factor."""
-    (site.folder / ".ssh" / "config").write_text(
-        f"Host centre\n  HostName 127.0.0.1\n  Port {site.port}\n  User {getpass.getuser()}\n"
-        f"  IdentityFile {site.key}\n  ControlMaster auto\n  ControlPath {site.folder}/shared\n  ControlPersist no\n"
-    )
-    return "centre"
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="crossfed-test-") as short:  # a socket's name is, too
+        (site.folder / ".ssh" / "config").write_text(
+            f"Host centre\n  HostName 127.0.0.1\n  Port {site.port}\n  User {getpass.getuser()}\n"
+            f"  IdentityFile {site.key}\n  ControlMaster auto\n  ControlPath {short}/shared\n  ControlPersist no\n"
+        )
+        yield "centre"
 
 
 def ssh(site: Site, *words: str) -> subprocess.CompletedProcess[str]:
