@@ -6,6 +6,7 @@ import dataclasses
 import importlib.metadata
 import logging
 import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,8 +209,8 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
-        with published(request.out) as directory:
-            reading = Reading(request, sources, progress or (lambda *_: None), part.directory)
+        documents = Reading(request, sources, progress or (lambda *_: None), part.directory)
+        with closing(documents) as reading, published(request.out) as directory:
             parts = write_splits(request, reading, tokenizer, encoding, part)
             part.deliver(directory)
             copy_tokenizer(request.tokenizer, directory / TOKENIZER)

@@ -59,6 +59,11 @@ class NearDuplicatesOnDisk:
     def _file(self) -> BinaryIO:
         return tempfile.TemporaryFile(dir=self._scratch)
 
+    def close(self) -> None:
+        """The temporary files are gone."""
+        for file in (self._signatures, *self._parts):
+            file.close()
+
     def add(self, text: str) -> None:
         """Take the next document."""
         if self.similarity == 1:

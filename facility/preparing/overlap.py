@@ -54,6 +54,10 @@ class ContentDigests:
             found[places[held[places] == digests]] = True
         return int(counts[found].sum())
 
+    def close(self) -> None:
+        """The temporary file is gone."""
+        self._train.close()
+
 
 def digest_of(document: Document) -> int:
     """64 bits of the digest of a document's content."""

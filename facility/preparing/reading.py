@@ -74,6 +74,12 @@ class Reading:
         self.shares = self._shares()
         """Of each input for training, the share of its documents that is read."""
 
+    def close(self) -> None:
+        """No temporary file is open: NFS keeps the folder of one that is, under a name of its own."""
+        self.digests.close()
+        if isinstance(self.earlier, NearDuplicatesOnDisk):
+            self.earlier.close()
+
     @property
     def declared(self) -> list[str]:
         """Names of the classes, where all sources declare the same ones in the same order."""

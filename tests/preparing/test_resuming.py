@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,26 @@ def test_an_error_leaves_nothing_and_a_second_process_is_refused(tmp_path: Path,
     with pytest.raises(DatasetError, match="not valid JSON"):
         prepare(request)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["text.jsonl"]
+
+
+@pytest.mark.parametrize("near_duplicates", [0.0, 0.8])
+def test_no_file_is_open_in_the_folder_that_is_removed(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, near_duplicates: float
+):
+    """On NFS the folder stays where one is: a file that is removed while it is open gets another name in it."""
+    request = dataclasses.replace(request_of(tmp_path, tokenizer, "joined"), near_duplicates=near_duplicates)
+    monkeypatch.setattr(reading, "LARGE_BYTES", 1)
+    remove, looked = shutil.rmtree, list[Path]()
+
+    def look(path: Path, **options: Any) -> None:
+        held = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        assert [one for one in held if one.startswith(f"{path}/")] == []
+        looked.append(path)
+        remove(path, **options)
+
+    monkeypatch.setattr(resuming.shutil, "rmtree", look)
+    prepare(request)
+    assert looked == [tmp_path / ".out.part"]
 
 
 def test_digests_on_disk_count_what_digests_in_memory_would(monkeypatch: pytest.MonkeyPatch):
