@@ -17,6 +17,7 @@ from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.facility import _room
 from coordinator.preflight.probe_answer import _disk
 from coordinator.remote_setup import set_up
+from coordinator.report.write import write_report
 from coordinator.testbed.layout import MARK, load
 from facility.dataset import DatasetError
 from facility.exchange.errors import ConfigurationError, InputError
@@ -245,3 +246,10 @@ def test_no_run_begins_in_one_that_every_account_may_write(reached: Path, key: s
     (row,) = failing_here(federation)
     assert (row.check, row.fix) == (key, f"chmod o-w {place}")
     assert f"every user of this host may write {place}," in row.found
+
+
+def test_a_link_in_place_of_a_report_leads_nowhere(tmp_path: Path):
+    (tmp_path / "theirs").write_text("as it was")
+    (tmp_path / "report.html").symlink_to(tmp_path / "theirs")
+    write_report({}, tmp_path / "report.html", "json")
+    assert not (tmp_path / "report.html").is_symlink() and (tmp_path / "theirs").read_text() == "as it was"
