@@ -59,6 +59,14 @@ def test_no_facility_takes_more_of_the_whole_than_the_largest_share():
     assert present_share(history, now, ["a", "b", "c"], TOKENS) == pytest.approx(1 - TOKENS.maximum_share)
 
 
+def test_one_that_is_there_takes_no_more_than_that_where_it_does_not_among_updates():
+    history = past({"b": 10, "c": 10})
+    three = present_share(history, {"a": 980.0}, ["a", "b", "c"], TOKENS)
+    assert three == pytest.approx(TOKENS.maximum_share), "as its update is capped beside two others"
+    assert present_share(history, {"a": 990.0}, ["a", "b"], TOKENS) == pytest.approx(0.99), "of two none is capped"
+    assert present_share(history, {}, ["a", "b"], TOKENS) == 1.0, "a round without updates has no rate"
+
+
 def test_an_absent_facility_of_two_takes_no_more_than_that_by_what_it_claimed():
     history = past({"a": 10, "b": 10**12})
     assert present_share(history, {"a": 10.0}, ["a", "b"], TOKENS) == pytest.approx(1 - TOKENS.maximum_share)
