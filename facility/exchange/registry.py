@@ -265,6 +265,14 @@ class Registry(Generic[D]):
             return entry
         if not bare:
             raise ConfigurationError(f"{key or self.kind} is {path!r}, which has no {CONSTANT}")
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, "its declaration was read"
+        if (bound := _bound(spec)) is not None and attribute not in bound:
+            bound |= {one.name for one in pkgutil.iter_modules(spec.submodule_search_locations or [])}
+            raise ConfigurationError(
+                f"{key or self.kind} is {path!r}, and {module} has neither a module with a {CONSTANT} nor an object "
+                f"{attribute!r}{_close(attribute, bound)}"
+            )
         return self.declaration(name=path, implementation=attribute, module=module)
 
     def _module(self, path: str) -> D | None:
@@ -312,6 +320,29 @@ def _source(spec: ModuleSpec) -> str:
     if isinstance(spec.loader, InspectLoader):
         return spec.loader.get_source(spec.name) or ""
     return Path(spec.origin).read_text(encoding="utf-8") if spec.origin and spec.origin.endswith(".py") else ""
+
+
+def _bound(spec: ModuleSpec) -> set[str] | None:
+    """Every name that a module's source binds anywhere, more than its own objects; None: its source does not tell.
+
+    A package without `__init__.py` binds nothing.
+    """
+    if spec.origin is not None and not spec.origin.endswith(".py"):
+        return None
+    found = set[str]()
+    for node in ast.walk(ast.parse(_source(spec))):
+        match node:
+            case (
+                ast.FunctionDef(name="__getattr__") | ast.alias(name="*") | ast.Name(id="globals" | "setattr" | "exec")
+            ):
+                return None
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                found.add(name)
+            case ast.Name(id=name, ctx=ast.Store()):
+                found.add(name)
+            case ast.alias(name=name, asname=other):
+                found.add(other or name.partition(".")[0])
+    return found
 
 
 def _literal(node: ast.expr, classes: Mapping[str, type]) -> Any:

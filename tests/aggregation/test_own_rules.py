@@ -171,7 +171,11 @@ def test_a_rule_from_outside_aggregates(
             "{parameters: {how: no tensor}}",
             "neither coefficients nor a function for tensor 'w'",
         ),
-        pytest.param("my_package.nothing", "{}", "cannot be loaded", marks=pytest.mark.slow),
+        (
+            "my_package.my_rul",
+            "{}",
+            "neither a module with a DECLARATION nor an object 'my_rul'. Did you mean 'my_rule'",
+        ),
         ("no_package.at_all", "{}", "no_package cannot be found"),
         ("midrangee", "{}", "expected one of bulyan, .*midrange, one of fedadagrad, "),
     ],

@@ -99,9 +99,37 @@ def test_unknown_names_are_refused_with_those_known(registry: Registry[Declarati
         registry.get(name, "aggregation.rule")
 
 
-def test_a_missing_implementation_is_a_configuration_error(registry: Registry[Declaration]) -> None:
-    with pytest.raises(ConfigurationError, match="cannot be loaded"):
-        registry.load("bare_of_a_test:absent")
+def test_a_missing_implementation_is_told_as_it_is_named(registry: Registry[Declaration]) -> None:
+    """A check took any word after a package that is there for an object of it: after a round's training it was none."""
+    with pytest.raises(ConfigurationError, match="neither a module with a DECLARATION nor an object 'absent'"):
+        registry.get("bare_of_a_test:absent")
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("def wanted(): ...", True),
+        ("class wanted: ...", True),
+        ("wanted = print", True),
+        ("try:\n    from math import exp as wanted\nexcept ImportError:\n    wanted = None", True),
+        ("from math import *", True),
+        ("def __getattr__(name): ...", True),
+        ("globals()['wan' + 'ted'] = print", True),
+        ("", False),
+        ("def wanted_too(): ...\nprint('wanted')", False),
+    ],
+)
+def test_an_object_that_a_module_may_bind_is_taken(
+    registry: Registry[Declaration], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, found: bool
+) -> None:
+    (tmp_path / "binds_of_a_test.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    if found:
+        assert registry.get("binds_of_a_test.wanted").implementation == "wanted"
+    else:
+        with pytest.raises(ConfigurationError, match="nor an object 'wanted'"):
+            registry.get("binds_of_a_test.wanted")
 
 
 SLIPS = {
