@@ -38,10 +38,11 @@ def guard(losses: Sequence[float | None]) -> Guard:
             continue
         if before is not None and loss > before:
             factor, falls = max(LEAST, factor / 2), 0
+            digits = next((n for n in range(4, 17) if f"{loss:.{n}f}" != f"{before:.{n}f}"), 17)
             found = Guard(
                 factor=factor,
                 reason=f"the model that round {number} received is worse than the one before (mean validation loss "
-                f"{loss:.4f} after {before:.4f}): the server learning rate is multiplied by {factor:g}",
+                f"{loss:.{digits}f} after {before:.{digits}f}): the server learning rate is multiplied by {factor:g}",
             )
         elif before is not None:
             falls += 1

@@ -44,6 +44,12 @@ def test_within_bounds_and_at_its_full_value_while_no_round_is_worse(losses):
         assert found.factor == 1 and not found.reason
 
 
+def test_two_losses_that_are_told_as_unlike_do_not_look_alike():
+    """Of preferences every loss begins at ln 2: `0.6931 after 0.6931` was worse."""
+    assert "loss 0.69314 after 0.69312)" in guard([0.69312, 0.69314]).reason
+    assert "loss 2.5000 after 2.4000)" in guard([2.4, 2.5]).reason
+
+
 @pytest.mark.parametrize("rule", ["nesterov", "mean", "fedadam", "median"])
 def test_the_factor_is_of_the_rules_own_rate(rule):
     settings = AggregationSettings(rule=rule)
