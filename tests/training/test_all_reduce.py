@@ -142,10 +142,10 @@ def split_of(out: Path) -> list[dict[str, float]]:
 def timed_and_not(
     rank: int, world: int, timed: list[tuple[str, list[str]]], plain: list[tuple[str, list[str]]]
 ) -> None:
-    from facility.training.parallel import assemble
+    from facility.training.parallel import assemble, sharder
 
     said = run_rounds(rank, world, timed)
-    assemble.time_all_reduce = assemble.time_collectives = lambda *_, **__: None  # type: ignore[assignment]
+    assemble.time_all_reduce = sharder.time_collectives = lambda *_, **__: None  # type: ignore[assignment]
     for name, code, text in said + run_rounds(rank, world, plain):
         assert code == 0 and "Warning" not in text, f"{name}:\n{text}"
 
