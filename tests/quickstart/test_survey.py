@@ -63,11 +63,24 @@ def test_queues_of_flux_are_read_as_a_real_instance_answered():
     assert partition(found, []).value == "", "both queues are stopped"
 
 
-@given(st.text(max_size=400), st.sampled_from(["python", "places", "data", "modules", "scheduler-slurm", "machine"]))
+SOUND = {"places": "HOME|/home/alice|5", "scheduler-slurm": "partition|gpu|up|1:00:00|2|4|gpu:4\naccount|ours"}
+"""A place, a partition and an account."""
+HOSTILE = st.text(max_size=30) | st.sampled_from(["/a b", "/x;rm -rf ~", "--uid=0", "$(x)", "../x", "9" * 30])
+
+
+@given(st.text(max_size=400), st.sampled_from(["python", "data", "modules", "machine", *SOUND]), HOSTILE)
 @settings(max_examples=60, deadline=None)
-def test_a_hostile_answer_gives_words_and_paths_only(text: str, section: str):
-    lines = f"\n{SECTION} {section}\n{text}\n{ANSWERED}\n{SECTION} end\n"
+def test_a_hostile_answer_gives_words_and_paths_only(text: str, section: str, word: str):
+    sound = SOUND.get(section, "")
+    odd = [
+        f"HOME|{word}|5",
+        f"partition|{word}|up|1:00:00|2|4|gpu:4",
+        f"partition|a|up|1|{word}|4|0",
+        f"account|{word}",
+    ]
+    lines = "\n".join(["", f"{SECTION} {section}", sound, *odd, text, ANSWERED, f"{SECTION} end", ""])
     survey = read_survey(lines)
+    assert bool(sound) == bool(survey.places or (survey.partitions and survey.accounts))
     assert all(_is_path(place.path) for place in survey.places)
     assert all(WORD.fullmatch(one.name) for one in survey.partitions) and all(map(WORD.fullmatch, survey.accounts))
     assert all(one.nodes <= 10_000_000 for one in survey.partitions)
