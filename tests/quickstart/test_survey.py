@@ -63,8 +63,8 @@ def test_queues_of_flux_are_read_as_a_real_instance_answered():
     assert partition(found, []).value == "", "both queues are stopped"
 
 
-SOUND = {"places": "HOME|/home/alice|5", "scheduler-slurm": "partition|gpu|up|1:00:00|2|4|gpu:4\naccount|ours"}
-"""A place, a partition and an account."""
+SOUND = {"places": "HOME|/home/alice|5", "scheduler-slurm": "partition|gpu|up|1:00:00|999999999|4|gpu:4\naccount|ours"}
+"""A place, a partition of impossibly many nodes and an account."""
 HOSTILE = st.text(max_size=30) | st.sampled_from(["/a b", "/x;rm -rf ~", "--uid=0", "$(x)", "../x", "9" * 30])
 
 
