@@ -196,9 +196,11 @@ def test_each_model_travelled_once(finished, testbed):
 def test_what_arrived_is_what_was_sent(finished, testbed):
     run, *_ = finished
     for site in testbed.sites:
-        for model in sorted((site.home / "work").glob("*/*/manifest.json")):
-            if read_manifest(model.parent).federation == "rounds":
-                verify_manifest(model.parent)
+        there = [path.parent for path in sorted((site.home / "work").rglob("manifest.json"))]
+        of_ours = [one for one in there if read_manifest(one).federation == "rounds"]
+        assert "model" in {read_manifest(one).kind for one in of_ours}
+        for one in of_ours:
+            verify_manifest(one)
 
 
 def test_models_and_updates_of_rounds_that_are_over_are_gone(finished, testbed):
