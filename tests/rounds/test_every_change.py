@@ -17,6 +17,7 @@ from coordinator.config.federation import read_federation
 from coordinator.config.reference import Key, keys
 from coordinator.rounds.changes import RULES, changes_of
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.text import KINDS
 from tests.federations import write_federation
 
 OTHERS: dict[str, Any] = {
@@ -84,11 +85,12 @@ def other(key: Key, present: Any) -> Any:
         words = [word for word in re.findall(r"'([^']+)'", choice[1]) if word not in (default, present, "auto")]
         if words:
             return words[0]
-    if "bool" in kind or default in ("true", "false"):
+    if KINDS[bool] in kind or default in ("true", "false"):
         return default != "true"
-    if "int" in kind or "float" in kind:
+    whole, fractional = KINDS[int] in kind, KINDS[float] in kind
+    if whole or fractional:
         known = present if isinstance(present, int | float) else float(default) if re.match(r"-?[\d.]", default) else 1
-        return int(known) + 1 if "int" in kind and "float" not in kind else (known + 1) / 2 if known != 1 else 0.5
+        return int(known) + 1 if whole and not fractional else (known + 1) / 2 if known != 1 else 0.5
     if "list" in kind:
         return [["x"]] if "list of lists" in kind else ["x"]
     if "mapping" in kind:

@@ -113,7 +113,7 @@ def _now(live: Progress) -> Snapshot:
 @pytest.mark.parametrize("kind", ["html", "md"])
 def test_the_report_shows_reasons_as_text(case: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def written(reason: str) -> str:
-        monkeypatch.setattr(report_data, "summary", lambda archive: federation(reason, tmp_path))
+        monkeypatch.setattr(report_data, "summary_of", lambda *read: federation(reason, tmp_path))
         data = report_data.gather(Archive(tmp_path), federation="f", settings={"rounds": 1})
         return write_report(data, tmp_path / "report", kind).read_text()
 
