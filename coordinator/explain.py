@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.locate import find_federation
 from coordinator.config.reference import explain as explain_key
@@ -49,16 +50,27 @@ def _key_or_facility(word: str, file: Path | None) -> str:
         federation = read_federation(found)
     except InputError as error:
         raise InputError(f"{unknown}; the federation's facilities are not known: {error}") from None
-    names = [one.name for one in federation.facilities]
-    if word not in names:
+    if not _has_or_had(federation, word):
         hint = f"; `crossfed explain round {word}` tells of a round" if word.isdecimal() else ""
-        raise InputError(f"{unknown}; the facilities are {', '.join(names)}{hint}") from None
+        raise InputError(f"{unknown}; the facilities are {', '.join(_names(federation))}{hint}") from None
     return _explained(federation, word)
+
+
+def _names(federation: Federation) -> list[str]:
+    return [one.name for one in federation.facilities]
+
+
+def _has_or_had(federation: Federation, name: str) -> bool:
+    """Whether a facility of that name is in federation.yml, or in a round of the archive."""
+    rows = (row for entry in Archive(federation.archive_path).history() for row in entry.facilities)
+    return name in _names(federation) or any(row.facility == name for row in rows)
 
 
 def _explained(federation: Federation, name: str) -> str:
     """A facility's standing, and how many steps its jobs take where those are not `training.steps`."""
     text = explain_facility(federation, name)
+    if name not in _names(federation):
+        return f"{text}\n  It has left: federation.yml has no facility of this name any more."
     if not federation.elastic:
         return text
     from coordinator.steps.outlook import explained
@@ -67,8 +79,7 @@ def _explained(federation: Federation, name: str) -> str:
 
 
 def _facility(federation: Federation, name: str) -> str:
-    """A facility's standing. Raises `InputError` where the federation has none of that name."""
-    names = [one.name for one in federation.facilities]
-    if name not in names:
-        raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(names)}")
+    """A facility's standing. Raises `InputError` where the federation has none of that name, and had none."""
+    if not _has_or_had(federation, name):
+        raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(_names(federation))}")
     return _explained(federation, name)

@@ -61,6 +61,17 @@ def test_a_round_is_explained_facility_by_facility(federation: Federation):
         said(federation, "2")
 
 
+def test_a_facility_that_has_left_is_explained_from_the_archive(federation: Federation):
+    """It was "unknown key 'facility-03'", though its rounds are there."""
+    text = federation.file.read_text()
+    federation.file.write_text(text.replace("  - {name: facility-03, dataset: /data}\n", ""))
+    for words in (["facility-03"], ["facility", "facility-03"]):
+        told = said(federation, *words)
+        assert "It took part in 2 of 3 complete rounds" in told and "It has left" in told
+    with pytest.raises(InputError, match="facility 'facility-04'; the facilities are facility-00, .*facility-02$"):
+        said(federation, "facility", "facility-04")
+
+
 def test_a_word_that_may_be_a_facility_says_where_facilities_are_looked_for(tmp_path: Path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match="unknown key 'north'.* no federation.yml .* in .*--federation"):
