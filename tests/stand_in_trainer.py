@@ -2,7 +2,7 @@
 
 What it does is named by $STAND_IN: `train` (the default; writes an update), `wait` (says "step" and sleeps), `raise`,
 `nothing` (exit 0 without an update), `come-back` (on SIGUSR1), `wrong-round`, `code:N`. A file `seconds` in the dataset
-says how long it takes.
+says how long it takes; one named `until` names a file, without which it does not end.
 """
 
 from __future__ import annotations
@@ -56,6 +56,10 @@ def write_update(a: argparse.Namespace, mode: str) -> None:
     verify_manifest(a.model)
     if (pace := a.dataset / "seconds").is_file():
         time.sleep(float(pace.read_text()))
+    awaited = Path(until.read_text()) if (until := a.dataset / "until").is_file() else a.model
+    deadline = time.monotonic() + 600
+    while not awaited.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
     print("step", flush=True)  # also to a coordinator that is gone
     with new_directory(a.out) as out:
         (out / "model.safetensors").write_bytes((a.model / "model.safetensors").read_bytes())

@@ -21,8 +21,6 @@ from tests.engine.engines import crossfed, killed_at, streamflow
 from tests.federations import write_federation
 
 OUTER = {"rule": "heloco+nesterov"}
-SLOW = 25.0
-"""Seconds of the slow facility; the others take a few, the engine included."""
 
 
 def federate(root: Path, names: list[str], *, seconds: float = 0.0, count: int = 5, **rounds: Any) -> Path:
@@ -108,13 +106,18 @@ def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moment", ["while its job runs", "after its update was handed on"])
 def test_killed_the_engine_finds_a_late_update_again_and_uses_it_once(tmp_path: Path, moment: str):
-    path = federate(tmp_path, ["a", "b", "slow"], seconds=SLOW)
+    path, over = federate(tmp_path, ["a", "b", "slow"]), tmp_path / "over"
+    (tmp_path / "sites" / "slow" / "dataset" / "until").write_text(str(over))
     workdir = read_federation(path).workdir_path / "coordinator"
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     handed = moment.startswith("after")
-    left = _wait_for_late(workdir, process, handed=handed)
+    left = _wait_for_late(workdir, process, handed=False)
+    if handed:
+        over.touch()
+        left = _wait_for_late(workdir, process, handed=True)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
+    over.touch()
     before = len(Archive(read_federation(path).archive_path).rounds())
     assert left.round < before or not handed
     again = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
