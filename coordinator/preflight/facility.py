@@ -21,7 +21,7 @@ from coordinator.preflight.versions import check_versions
 from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.labels import classes_digest, unnamed
 from facility.exchange.checkpoints.tokenizer import differ
-from facility.exchange.files.paths import CHECKOUT, shipped
+from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.messages.job_template import enter_lines, path_word
 from facility.exchange.messages.layout import QUANTIZES
 from facility.exchange.messages.strict_json import clean
@@ -330,11 +330,3 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
         )
     return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {need}")
-
-
-def _pinned() -> dict[str, str]:
-    try:
-        lines = shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    return dict(line.split("==", 1) for line in lines if "==" in line)
