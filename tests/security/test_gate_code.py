@@ -20,7 +20,6 @@ from facility.gating.jobs import SCRATCH
 from facility.launching.notes import PLACE as NOTES
 from facility.rounds import evaluation
 from facility.training.monitor.tracker import Tracker
-from tests.cases import slow_but
 from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate, packed
@@ -181,7 +180,8 @@ def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeyp
     assert not any("," in word for word in words)
 
 
-@pytest.mark.parametrize("name", slow_but(["model"], ["model", "tokenizer", "log", "whole", "empty"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["model", "tokenizer", "log", "whole", "empty"])
 def test_no_task_is_called_as_what_lies_beside_lm_eval(tmp_path: Path, name: str):
     """`tasks: [model]` was the received model, whose YAML files lm-eval read, and whose module it imported and ran."""
     pytest.importorskip("lm_eval")
