@@ -1,4 +1,4 @@
-"""What StreamFlow's log says of its own end."""
+"""What StreamFlow's log says of its own errors; what facilities say stands behind other words."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ RECORD = re.compile(r"\d{4}-\d\d-\d\d [\d:.,]+ +(?P<level>[A-Z]+) +(?P<words>.*)
 MOST_LETTERS = 300
 
 
+def error_in(line: str) -> str | None:
+    """The words of an error that a line of the log reports; '' of another record, None for a line that begins none."""
+    record = RECORD.match(line)
+    return None if record is None else record["words"].strip() if record["level"] == "ERROR" else ""
+
+
 def last_error(line: str, before: str) -> str:
     """The error that the log ends with, once a further line has come; '' where another record follows it.
 
     `before`: the error that it ended with until then.
     """
-    if (record := RECORD.match(line)) is None:
-        return before
-    return record["words"].strip()[:MOST_LETTERS] if record["level"] in ("ERROR", "CRITICAL") else ""
+    return before if (error := error_in(line)) is None else error[:MOST_LETTERS]
 
 
 def ended(code: int, error: str) -> str:

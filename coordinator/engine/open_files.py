@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 import resource
 
+from coordinator.engine.engine_log import error_in
+
 MOST = 65_536
 """That are asked for."""
-REFUSED = re.compile(r"\d{4}-\d\d-\d\d [\d:.,]+ +ERROR +\[Errno (?:23|24)\] ")
-"""How StreamFlow's log reports ENFILE and EMFILE of its own; what facilities say stands behind other words."""
+REFUSED = re.compile(r"\[Errno (?:23|24)\] ")
+"""How an error of StreamFlow's own begins that is ENFILE or EMFILE."""
 
 
 def allow_open_files() -> int:
@@ -30,7 +32,7 @@ def out_of_files(line: str) -> str:
 
     It hangs then: the step that failed so has said nothing, and nothing else moves.
     """
-    if not REFUSED.match(line):
+    if not REFUSED.match(error_in(line) or ""):
         return ""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
