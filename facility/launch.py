@@ -103,9 +103,10 @@ def word_of_others(ending: Ending, tasks: Tasks, notes: Notes, limits: Limits) -
     others = [number for number in range(tasks.tasks) if number != tasks.task]
 
     def ending_of_others() -> Ending | None:
-        if any(note is not None for note in notes.read_all([f"finished-{number}" for number in others])):
+        found = notes.read_all([f"{end}-{number}" for end in ("finished", "lost") for number in others])
+        if any(note is not None for note in found[: len(others)]):
             return Ending(code=0, reason="")
-        nobody = all(note is not None for note in notes.read_all([f"lost-{number}" for number in others]))
+        nobody = all(note is not None for note in found[len(others) :])
         return ending if nobody or notes.failures() else None
 
     try:

@@ -53,8 +53,8 @@ class Notes:
 
     def failures(self) -> list[dict[str, Any]]:
         """Reports of failing ranks by all tasks, earliest first."""
-        names = [name.removesuffix(".json") for name in self._names() if name.startswith("failed-")]
-        notes = [note for note in self.read_all(names) if isinstance(note, dict)] if names else []
+        found = [note_in(self.directory / name) for name in self._names() if name.startswith("failed-")]
+        notes = [note for note in found if isinstance(note, dict)]
         return sorted(notes, key=lambda note: note.get("time", 0.0))
 
     def wait_for(self, name: str, seconds: float, whose: str) -> Any:

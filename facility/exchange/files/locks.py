@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import tempfile
+from pathlib import Path
 from typing import IO
 
 IN_MEMORY = "/dev/shm"
@@ -36,7 +37,6 @@ def temporary_place() -> str:
 def _has_locks(place: str) -> bool:
     try:
         with tempfile.TemporaryFile(dir=place) as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return take_lock(file.fileno(), Path(place), wait=False)
     except OSError:
         return False
-    return True
