@@ -62,8 +62,9 @@ def _names(federation: Federation) -> list[str]:
 
 def _has_or_had(federation: Federation, name: str) -> bool:
     """Whether a facility of that name is in federation.yml, or in a round of the archive."""
-    rows = (row for entry in Archive(federation.archive_path).history() for row in entry.facilities)
-    return name in _names(federation) or any(row.facility == name for row in rows)
+    if name in _names(federation):
+        return True
+    return any(row.facility == name for entry in Archive(federation.archive_path).history() for row in entry.facilities)
 
 
 def _explained(federation: Federation, name: str) -> str:
