@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -101,13 +102,13 @@ class DriftCorrection:
     @torch.no_grad()
     def finish(self, request: RoundRequest, received: Checkpoint, conversion: Conversion | None) -> None:
         """Put the walk in the correction's place: what was walked from where the round began, without corrections."""
-        unsent = open_checkpoint(request.unsent) if request.unsent is not None else None
-        with ShardReader(received, conversion) as begun, ShardReader(unsent or received, conversion) as residual:
+        unsent = ShardReader(open_checkpoint(request.unsent), conversion) if request.unsent is not None else None
+        with ShardReader(received, conversion) as begun, unsent or nullcontext():
             for part, piece in zip(self.parts, self.pieces, strict=True):
                 start = dataclasses.replace(part, tensor=torch.empty_like(piece))
                 begun.fill(start)
                 if unsent is not None:
-                    residual.add(start, request.unsent_share)
+                    unsent.add(start, request.unsent_share)
                 piece.copy_((part.tensor - start.tensor) / self.rates - piece)
         self.walked = self._squares()
 

@@ -99,16 +99,22 @@ def test_the_sum_is_that_of_the_records_one_at_a_time(family: str, limit: float,
         assert gradients.vectorise == vectorise, "a family that transformers can vectorise no more"
 
 
-def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
+def with_adapters(rank: int) -> nn.Module:
+    """A model of which adapters of this rank alone are trained; none of them is zero."""
     from peft import LoraConfig, inject_adapter_in_model
 
     model = model_of("llama")
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), model)
+    inject_adapter_in_model(LoraConfig(r=rank, target_modules=["q_proj", "down_proj"]), model)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("lora_" in name)
             if "lora_" in name:
                 parameter.copy_(torch.randn_like(parameter) / 8)
+    return model
+
+
+def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
+    model = with_adapters(2)
     reader = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4)
     rows = [[torch.from_numpy(dataset.split("train")[i].astype("int64"))] for i in range(6)]
     assert_equal(gradients_of(model).clipped_sum(reader.read(range(6)), 0.3), oracle(model, rows, 0.3))
@@ -117,15 +123,7 @@ def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
 @pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "one by one"])
 def test_components_that_are_not_trained_take_nothing_of_a_records_clip(dataset: Any, vectorise: bool):
     """With `trained_rank` 1 of 4 they took half of it, and noise is as large whatever is left."""
-    from peft import LoraConfig, inject_adapter_in_model
-
-    model = model_of("llama")
-    inject_adapter_in_model(LoraConfig(r=4, target_modules=["q_proj", "down_proj"]), model)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_("lora_" in name)
-            if "lora_" in name:
-                parameter.copy_(torch.randn_like(parameter) / 8)
+    model = with_adapters(4)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = [shard_of(name.replace(".default.", "."), parameter) for name, parameter in named]
     beyond = [(slice(1, None),) if "lora_A" in name else (slice(None), slice(1, None)) for name, _ in named]
