@@ -20,7 +20,8 @@ from facility.exchange.json_text import parse_values
 
 FILE = "events.jsonl"
 KINDS: Mapping[str, str] = {
-    "run_started": "`crossfed run` begins; `rounds`: complete rounds that it goes on from",
+    "run_started": "`crossfed run` begins; `rounds`: complete rounds that it goes on from; `limits`: seconds that a "
+    "job of each facility may take by its template, where that says",
     "round_started": "the steps of a round begin",
     "queued": "a facility's job is in its queue; `job`",
     "started": "the job has begun (with neither queue nor scheduler: the step has begun)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -53,8 +53,9 @@ class Recorder:
         if (record := getattr(self, f"_on_{event.kind}", None)) is not None:
             record(event)
 
-    def begin(self, rounds: int) -> None:
-        self.journal.append("run_started", time=self.clock(), rounds=rounds)
+    def begin(self, rounds: int, limits: Mapping[str, float]) -> None:
+        """A run goes on from `rounds` complete rounds; `limits`: seconds that a job may take, by facility."""
+        self.journal.append("run_started", time=self.clock(), rounds=rounds, limits=dict(limits))
 
     def end(self, code: int, reason: str, *, done: bool) -> None:
         """The run is over; `done`: the whole federation is."""

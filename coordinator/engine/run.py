@@ -26,6 +26,7 @@ from coordinator.archive.rewind import finish
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, shown, shown_perplexity, summary
 from coordinator.certificates import certificates_watched
+from coordinator.config.deployments import job_template
 from coordinator.config.described import described
 from coordinator.config.federation import Federation, check_paths, read_federation
 from coordinator.engine.console_log import ConsoleHandler, lasting_console, shown_on
@@ -44,6 +45,7 @@ from coordinator.engine.render import write
 from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
+from coordinator.schedulers.directives import hours_asked
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
@@ -202,6 +204,17 @@ def engine_environment() -> dict[str, str]:
     }
 
 
+def job_limits(federation: Federation) -> dict[str, float]:
+    """Seconds that a job may take, by facility whose template or `options:` say; behind a gate the site's own does."""
+    folder = federation.file.parent
+    asked = {
+        one.name: hours_asked(one.deployment.options, job_template(one.deployment, folder) or "")
+        for one in federation.facilities
+        if not one.deployment.gate
+    }
+    return {name: round(3600 * hours, 3) for name, hours in asked.items() if hours}
+
+
 def give_up_seconds(federation: Federation) -> dict[str, float]:
     """Seconds after which a stuck job is given up, by facility."""
     return {one.name: one.deployment.give_up_minutes * 60.0 for one in federation.facilities}
@@ -256,7 +269,7 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
 
     supervisor = _supervisor(run, recorder, on_tick)
     with shown_on(console), _stopped_by_signals(supervisor):
-        recorder.begin(run.done)
+        recorder.begin(run.done, job_limits(federation))
         code, reason = 1, "the supervisor itself failed"
         try:
             with (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,6 +49,7 @@ class Segment:
 def segments(entries: Iterable[Entry], phases: Phases) -> list[Segment]:
     """All facilities' segments in order of time; what is open at the last entry ends there."""
     lanes: dict[str, _Lane] = {}
+    limits: Mapping[str, float] = {}
     last = 0.0
     for entry in entries:
         last = max(last, entry.time)
@@ -55,8 +57,10 @@ def segments(entries: Iterable[Entry], phases: Phases) -> list[Segment]:
             for lane in lanes.values():
                 lane.set_aside(entry.round or 0)
         elif entry.kind in ("averaged", "run_ended", "run_started"):
-            for lane in lanes.values():
-                lane.close(entry.time, lost=entry.kind != "averaged")
+            for name, lane in lanes.items():
+                lane.close(entry.time, lost=entry.kind != "averaged", limit=limits.get(name, math.inf))
+            if entry.kind == "run_started":
+                limits = entry.detail.get("limits", {})
         elif entry.facility:
             lanes.setdefault(entry.facility, _Lane(entry.facility, phases)).take(entry)
     for lane in lanes.values():
@@ -125,13 +129,14 @@ class _Lane:
                 self._add("login", self.refused_login, now)
                 self.refused_login = None
 
-    def close(self, now: float, *, lost: bool) -> None:
-        """A round or a run ends: whatever is open ends with it."""
+    def close(self, now: float, *, lost: bool, limit: float = math.inf) -> None:
+        """A round or a run ends: whatever is open ends with it. `limit`: seconds that a job may take; of a run that
+        was killed, the next one's begin is the first that is heard."""
         if self.queued is not None and not self.late:
             self._leave_queue(now)
         if self.started is not None:
             if lost and self.killed is None:
-                self.killed = now
+                self.killed = min(now, self.started + limit)
             elif not (lost or self.late or self.killed is not None):
                 self._end_job(now)
         if self.waits is not None:

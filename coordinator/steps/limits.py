@@ -177,8 +177,13 @@ def nodes_of(history: Sequence[RoundFile]) -> dict[str, int]:
 
 def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tuple[int, str], float]:
     """By round and facility, how long its jobs ran, all attempts together, as the journal saw them. `running`: those
-    that have not ended as well, until the journal's last line: a run that was killed tells of no end."""
+    that have not ended as well, until the journal's last line.
+
+    A run that was killed tells of no end: its jobs ran until the next run at the latest, and for no longer than their
+    templates let them.
+    """
     begun: dict[str, Entry] = {}
+    limits: Mapping[str, float] = {}
     found: dict[tuple[int, str], float] = {}
 
     def add(start: Entry | None, end: float) -> None:
@@ -189,7 +194,11 @@ def job_seconds(entries: Sequence[Entry], *, running: bool = False) -> dict[tupl
     for entry in entries:
         if entry.kind == "started":
             begun[entry.facility] = entry
-        elif entry.kind in ("trained", "requeued", "run_ended", "run_started"):
+        elif entry.kind == "run_started":
+            for name, start in begun.items():
+                add(start, min(entry.time, start.time + limits.get(name, math.inf)))
+            begun, limits = {}, entry.detail.get("limits", {})
+        elif entry.kind in ("trained", "requeued", "run_ended"):
             ended = [entry.facility] if entry.facility else list(begun)
             for name in ended:
                 add(begun.pop(name, None), entry.time)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from coordinator.config.federation import read_federation
 from coordinator.engine import run
@@ -41,3 +42,15 @@ def test_a_python_without_streamflow_is_refused(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(run, "find_spec", lambda name: None)
     with pytest.raises(InputError, match="no module streamflow"):
         run.engine_command(federation)
+
+
+def test_the_run_notes_how_long_a_job_of_each_facility_may_take(tmp_path: Path):
+    """By its template, or `options:`; of a facility that says neither, nothing is noted."""
+    file = write_federation(tmp_path, ["a", "b", "c"])
+    described = yaml.safe_load(file.read_text())
+    file.with_name("job.sh").write_text("#!/bin/sh\n#SBATCH --time=01:30:00\n{{ streamflow_command }}\n")
+    queue = {"type": "slurm", "template": "job.sh", "host": "login", "user": "u", "key": "/k", "workdir": "/scratch"}
+    described["facilities"][0]["deployment"] = queue
+    described["facilities"][1]["deployment"] = queue | {"options": {"time": "10"}}
+    file.write_text(yaml.safe_dump(described))
+    assert run.job_limits(read_federation(file)) == {"a": 5400.0, "b": 600.0}

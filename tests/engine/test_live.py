@@ -203,7 +203,7 @@ def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):
 
 def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
     made, progress, now = recorder(tmp_path)
-    made.begin(0)
+    made.begin(0, {"a": 3600.0})
     feed(
         made,
         event("starting", at=1, round=0, model="m"),

@@ -20,6 +20,7 @@ from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.report.timeline import segments
 from coordinator.spans_and_sizes import span
 from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
 from coordinator.steps.start import start
@@ -161,6 +162,23 @@ def test_a_clock_that_is_set_back_while_a_job_runs_takes_nothing_off_the_others(
         Entry(time=1700.0, kind="trained", facility="a", round=0),
     ]
     assert job_seconds(told) == {(0, "a"): 100.0}
+
+
+def test_a_job_of_a_killed_run_is_paid_for_until_its_time_limit_and_not_until_the_next_run():
+    """The run dies on Friday while jobs run, and is started again after the weekend. A job of b, of which no limit is
+    known, may have run all the time; that of c was seen to end after its limit, as a queue that is asked late shows."""
+    weekend = 60 * 3600.0
+    told = [
+        Entry(time=0.0, kind="run_started", detail={"rounds": 0, "limits": {"a": 7200.0, "c": 50.0}}),
+        *(Entry(time=100.0, kind="started", facility=name, round=0) for name in "abc"),
+        Entry(time=160.0, kind="trained", facility="c", round=0),
+        Entry(time=weekend, kind="run_started", detail={"rounds": 0, "limits": {"a": 10.0}}),
+        Entry(time=weekend + 5.0, kind="started", facility="a", round=0),
+        Entry(time=weekend + 25.0, kind="trained", facility="a", round=0),
+    ]
+    assert job_seconds(told) == {(0, "a"): 7200.0 + 20.0, (0, "b"): weekend - 100.0, (0, "c"): 60.0}
+    lost = {one.facility: one.seconds for one in segments(told, {}) if one.kind == "lost"}
+    assert lost == {"a": 7200.0, "b": weekend - 100.0}, "the report's timeline says the same"
 
 
 @pytest.mark.parametrize("began", [0, 1], ids=["at once", "after a round in its queue"])
