@@ -17,12 +17,19 @@ KINDS: Mapping[str, str] = {
     "evaluate": "evaluation of the received and the returned model",
     "save": "update and state are written",
     "transfer": "model or update on its way",
-    "wait": "done, waiting for the other facilities and for aggregation",
+    "wait": "done, waiting for the other facilities and for aggregation; or waiting for an earlier job of the round",
     "login": "the facility refuses the login",
     "lost": "work of a job whose update did not enter the round",
 }
 """Kind of segment and its meaning; what no segment covers is idle."""
-STAGES = {"loading": "load", "evaluating": "evaluate", "training": "train", "saving": "save"}
+STAGES: Mapping[str, str] = {
+    "waiting": "wait",
+    "loading": "load",
+    "evaluating": "evaluate",
+    "training": "train",
+    "saving": "save",
+}
+"""Kind of segment of each stage that a job reports."""
 ORDER = ("load", "train", "evaluate", "save")
 
 Phases = Mapping[tuple[int, str], Mapping[str, float]]

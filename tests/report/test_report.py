@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
@@ -22,8 +23,9 @@ from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
 from coordinator.report.redaction import published, redacted
-from coordinator.report.timeline import KINDS, segments, totals
+from coordinator.report.timeline import KINDS, STAGES, segments, totals
 from coordinator.report.write import FORMATS, write_report
+from facility.exchange.messages.progress import Stage
 from tests.comparison.made import add_comparison
 from tests.report.made import made_archive
 
@@ -71,6 +73,19 @@ def test_a_job_that_was_never_seen_running_is_divided_as_it_reports_itself(tmp_p
         ("evaluate", 185.0, 195.0),
         ("save", 195.0, 200.0),
     ]
+
+
+def test_every_stage_that_a_job_reports_is_drawn_as_what_it_is(tmp_path: Path):
+    """What a job waited for an earlier one of its round was drawn, and summed, as optimizer steps."""
+    assert set(STAGES) == set(get_args(Stage)) and set(STAGES.values()) <= set(KINDS)
+    journal = Journal(tmp_path)
+    journal.append("started", time=0.0, facility="a", round=0)
+    for number, stage in enumerate(get_args(Stage), 1):
+        journal.append("stage", time=10.0 * number, facility="a", round=0, stage=stage)
+    journal.append("trained", time=60.0, facility="a", round=0, code=0)
+    told = [(one.kind, one.end - one.begin) for one in segments(journal.read(), {})]
+    kinds = ("load", "wait", "load", "evaluate", "train", "save")
+    assert told == [(kind, 10.0) for kind in kinds]
 
 
 def test_a_run_that_was_killed_loses_the_job_under_way_and_a_login_that_was_refused_is_named(tmp_path: Path):
