@@ -166,11 +166,14 @@ def _pm_counters(path: Path | None = None) -> dict[str, float]:
 
 
 def _rapl(ranges: dict[str, float], place: Path | None = None) -> dict[str, float]:
-    """Packages alone: cores and memory controllers below them are parts of them. Often readable by root only."""
+    """Packages alone: cores and memory controllers below them are parts of them, as they are of `psys`, the platform
+    that some machines list beside them. Often readable by root only."""
     found = {}
     for folder in sorted((place or RAPL).glob("intel-rapl:[0-9]*")):
         if folder.name.count(":") == 1:
             try:
+                if (folder / "name").read_text(encoding="utf-8").strip() == "psys":
+                    continue
                 found[folder.name] = float((folder / "energy_uj").read_text(encoding="utf-8")) / 1e6
                 ranges[folder.name] = float((folder / "max_energy_range_uj").read_text(encoding="utf-8")) / 1e6
             except (OSError, ValueError):

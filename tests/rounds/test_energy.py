@@ -52,11 +52,14 @@ def test_a_job_of_several_nodes_needs_a_source_that_all_of_them_have():
 
 def test_counters_are_read_as_their_makers_write_them(tmp_path: Path):
     """pm_counters: "User Access to Compute Node Power Data", cray-hpe.github.io/docs-csm; RAPL: the kernel's
-    Documentation/power/powercap/powercap.rst, microjoules, with subzones that are parts of their package."""
+    Documentation/power/powercap/powercap.rst, microjoules, with subzones that are parts of their package; `psys`, the
+    platform that packages are parts of (its intel_rapl_common.c), counted them twice."""
     (tmp_path / "energy").write_text("71350464 J 1700000000000000 us\n")
     assert energy._pm_counters(tmp_path / "energy") == {"node": 71350464.0}
-    for name in ("intel-rapl:0", "intel-rapl:1", "intel-rapl:0:0"):
+    zones = {"intel-rapl:0": "package-0", "intel-rapl:1": "package-1", "intel-rapl:0:0": "dram", "intel-rapl:2": "psys"}
+    for name, zone in zones.items():
         (tmp_path / name).mkdir()
+        (tmp_path / name / "name").write_text(f"{zone}\n")
         (tmp_path / name / "energy_uj").write_text("5000000\n")
         (tmp_path / name / "max_energy_range_uj").write_text("262143328850\n")
     ranges: dict[str, float] = {}
