@@ -19,6 +19,10 @@ from facility.exchange.checkpoints.adapters import A, B, is_factor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError
 
+LEAST_KEPT = 0.1
+"""Smallest singular value that the mean of A keeps in the directions of the mean product's rows, as a share of its own:
+below it B would have to be that much larger."""
+
 
 def pairs(names: Iterable[str]) -> list[tuple[str, str]]:
     """Names of (A, B) of each adapted layer; modules that are saved whole are not among them.
@@ -46,7 +50,7 @@ def mean_of_products(
 ) -> tuple[Array, Array]:
     """Factors (A, B) of the given rank, closest in Frobenius norm to the weighted mean of the products B_k A_k.
 
-    The singular values are shared evenly between both; signs make each column of B have its largest entry positive.
+    Of all factors with that product those that go on from the updates' own (`continued`), where these have any such.
     Where the mean is zero, as while nobody has moved a layer, A is its own mean: with both factors zero neither would
     ever have a gradient again.
     """
@@ -55,17 +59,49 @@ def mean_of_products(
     q2, r2 = np.linalg.qr(right.T)
     u, s, v = np.linalg.svd(r1 @ r2.T)
     least = np.finfo(np.float64).eps * np.linalg.norm(left) * np.linalg.norm(right)
-    if s.max(initial=0.0) <= least:
-        return np.tensordot(np.asarray(weights), np.stack(a).astype(np.float64), 1), np.zeros(b[0].shape)
-    u, v = q1 @ u[:, : len(s)], v[: len(s)] @ q2.T
-    if len(s) < rank:
-        u = np.pad(u, ((0, 0), (0, rank - len(s))))
-        v, s = np.pad(v, ((0, rank - len(s)), (0, 0))), np.pad(s, (0, rank - len(s)))
-    u, s, v = u[:, :rank], s[:rank], v[:rank]
-    signs = np.where(np.take_along_axis(u, np.abs(u).argmax(axis=0)[None], axis=0)[0] < 0, -1.0, 1.0)
-    none, root = s <= least, np.sqrt(s) * signs
+    count = min(rank, int((s > least).sum()))
+    mean = np.tensordot(np.asarray(weights), np.stack(a).astype(np.float64), 1)
+    if not count:
+        return mean, np.zeros(b[0].shape)
+    u, s, v = q1 @ u[:, :count], s[:count], v[:count] @ q2.T
+    if len(mean) == rank and (found := continued(mean, u * s, v)) is not None:
+        return found
     row = np.sqrt(np.mean([np.square(x, dtype=np.float64).sum(axis=1) for x in a]))
-    return np.where(none, row, root)[:, None] * v, u * np.where(none, 0.0, root)[None, :]
+    return balanced(u, s, v, rank, row)
+
+
+def continued(mean: Array, left: Array, rows: Array) -> tuple[Array, Array] | None:
+    """The factors of `left` times `rows`, of which A is nearest to the `mean` of the updates' own: what they have in
+    the directions of the product's rows, and where those are fewer than A has, what is largest of their others.
+
+    So one update is itself, factor by factor, and a component goes on being what facilities trained: an optimizer's
+    moments, which they keep between rounds, are of that component, as are those that a facility does not train
+    (`trained_rank`). None where some component of A is all but gone. `rows`: orthonormal, `left`: of as many columns.
+    """
+    rank = len(mean)
+    if rank > mean.shape[1]:
+        return None
+    if len(rows) < rank:
+        others = mean - (mean @ rows.T) @ rows
+        rows = np.concatenate([rows, np.linalg.svd(others, full_matrices=False)[2][: rank - len(rows)]])
+    own = mean @ rows.T
+    if np.linalg.norm(own, -2) <= LEAST_KEPT * np.linalg.norm(mean, -2):
+        return None
+    padded = np.pad(left, ((0, 0), (0, rank - left.shape[1])))
+    return own @ rows, np.linalg.solve(own.T, padded.T).T
+
+
+def balanced(u: Array, s: Array, v: Array, rank: int, row: float) -> tuple[Array, Array]:
+    """The factors of u diag(s) v that share the singular values evenly; signs make each column of B have its largest
+    entry positive. Rows of A beyond them are of the length `row`, beside columns of zeros in B."""
+    signs = np.where(np.take_along_axis(u, np.abs(u).argmax(axis=0)[None], axis=0)[0] < 0, -1.0, 1.0)
+    root = np.sqrt(s) * signs
+    others = np.linalg.svd(v)[2][len(s) : rank] * row
+    more = rank - len(s)
+    return (
+        np.pad(np.concatenate([root[:, None] * v, others]), ((0, more - len(others)), (0, 0))),
+        np.pad(u * root[None, :], ((0, 0), (0, more))),
+    )
 
 
 def relative_error(

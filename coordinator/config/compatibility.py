@@ -59,7 +59,7 @@ def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: 
         raise _error(
             "aggregation.lora",
             "aggregation.lora is 'product' with rounds.late 'carry': the step of a late update's factors is added to "
-            "those of a later round, and every round of products has new ones, to which it means nothing; expected "
+            "those of a later round, and a round of products may have new ones, to which it means nothing; expected "
             "'factors', or rounds.late 'drop' or 'wait'",
         )
 

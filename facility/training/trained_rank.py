@@ -4,8 +4,9 @@ Facilities of different ranks share adapters of one shape, the largest rank. One
 and columns of B; the others keep their values in its forward passes and in its update. So nothing is truncated, and an
 update is exactly B A as it was trained (unlike truncation and zero padding: Y. J. Cho et al., "Heterogeneous LoRA for
 federated fine-tuning of on-device foundation models", EMNLP 2024, arXiv 2401.06432). Under `aggregation.lora: product`
-the components are in the order of their singular values (J. Bai et al., "Federated fine-tuning of large language models
-under heterogeneous tasks and client resources", NeurIPS 2024, arXiv 2402.11505), so the leading ones matter most.
+the components go on from round to round as well, in place of being sorted by their singular values (J. Bai et al.,
+"Federated fine-tuning of large language models under heterogeneous tasks and client resources", NeurIPS 2024, arXiv
+2402.11505): what an optimizer keeps of a component stays its own.
 """
 
 from __future__ import annotations

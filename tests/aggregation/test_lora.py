@@ -52,11 +52,34 @@ def test_truncation_is_the_best_of_its_rank():
     assert lora.relative_error(best_a, best_b, a, b, weights) == pytest.approx(lost / np.linalg.norm(exact))
 
 
-def test_one_update_is_itself_in_product():
+def test_one_update_is_itself_factor_by_factor():
+    """Refactorised as it comes, a component became another one in every round, and the moments that a facility's
+    optimizer keeps of it were those of what was gone."""
     draw = np.random.default_rng(0)
     a, b = draw.standard_normal((RANK, 8)), draw.standard_normal((12, RANK))
-    again = lora.mean_of_products([a], [b], [1.0], RANK)
-    np.testing.assert_allclose(again[1] @ again[0], b @ a, atol=1e-12)
+    for count in (1, 3):
+        again = lora.mean_of_products([a] * count, [b] * count, [1 / count] * count, RANK)
+        np.testing.assert_allclose(again[0], a, atol=1e-12)
+        np.testing.assert_allclose(again[1], b, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", [1e-2, 1e-4])
+def test_factors_go_on_from_where_the_updates_began(step: float):
+    """Short steps of several facilities lead to a mean product whose factors are as near to those that were sent."""
+    draw = np.random.default_rng(0)
+    begun = draw.standard_normal((4, 8)), draw.standard_normal((12, 4))
+    a, b = ([one + step * draw.standard_normal(one.shape) for _ in range(3)] for one in begun)
+    found = lora.mean_of_products(a, b, [0.5, 0.3, 0.2], 4)
+    for one, other in zip(found, begun, strict=True):
+        assert np.linalg.norm(one - other) < 3 * step * other.size**0.5
+
+
+def test_a_component_that_the_updates_disagree_on_does_not_make_the_other_factor_large():
+    """The mean of A has next to nothing in the direction of the mean product."""
+    a, b = [np.array([[1.0, 0.0]]), np.array([[-1.0, 0.01]])], [np.array([[1.0], [2.0]]), np.array([[-1.0], [-2.0]])]
+    mean_a, mean_b = lora.mean_of_products(a, b, [0.5, 0.5], 1)
+    assert lora.relative_error(mean_a, mean_b, a, b, [0.5, 0.5]) < 0.01
+    assert np.linalg.norm(mean_a) == pytest.approx(np.linalg.norm(mean_b)) and mean_b.max() == np.abs(mean_b).max()
 
 
 def test_a_layer_that_nobody_moved_can_still_be_trained():
@@ -70,14 +93,22 @@ def test_a_layer_that_nobody_moved_can_still_be_trained():
         assert not mean_b.any()
 
 
-def test_components_that_a_mean_of_lower_rank_leaves_over_can_still_be_trained():
+@pytest.mark.parametrize("least", [lora.LEAST_KEPT, np.inf], ids=["continued", "balanced"])
+def test_components_that_a_mean_of_lower_rank_leaves_over_can_still_be_trained(
+    least: float, monkeypatch: pytest.MonkeyPatch
+):
     """As where all that delivered trained fewer (`trained_rank`): with a row of A and a column of B both zero, neither
     would ever move again."""
+    monkeypatch.setattr(lora, "LEAST_KEPT", least)
     draw = np.random.default_rng(0)
     a, b = draw.standard_normal((4, 8)), np.zeros((12, 4))
     b[:, 1] = draw.standard_normal(12)
     mean_a, mean_b = lora.mean_of_products([a, a], [b, b], [0.5, 0.5], 4)
     np.testing.assert_allclose(mean_b @ mean_a, b @ a, atol=1e-12)
+    if least < 1:
+        np.testing.assert_allclose(mean_a, a, atol=1e-12)
+        np.testing.assert_allclose(mean_b, b, atol=1e-12)
+        return
     assert mean_b[:, 0].any() and not mean_b[:, 1:].any()
     left = mean_a[1:]
     np.testing.assert_allclose(left @ left.T, np.eye(3) * np.square(a).sum(axis=1).mean(), atol=1e-9)
