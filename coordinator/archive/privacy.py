@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from coordinator.archive.rounds import RoundFile
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.privacy import privacy_of
 from facility.exchange.messages.report import Report
@@ -21,6 +22,14 @@ def told_privacy(report: Report) -> dict[str, Any]:
     except ManifestError:
         return {}
     return {} if found is None else dataclasses.asdict(found)
+
+
+def told_deviations(history: Iterable[RoundFile], now: Mapping[str, Report]) -> list[dict[str, float]]:
+    """By facility, the standard deviation of the noise in its validation loss, in nats: of each round in `history`, and
+    of the one whose reports are `now`. Those without differential privacy are left out."""
+    rounds = [{row.facility: row.privacy for row in entry.facilities} for entry in history]
+    rounds.append({name: told_privacy(report) for name, report in now.items()})
+    return [{name: one["validation_deviation"] for name, one in told.items() if one} for told in rounds]
 
 
 def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -20,6 +20,7 @@ from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
+from coordinator.archive.privacy import told_deviations
 from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
 from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
@@ -45,7 +46,7 @@ from coordinator.steps.global_loss import (
     losses_of,
     plausible,
 )
-from coordinator.steps.guard import Guard, guard
+from coordinator.steps.guard import Guard, guard, noise_of
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, Exceeded, seconds_of
 from coordinator.steps.next_round import NextRound
@@ -160,8 +161,12 @@ def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str
         round.present = present_share(round.history, there, round.settings.facilities, round.settings.aggregation)
     if settings.guard:
         # What a late one received was the model of an earlier round.
-        now = {name: report.loss_received for name, report in reports.items() if report.round == round.number}
-        round.watched = guard(global_losses(plausible([*map(losses_of, round.history), now])))
+        now = {name: report for name, report in reports.items() if report.round == round.number}
+        received = {name: report.loss_received for name, report in now.items()}
+        reported = plausible([*map(losses_of, round.history), received])
+        noised = round.settings.privacy is not None and round.settings.privacy.differential is not None
+        noise = noise_of(reported, told_deviations(round.history, now)) if noised else ()
+        round.watched = guard(global_losses(reported), noise)
     share, to = settings.server_decay_share, settings.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
     return with_rate(settings, round.watched.factor * round.decay * round.present)

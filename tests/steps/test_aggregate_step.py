@@ -16,6 +16,7 @@ from coordinator.archive.privacy import told_privacy
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import remarks, summary
+from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.rounds.verification import averaged_as_encoded
 from coordinator.steps.aggregate import close_round
@@ -30,7 +31,7 @@ from facility.exchange.checkpoints.mean_walk import has_mean_walk
 from facility.exchange.messages import drift, report
 from facility.exchange.messages.drift import DriftReport
 from facility.exchange.messages.manifest import read_manifest, write_manifest
-from facility.exchange.messages.privacy import DETAILS, RELEASED
+from facility.exchange.messages.privacy import DETAILS, RELEASED, DifferentialSettings
 from facility.exchange.messages.report import Failure, read_report
 from facility.exchange.messages.usage import Usage, with_usage
 from tests.aggregation.updates import write_update
@@ -202,6 +203,30 @@ def test_a_round_that_was_worse_halves_the_server_rate_and_the_archive_says_so(
             assert torch.allclose(moved, torch.full_like(moved, 0.5 * factor), atol=2e-2), name
 
 
+@pytest.mark.parametrize(("private", "factor"), [(True, 1.0), (False, 0.5)])
+def test_a_rise_that_the_noise_of_the_losses_explains_is_told_and_lowers_no_rate(
+    begun: tuple[Archive, Path], tmp_path: Path, private: bool, factor: float
+):
+    """Without differential privacy in the settings no facility's word on noise counts."""
+    archive, model = begun
+    differential = DifferentialSettings(epsilon=8.0, delta=1e-5) if private else None
+    settings = CoordinatorSettings(
+        federation="f",
+        rounds=5,
+        facilities=["a", "b"],
+        aggregation=AggregationSettings(rule="mean"),
+        privacy=PrivacySettings(differential=differential),
+    )
+    for number, loss in enumerate((4.0, 4.2)):  # each of noise 0.1
+        updates = [
+            noised(tmp_path / f"{name}{number}", model, name, number + 1, number=number, loss=loss) for name in "ab"
+        ]
+        model, _, _ = close(archive, model, updates, settings, number)
+    entry = archive.read_round(1)
+    assert "is worse than the one before (mean validation loss 4.2000 after 4.0000)" in entry.guard
+    assert (entry.outer_factor, entry.aggregation["settings"]["server_learning_rate"]) == (factor, factor)
+
+
 @pytest.mark.parametrize(("rate", "share"), [("share", 0.625), ("full", 1.0), ("auto", 1.0)])
 def test_a_round_that_a_facility_misses_moves_by_the_present_share(
     begun: tuple[Archive, Path], tmp_path: Path, rate: Any, share: float
@@ -356,9 +381,11 @@ def test_what_was_spent_on_an_update_that_came_after_the_sum_of_its_round_is_tol
     assert told_privacy(found.dropped_reports["b"])["steps"] == 4
 
 
-def noised(directory: Path, model: Path, name: str, steps: int, *, number: int = 0, move: float = 0.01) -> Path:
+def noised(
+    directory: Path, model: Path, name: str, steps: int, *, number: int = 0, move: float = 0.01, loss: float = 2.0
+) -> Path:
     """An update whose report tells of so many noised steps."""
-    write_update(directory, model, name, round=number, move=move)
+    write_update(directory, model, name, round=number, move=move, loss=loss)
     figures = dict.fromkeys(("epsilon", "delta", "clip", "spent", "spent_on_validation", "noise_multiplier"), 0.1)
     figures |= {"sampling_rate": 0.1, "validation_deviation": 0.1}
     told = read_report(directory)
