@@ -28,6 +28,7 @@ from facility.exchange.messages.comparison import (
     MODELS,
     OWN,
     ROUNDS,
+    STEPS,
     UPDATE_OF,
     OwnModels,
 )
@@ -141,12 +142,23 @@ def make_order(archive: Archive, settings: CoordinatorSettings, rounds: Mapping[
     with new_directory(target) as temporary:
         if whole:
             link_files(archive.model_for(0), temporary, leave=(NAME, SIGNATURE))
-        manifest = _manifest(archive, settings, ALONE, {ROUNDS: dict(rounds)})
+        manifest = _manifest(archive, settings, ALONE, {ROUNDS: dict(rounds)} | _steps(archive, settings))
         if whole:
             start = read_manifest(archive.model_for(0))
             manifest = dataclasses.replace(manifest, dtypes=start.dtypes, parameters=start.parameters)
         write_manifest(temporary, manifest)
     return target
+
+
+def _steps(archive: Archive, settings: CoordinatorSettings) -> dict[str, object]:
+    """Steps of each round that a facility's updates counted in, where rounds may differ in them."""
+    if settings.even is None:
+        return {}
+    taken: dict[str, list[int]] = {name: [] for name in settings.facilities}
+    for row in (row for entry in archive.history() for row in entry.facilities if row.status == "ok"):
+        if row.facility in taken:
+            taken[row.facility].append(row.steps)
+    return {STEPS: taken}
 
 
 def _manifest(archive: Archive, settings: CoordinatorSettings, kind: str, extra: dict[str, object]) -> Manifest:

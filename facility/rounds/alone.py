@@ -1,8 +1,8 @@
 """Training alone, to compare with: as many rounds as the facility took part in, from the initial model, on its own.
 
-One job trains one round, with the seeds, the data order and the learning rates of the federation's rounds. The model
-stays here, in float32, until its last round; then it leaves in the dtype of an update, to be compared, and is never
-averaged. What is peculiar to federating is left out: shared second moments, the proximal term, encodings.
+One job trains one round, with the seeds, the data order, the steps and the learning rates of the federation's rounds.
+The model stays here, in float32, until its last round; then it leaves in the dtype of an update, to be compared, and is
+never averaged. What is peculiar to federating is left out: shared second moments, the proximal term, encodings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.links import link_file, link_files, link_tree
 from facility.exchange.json_values import values_in
 from facility.exchange.messages import report as reports
-from facility.exchange.messages.comparison import Alone, rounds_alone, with_alone
+from facility.exchange.messages.comparison import Alone, rounds_alone, steps_alone, with_alone
 from facility.exchange.messages.manifest import NAME, SIGNATURE, Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.launching.supervise import Ending
@@ -146,12 +146,14 @@ def work_alone(job: Job) -> Work:
     own = OwnModel(job.state)
     done = own.rounds or 0
     whole = own.place / "whole"
+    order, settings = read_manifest(job.arguments.model), job.settings
     return Work(
         model=whole if present.is_dir(whole) else own.model(done),
         settings=own.place / "settings.json",
         round=done,
         out=trained_at(job),
         state=own.place / "state",
+        steps=steps_alone(order, settings.facility, done, most=settings.most_steps),
     )
 
 

@@ -13,6 +13,7 @@ from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import matrix
 from coordinator.comparison.models import batches
 from coordinator.comparison.phases import with_earlier
+from coordinator.config.closing import EvenSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings
@@ -24,12 +25,14 @@ from facility.exchange.messages import report
 from facility.exchange.messages.comparison import (
     ALONE,
     MODELS,
+    STEPS,
     Alone,
     Figure,
     Interval,
     expected_of,
     folders_of,
     rounds_alone,
+    steps_alone,
     with_alone,
     with_figures,
     with_missing,
@@ -168,6 +171,21 @@ def test_all_models_are_evaluated_by_all_after_as_many_rounds_alone(tmp_path: Pa
     assert {one["tokens"] for one in told["alone"].values()} == {200}
     assert not (world.archive.path / "comparison").exists()  # single updates are not kept
     assert world.archive.rounds() == [0, 1]  # and nothing of it entered the archive's line of models
+
+
+@pytest.mark.parametrize("even", [None, EvenSettings(steps="elastic")])
+def test_rounds_alone_are_asked_for_as_many_steps_as_the_updates_took(tmp_path: Path, even: EvenSettings | None):
+    """Where steps follow the queues a facility trained alone for those of its settings, and was compared with it."""
+    world = World(tmp_path, dataclasses.replace(SETTINGS, even=even, steps=dict.fromkeys(NAMES, 10)))
+    for _ in range(2):
+        world.go_on()
+    taken = {
+        name: [row.steps for e in world.archive.history() for row in e.facilities if row.facility == name]
+        for name in NAMES
+    }
+    sent = read_manifest(world.model)
+    assert sent.kind == ALONE and sent.extra.get(STEPS) == (taken if even else None)
+    assert [steps_alone(sent, "a", done, most=9) for done in range(3)] == ([*taken["a"], None] if even else [None] * 3)
 
 
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path):

@@ -9,8 +9,15 @@ import pytest
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.links import link_tree
-from facility.exchange.messages.comparison import ALONE, ROUNDS, Alone, alone_of
-from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
+from facility.exchange.messages.comparison import ALONE, ROUNDS, STEPS, Alone, alone_of
+from facility.exchange.messages.manifest import (
+    Manifest,
+    read_manifest,
+    verify_manifest,
+    with_extra,
+    with_run,
+    write_manifest,
+)
 from facility.exchange.messages.report import read_failure, read_report
 from facility.round import main
 from facility.rounds import job as jobs
@@ -60,6 +67,20 @@ def test_rounds_alone_are_one_long_round(lora: dict, tmp_path: Path, pico_llama:
     rounds_in([("long", arguments(tmp_path / "long", pico_llama, dataset, rounds=1, steps=6, warmup_steps=2, **lora))])
     assert largest_difference(tmp_path / "long" / "out", second) == 0.0
     assert sorted(path.name for path in (tmp_path / "kept" / "alone" / "state").iterdir()) == ["round-1"]
+
+
+@pytest.mark.slow
+def test_a_round_alone_takes_the_steps_that_its_round_took(tmp_path: Path, pico_llama: Path, monkeypatch):
+    """As long as the facility agreed to so many; learning rates pass over the same part of the schedule."""
+    monkeypatch.chdir(tmp_path)
+    dataset = write_dataset(tmp_path / "data")
+    settings = write_settings(tmp_path / "settings.json", rounds=2)
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"most_steps": 5}))
+    for number, (steps, taken) in enumerate(((5, 5), (9, 3)), 1):
+        sent = order(tmp_path / f"sent-{number}", 2, model=pico_llama)
+        with_extra(sent, STEPS, {"north": [5, steps]})
+        found = read_report(job(tmp_path / f"job-{number}", sent, dataset, settings))
+        assert (found.steps, found.samples) == (taken, 4 * taken)
 
 
 def test_without_the_initial_model_the_reason_is_told_and_another_run_begins_anew(tmp_path: Path, pico_llama: Path):

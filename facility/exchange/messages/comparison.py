@@ -19,6 +19,7 @@ from facility.exchange.errors import ManifestError
 from facility.exchange.messages.evaluation import MOST_SCORES, SCORE, score_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
 from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS, MOST_ROUNDS
+from facility.exchange.messages.steps import are_possible
 from facility.exchange.messages.strict_json import Fields
 
 MODELS, ALONE = "models", "alone"
@@ -35,6 +36,9 @@ FOLDERS = "models"
 """In the `extra` of a directory of models: its folders, in the order in which they are evaluated."""
 ROUNDS = "alone_rounds"
 """In the `extra` of an order to train alone: rounds to train in all, by facility."""
+STEPS = "alone_steps"
+"""In the `extra` of such an order: by facility, the steps of each of these rounds, as its updates took them. Absent:
+those of its settings."""
 OWN = "own_models"
 """In the `extra` of a directory of models: by facility, which models of its own it is to evaluate at its own place."""
 KEY = "comparison"
@@ -160,6 +164,15 @@ def missing_of(manifest: Manifest, expected: Collection[str]) -> dict[str, str]:
 def rounds_alone(manifest: Manifest, facility: str) -> int:
     """Rounds that `facility` is to train alone in all. Raises `ManifestError`."""
     return Fields(raw=manifest.extra.get(ROUNDS) or {}, where=ROUNDS).whole(facility, 0, most=MOST_ROUNDS)
+
+
+def steps_alone(manifest: Manifest, facility: str, done: int, *, most: int) -> int | None:
+    """Steps of the round that follows `done` rounds alone; None where none are asked for, or none that the facility
+    agreed to: `most`, by its settings."""
+    listed = manifest.extra.get(STEPS)
+    own = listed.get(facility) if isinstance(listed, dict) else None
+    steps = own[done] if isinstance(own, list) and done < len(own) else None
+    return steps if are_possible(steps, most) else None
 
 
 def figures_of(manifest: Manifest, expected: Collection[str]) -> list[Figure]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from facility.exchange.messages.manifest import Manifest
 
@@ -39,7 +40,7 @@ def steps_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> int |
     """What this facility is asked for; None where nothing is, or nothing that it agreed to: `most`, by its settings."""
     asked = manifest.extra.get(KEY)
     steps = asked.get(facility) if isinstance(asked, dict) else None
-    return steps if _possible(steps, most) else None
+    return steps if are_possible(steps, most) else None
 
 
 def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | None:
@@ -53,7 +54,11 @@ def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | N
         return None
     if fields["seconds_per_step"] <= 0:
         return None
-    if not _possible(fields["least"], most) or not _possible(fields["most"], most) or fields["least"] > fields["most"]:
+    if (
+        not are_possible(fields["least"], most)
+        or not are_possible(fields["most"], most)
+        or fields["least"] > fields["most"]
+    ):
         return None
     return End(
         time=float(fields["time"]),
@@ -64,5 +69,6 @@ def end_asked(manifest: Manifest, facility: str, *, most: int = MOST) -> End | N
     )
 
 
-def _possible(steps: object, most: int) -> bool:
+def are_possible(steps: object, most: int) -> TypeGuard[int]:
+    """Whether `steps` is a number of steps, of at most `most`."""
     return isinstance(steps, int) and not isinstance(steps, bool) and 1 <= steps <= min(most, MOST)
