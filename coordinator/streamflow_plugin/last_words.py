@@ -11,7 +11,8 @@ from facility.exchange.errors import ERROR, error_line
 from facility.exchange.messages.outcome import Outcome
 
 OF_A_COMMAND = re.compile(r"-?\d+ Command '.*?' on location \S+: (?=\S)", re.DOTALL)
-"""Begins StreamFlow's error of a command at a facility; what the command itself said follows."""
+"""Begins StreamFlow's error of a command at a facility; what the command itself said follows. Matched at the beginning
+alone: looked for in a megabyte of digits, as a facility may print, it would take hours."""
 LAST_LINES = 3
 REPORTED = (Outcome.DONE, Outcome.SKIPPED, Outcome.CHECKPOINTED)
 """Codes of a facility's job that has left an update, or failure.json with the reason."""
@@ -35,7 +36,8 @@ def words_of_error(error: BaseException) -> str:
 
     The traceback of the latter goes to the engine's log: it is for whoever mends CrossFed.
     """
-    said, kind = OF_A_COMMAND.sub("", str(error), count=1), type(error).__name__
+    text, kind = str(error), type(error).__name__
+    said = text[begin.end() :] if (begin := OF_A_COMMAND.match(text)) else text
     if isinstance(error, UNEXPECTED):
         logger.error(f"an error that CrossFed did not expect: {kind}", exc_info=error)
         return f"{kind}: {said} (not expected by CrossFed: the traceback is in streamflow.log)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from streamflow.log_handler import logger
 
@@ -35,6 +37,15 @@ def test_a_command_of_streamflow_that_failed_is_told_in_the_words_of_the_facilit
     assert words_of_error(error) == said
     assert words_of_error(RuntimeError(said)) == said
     assert words_of_error(TimeoutError()) == "TimeoutError"
+
+
+@pytest.mark.parametrize("said", ["1", "1 Command '", "' on location x: ", " ", "1\n", "Error"])
+def test_however_much_a_facility_says_it_is_read_in_no_time(said: str):
+    """The engine stands still meanwhile; of a megabyte of digits a search would take hours."""
+    begun = time.process_time()
+    for begin in ("Error submitting job x to Slurm: ", "1 Command 'x' on location y: ", "1 Command '"):
+        assert words_of_error(RuntimeError(begin + said * ((2 << 20) // len(said))))
+    assert time.process_time() - begun < 20
 
 
 def test_an_error_that_no_facility_says_is_told_by_its_kind_and_its_traceback_is_logged(
