@@ -38,6 +38,9 @@ STRIDE = PIECE // 4
 """Elements that the server optimizer moves at a time."""
 SAMPLE = 16
 """With sampled statistics, every N-th piece of each tensor counts, from its first on."""
+FAR = 1e-3
+"""Of the largest number of a dtype: longer steps are to blame where a result does not fit, such as that of a rule which
+lengthens them."""
 
 
 class _Buffers:
@@ -336,9 +339,11 @@ def _blame(part: _Part, piece: slice, dtype: str) -> None:
         values, bits = base + row, np.empty(len(row), np.uint32)
         if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
             raise NotFinite(part.name, dtype, number)
-    largest = np.abs(steps).max(axis=1)  # a finite step whose square, which an optimizer keeps, may not be finite
-    squares = part.slots and largest.max() > np.sqrt(np.finfo(steps.dtype).max)
-    raise NotFinite(part.name, dtype, int(largest.argmax()) if squares else None)
+    largest = np.abs(steps).max(axis=1)
+    most = FAR * np.finfo(np.float16 if dtype == "F16" else np.float32).max
+    if part.slots:  # a finite step whose square, which an optimizer keeps, may not be finite
+        most = min(most, np.sqrt(np.finfo(steps.dtype).max))
+    raise NotFinite(part.name, dtype, int(largest.argmax()) if largest.max() > most else None)
 
 
 def _refuse_not_finite(name: str, dtype: str, steps: Array | None) -> None:

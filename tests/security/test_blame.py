@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.aggregation.settings import AggregationSettings
+from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps import blame, commit
@@ -30,11 +30,13 @@ NAMES = ["honest", "odd", "other"]
 
 
 @pytest.fixture
-def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Archive, list[Path]]:
+def begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> tuple[Archive, list[Path]]:
     (tmp_path / "engine" / "job").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "engine" / "job")
     archive = Archive(tmp_path / "archive")
-    archive.begin(save_pico(tmp_path / "model", dtype="float32"), "pico")
+    archive.begin(save_pico(tmp_path / "model", dtype=getattr(request, "param", "float32")), "pico")
     for name in NAMES:
         make_update(archive.model_for(0), tmp_path / name, federation="pico", facility=name, round=0)
     return archive, [tmp_path / name for name in NAMES]
@@ -134,6 +136,23 @@ def test_weights_that_vanish_before_the_mean_are_their_own_facilitys(begun: tupl
     closed(archive, directories)
     assert {row.facility: row.status for row in archive.read_round(0).facilities}["odd"] == "refused"
     assert archive.read_round(0).facilities[0].status == "ok"
+
+
+@pytest.mark.parametrize("begun", ["float16"], indirect=True)
+@pytest.mark.parametrize("rule", ["dare", "dare+nesterov"])
+def test_a_step_that_only_the_rule_makes_too_long_is_its_facilitys(begun: tuple[Archive, list[Path]], rule: str):
+    """It fits the model's dtype, and so does its plain mean: nobody was to blame, and the run ended for all."""
+    archive, directories = begun
+    held = open_checkpoint(directories[1])
+    tensors = {name: held.read(name).fill_(6e4) for name in held.tensors}
+    (directories[1] / "model.safetensors").unlink()
+    save_tensors(directories[1], tensors.items())
+    write_manifest(directories[1], dataclasses.replace(read_manifest(directories[1]), files={}))
+    settings = AggregationSettings(rule=rule, clip_ratio=0.0, screen=ScreenSettings(action="off"))
+    closed(archive, directories, aggregation=settings)
+    rows = {row.facility: row for row in archive.read_round(0).facilities}
+    assert {name: row.status for name, row in rows.items()} == {"honest": "ok", "odd": "refused", "other": "ok"}
+    assert "absurdly large" in rows["odd"].reason
 
 
 def test_nobody_is_blamed_for_what_fails_with_every_update(
