@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -39,20 +41,26 @@ def test_circles_are_found_wherever_an_import_stands(tmp_path: Path, files: dict
     assert all_circles(tmp_path, ("box",)) == expected
 
 
+STATEMENT = re.compile(r"^[ \t]*(from (\w+)[\w.]* import (?:\([^)]*\)|[^(\n]+))", re.MULTILINE)
+"""An import of names, on any line of a file: of tests these alone are parsed, in a tenth of the time."""
+
+
 def missing_names(root: Path, folders: tuple[str, ...], packages: tuple[str, ...]) -> list[str]:
     """What files of `folders` import from modules of `packages` and is not there, as `file: module.name`."""
     known = modules(root, packages)
     found = []
     for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
-        for node in ast.walk(parsed(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in packages:
-                names = names_in(known[node.module]) if node.module in known else set()
-                asked = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known} - {"*"}
-                found += [f"{file.relative_to(root)}: {node.module}.{name}" for name in sorted(asked - names)]
+        statements = [one[1] for one in STATEMENT.finditer(file.read_text()) if one[2] in packages]
+        for node in ast.parse("\n".join(statements)).body:
+            assert isinstance(node, ast.ImportFrom)
+            names = names_in(known[node.module]) if node.module in known else frozenset()
+            asked = {alias.name for alias in node.names if f"{node.module}.{alias.name}" not in known} - {"*"}
+            found += [f"{file.relative_to(root)}: {node.module}.{name}" for name in sorted(asked - names)]
     return found
 
 
-def names_in(path: Path) -> set[str]:
+@cache
+def names_in(path: Path) -> frozenset[str]:
     """Names that a file defines, assigns or imports, at any depth."""
     found: set[str] = set()
     for node in ast.walk(parsed(path.read_text())):
@@ -62,7 +70,7 @@ def names_in(path: Path) -> set[str]:
             found.add(node.id)
         elif isinstance(node, ast.Import | ast.ImportFrom):
             found.update(alias.asname or alias.name for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def test_names_that_tests_and_benches_import_of_the_product_are_there() -> None:
@@ -75,6 +83,6 @@ def test_a_name_that_has_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "box" / "__init__.py").write_text("")
     (tmp_path / "box" / "a.py").write_text("import os\nB = 1\ndef c(): ...\n")
     (tmp_path / "bench").mkdir()
-    text = "def f():\n    from box.a import B, c, gone, os\n    from box import a, b\n"
+    text = "def f():\n    from box.a import B, c, gone, os\n    from box import (\n        a,\n        b,  # gone, too\n    )\n"
     (tmp_path / "bench" / "x.py").write_text(text)
     assert missing_names(tmp_path, ("bench",), ("box",)) == ["bench/x.py: box.a.gone", "bench/x.py: box.b"]
