@@ -13,84 +13,24 @@ import dataclasses
 import json
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.request import Request
 from coordinator.aggregation.rules.registry import RULES
-from coordinator.aggregation.run import run
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.command_line import parsed
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import no_duplicates, parse_values
 from facility.exchange.json_values import MOST_BYTES
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.text import number_of
 from facility.exchange.validation import parse
 
 log = logging.getLogger("coordinator.aggregate")
-
-
-def aggregate(
-    *,
-    base: Path,
-    updates: Mapping[str, Path] | Sequence[Path],
-    out: Path,
-    settings: AggregationSettings | None = None,
-    state_in: Path | None = None,
-    state_out: Path | None = None,
-    record: Path | None = None,
-    threads: int = 0,
-    adapters: LoraSettings | None = None,
-    drop_refused: bool = False,
-    minimum_updates: int = 1,
-    unmasking: Unmasking | None = None,
-    verify_base: bool = False,
-    verify_updates: bool = False,
-    work: Mapping[str, float] | None = None,
-    facilities: Collection[str] | None = None,
-    rated: Callable[[AggregationSettings, Collection[str]], AggregationSettings] | None = None,
-) -> RoundRecord:
-    """Write the next model to `out` and the state to `state_out`; neither may exist. Returns what round.json says.
-
-    `updates`: directories, by facility where that is known. `adapters`: what the facilities were asked to
-    train. `unmasking`: what takes the masks off, where the updates are masked. `verify_base` and `verify_updates`:
-    compare the base and the updates with their manifests as they are read. `work`: of each facility, as a multiple of
-    its settings' steps, where these differ by intention. `facilities`: all of the federation. `rated`: the settings
-    with the server learning rate of a round without these facilities' updates. round.json is written to `record`, by
-    default into `state_out`, else beside `out` as `<out>.round.json`; never into the model, which travels to every
-    facility.
-
-    Raises `UpdateRefused` naming the facility; with `drop_refused` the round goes on without it, and the record says
-    so (`dropped`), as long as `minimum_updates` are left. Raises another `CrossFedError` otherwise. Then nothing is
-    left behind.
-    """
-    return run(
-        Request(
-            base=base,
-            updates=updates,
-            out=out,
-            settings=settings or read_settings(),
-            state_in=state_in,
-            state_out=state_out,
-            record=record,
-            threads=threads,
-            adapters=adapters,
-            drop_refused=drop_refused,
-            minimum_updates=minimum_updates,
-            unmasking=unmasking,
-            verify_base=verify_base,
-            verify_updates=verify_updates,
-            work=work,
-            facilities=facilities,
-            rated=rated,
-        )
-    )
 
 
 def read_settings(path: Path | None = None, rule: str | None = None, weights: str | None = None) -> AggregationSettings:
@@ -165,15 +105,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     settings = read_settings(a.settings, a.rule, a.weights)
     settings = dataclasses.replace(settings, maximum_staleness=0)  # a late step counts from a model that is not given
     record = aggregate(
-        base=a.base,
-        updates=a.update,
-        out=a.out,
-        settings=settings,
-        state_in=a.state_in,
-        state_out=a.state_out,
-        record=a.record,
-        threads=a.threads,
-        drop_refused=a.drop_refused,
+        Request(
+            base=a.base,
+            updates=a.update,
+            out=a.out,
+            settings=settings,
+            state_in=a.state_in,
+            state_out=a.state_out,
+            record=a.record,
+            threads=a.threads,
+            drop_refused=a.drop_refused,
+        )
     )
     if a.json:
         print(json.dumps(dataclasses.asdict(record), indent=2))

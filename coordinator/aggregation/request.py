@@ -20,6 +20,7 @@ class Request:
     updates: Mapping[str, Path] | Sequence[Path]
     """Directories, by facility where the caller knows it."""
     out: Path
+    """The next model, a Hugging Face checkpoint in the base's dtypes."""
     settings: AggregationSettings
     verify_base: bool = False
     """Compare the base with its manifest as it is read; otherwise it is taken as it is."""
@@ -27,9 +28,12 @@ class Request:
     """Compare the updates, whose content nobody has looked at, with their manifests. `DamagedUpdate` is then raised
     also with `drop_refused`: the facility may send it again."""
     state_in: Path | None = None
+    """State of the round before; None: it begins from the base."""
     state_out: Path | None = None
+    """Float32 master and the server optimizer's tensors; None: none is written."""
     record: Path | None = None
-    """Of round.json; None: in `state_out`, else beside `out`."""
+    """Path of round.json; None: in `state_out`, else beside `out` as `<out>.round.json`. Never in the model, which is
+    sent to every facility."""
     threads: int = 0
     """0: automatic."""
     adapters: LoraSettings | None = None

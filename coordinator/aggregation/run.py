@@ -30,8 +30,13 @@ from facility.exchange.errors import InputError, TransientError, UpdateRefused
 from facility.exchange.files.storage import sentence
 
 
-def run(request: Request) -> RoundRecord:
-    """Write the next model and the state, atomically; returns what round.json says."""
+def aggregate(request: Request) -> RoundRecord:
+    """Write the next model and the state, neither of which may exist; returns what round.json says.
+
+    Both appear atomically, the state first, and where this raises nothing is left behind. Raises `UpdateRefused`, which
+    names the facility, or with `drop_refused` goes on without it as long as `minimum_updates` are left, and the record
+    says so (`dropped`). Raises another `CrossFedError` otherwise.
+    """
     if request.threads < 0:
         raise InputError(f"threads is {request.threads}, expected 1 or more, or 0 for automatic")
     aggregation = Aggregation(request=request, settings=request.settings)

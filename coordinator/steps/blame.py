@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
@@ -52,4 +53,6 @@ def _alone(settings: CoordinatorSettings, model: Path, name: str, update: Path, 
         batch_norm=asked.batch_norm,
         maximum_staleness=asked.maximum_staleness,
     )
-    aggregate(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)
+    aggregate(
+        Request(base=model, updates={name: update}, out=scratch / "model", settings=plain, adapters=settings.lora)
+    )

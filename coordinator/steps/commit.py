@@ -15,8 +15,9 @@ from datetime import UTC, datetime
 from functools import cached_property, partial
 from pathlib import Path
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
@@ -244,21 +245,23 @@ def write_model(round: Commit, directory: Path) -> None:
     """Aggregate the updates into the next model, below the round's directory. Raises `UpdateRefused`."""
     settings = round.settings
     round.record = aggregate(
-        base=round.model,
-        updates=round.arrived.updates,
-        out=directory / "model",
-        settings=round.aggregation,
-        state_in=round.archive.state_for(round.number),
-        state_out=directory / "state",
-        adapters=settings.lora,
-        drop_refused=round.unmasking is None,
-        minimum_updates=settings.minimum_facilities,
-        unmasking=round.unmasking,
-        verify_base=True,
-        verify_updates=verified_as_averaged(settings),
-        work=work_of_round(round),
-        facilities=settings.facilities,
-        rated=partial(rated, round),
+        Request(
+            base=round.model,
+            updates=round.arrived.updates,
+            out=directory / "model",
+            settings=round.aggregation,
+            state_in=round.archive.state_for(round.number),
+            state_out=directory / "state",
+            adapters=settings.lora,
+            drop_refused=round.unmasking is None,
+            minimum_updates=settings.minimum_facilities,
+            unmasking=round.unmasking,
+            verify_base=True,
+            verify_updates=verified_as_averaged(settings),
+            work=work_of_round(round),
+            facilities=settings.facilities,
+            rated=partial(rated, round),
+        )
     )
     if round.unmasking is not None:
         write_json(directory / CLIPS, round.unmasking.next_clips())

@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 
+from coordinator.aggregation import run
+from coordinator.aggregation.record import RoundRecord
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages import report
@@ -17,6 +21,11 @@ from facility.exchange.messages.manifest import Manifest, read_manifest, write_m
 Tensors = dict[str, torch.Tensor]
 UNBOUNDED: dict[str, Any] = {"clip_ratio": 0.0, "maximum_share": 1.0}
 """Aggregation settings under which the mean of three updates and more is the textbook's."""
+
+
+def aggregate(**asked: Any) -> RoundRecord:
+    """One aggregation. `asked`: the fields of its `Request`; the settings are the plain mean unless they are given."""
+    return run.aggregate(Request(**{"settings": AggregationSettings(rule="mean"), **asked}))
 
 
 def checkpoint(

@@ -11,7 +11,6 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, open_checkpoint, save_tensors
@@ -20,6 +19,7 @@ from facility.exchange.checkpoints.delta_decoding import decode
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_lora import adapter_update
 from tests.pico import save_pico
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.first_adapters import started_from
 from coordinator.aggregation.magnitudes import first_magnitudes
 from coordinator.aggregation.settings import AggregationSettings
@@ -21,6 +20,7 @@ from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.training.families import save_tiny
 
 FACTORIES = {"nomic_bert": "AutoModelForMaskedLM", "hrm_text": "AutoModelForCausalLM"}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.pico import save_pico
 
 SHAPES = {"a.weight": (300, 401), "b.weight": (70_000,), "c.bias": (7,), "d.empty": (0, 4)}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate, main, read_settings
+from coordinator.aggregate import main, read_settings
 from coordinator.aggregation.reading import TensorReader
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_tokenizer, check_update
@@ -25,6 +25,7 @@ from facility.exchange.checkpoints.writer import TensorWriter
 from facility.exchange.errors import CheckpointError, ConfigurationError, CrossFedError, InputError, UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SHAPES = {"a.weight": (30, 20), "b.bias": (7,)}
 

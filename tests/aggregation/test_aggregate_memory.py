@@ -39,26 +39,29 @@ MOST_MASKED = 7.0
 AS_A_ROUND = """
 import sys
 from pathlib import Path
-from coordinator.aggregate import aggregate, read_settings
+from coordinator.aggregate import read_settings
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 root, state, verified, *updates = sys.argv[1:]
-aggregate(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in updates},
+aggregate(Request(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in updates},
     out=Path(root, "next"), state_in=Path(state) if state else None, state_out=Path(root, "state-out"),
-    settings=read_settings(Path(root, "settings.json")), verify_base=True, verify_updates=verified == "1")
+    settings=read_settings(Path(root, "settings.json")), verify_base=True, verify_updates=verified == "1"))
 """
 """What the commit step of a round calls."""
 
 MASKED = """
 import sys
 from pathlib import Path
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 root, *updates = sys.argv[1:]
 names = [Path(one).name for one in updates]
 unmasking = Unmasking(bits=16, weights={name: 1 / len(names) for name in names}, survivors=names,
     seeds=[(-1, bytes([number + 1] * 32)) for number in range(len(names))], clips={}, default_clip=1.0)
-aggregate(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in updates}, out=Path(root, "next"),
-    settings=AggregationSettings(rule="mean"), unmasking=unmasking)
+aggregate(Request(base=Path(root, "base"), updates={Path(one).name: Path(one) for one in updates},
+    out=Path(root, "next"), settings=AggregationSettings(rule="mean"), unmasking=unmasking))
 """
 """The aggregation of masked updates, with a seed for each."""
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation import read_size
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from facility.exchange.errors import InputError
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.reproductions.server_in_memory import Server
 
 SHAPES = {"a.weight": (40, 50), "b.weight": (70_000,), "c.bias": (5,)}

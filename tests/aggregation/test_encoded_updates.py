@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation import marked_messages
 from coordinator.aggregation.reading import WIDEST, TensorReader
 from coordinator.aggregation.record import RoundRecord
@@ -36,6 +35,7 @@ from facility.exchange.errors import CheckpointError, UpdateRefused
 from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_delta import rewritten
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 from tests.aggregation.test_stated_norms import alike, resealed, without_statements

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.rules import dare
 from coordinator.aggregation.settings import AggregationSettings
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_many_rounds import capped
 
 SHAPES: dict[str, tuple[int, ...]] = {

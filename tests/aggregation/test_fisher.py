@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rules import fisher, mean
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.squared_gradients import RowsOfUpdates
@@ -22,6 +21,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.examples import examples
 from tests.reproductions.server_in_memory import Server
 

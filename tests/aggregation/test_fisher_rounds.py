@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.second_moments import Factors, read_factors
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_fisher import ALL, by_hand, with_factors
 from tests.aggregation.test_many_rounds import capped
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation import lora
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
@@ -19,6 +18,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, verify_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 NAME = "base_model.model.layer.{}.weight"
 LAYER = (12, 8)

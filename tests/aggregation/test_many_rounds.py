@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rebase import rebase
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SHAPES = {"embed.weight": (16, 6), "a.weight": (9, 11), "b.bias": (5,)}
 ROUNDS = 20

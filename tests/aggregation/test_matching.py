@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from facility.exchange.errors import UpdateRefused
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 
 def test_tied_weights_written_once_or_twice(tmp_path: Path):

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.moment_limits import LARGEST
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
@@ -26,6 +25,7 @@ from facility.exchange.checkpoints.moments import (
 )
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from tests.aggregation.make import aggregate
 from tests.aggregation.updates import write_update
 from tests.moments import stored, with_moments
 from tests.pico import save_pico

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.one_weight import one_weight
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.settings import AggregationSettings
@@ -17,6 +16,7 @@ from facility.exchange.checkpoints.delta import encode
 from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHAPES: dict[str, tuple[int, ...]] = {EMBEDDING: (40, 120), "a.weight": (40, 120), "a.norm": (7,), "b.norm": (7,)}

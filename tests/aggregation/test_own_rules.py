@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rule_parameters import declared
 from coordinator.aggregation.rules import mean
 from coordinator.aggregation.rules.contract import MOMENTUM, Plan
@@ -26,6 +25,7 @@ from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError, InputError
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "how-to" / "write-a-rule.md"

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.verify import check_update
@@ -23,6 +22,7 @@ from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.rounds.sealed import UNCHANGED, flaw, seal
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SETTINGS = AggregationSettings(rule="mean+nesterov", weights="equal", **make.UNBOUNDED)
 SLACK = 300_000

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
@@ -16,6 +15,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 COUNTER = torch.tensor(7)
 

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import settings as settings_of_hypothesis
 from hypothesis import strategies as st
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.moment_limits import LARGEST, SLOWEST, agree, believed, fresh, least_share, most_of
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
@@ -27,6 +26,7 @@ from facility.exchange.checkpoints.second_moments import (
 )
 from facility.exchange.errors import UpdateRefused
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
+from tests.aggregation.make import aggregate
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 

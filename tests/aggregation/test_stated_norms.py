@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.expectation import Expected
@@ -26,6 +25,7 @@ from facility.exchange.checkpoints.step_norms import NAME, StepNorms, read_step_
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="norms are stated by the compiled kernel")

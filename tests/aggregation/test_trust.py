@@ -14,7 +14,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation import run as run_module
 from coordinator.aggregation.adapters import settings_of
 from coordinator.aggregation.outliers import screened
@@ -27,6 +26,7 @@ from facility.exchange.masking.weights import capped
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SHAPES = {"layers.0.weight": (40, 30), "b.bias": (7,)}
 MEAN = AggregationSettings(rule="mean")

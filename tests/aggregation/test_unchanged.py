@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation import unchanged
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
@@ -21,6 +20,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, SINGLE
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.aggregation.test_lora import adapter_update
 from tests.aggregation.test_reads_once import SLACK, read_by, size
 from tests.aggregation.test_stated_norms import states

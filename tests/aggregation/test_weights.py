@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.errors import ConfigurationError, UpdateRefused
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SHAPES = {"a.weight": (30, 20), "b.bias": (7,)}
 

@@ -55,7 +55,8 @@ import json, sys, time
 root, specification = sys.argv[1:]
 sys.path.insert(0, root)
 from pathlib import Path
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation import kernel
 from coordinator.aggregation.settings import AggregationSettings
 given = json.loads(specification)
@@ -80,7 +81,7 @@ def timed(*arguments, **named):
     return found
 kernel.run = timed
 updates = {n: Path(p) for n, p in given["updates"].items()}
-aggregate(base=Path(given["base"]), updates=updates, out=Path(given["out"]), **more)
+aggregate(Request(base=Path(given["base"]), updates=updates, out=Path(given["out"]), **more))
 print(json.dumps({"cpu": cpu, "wall": wall, "durable": round(time.perf_counter() - begun[0], 3)}))
 """
 INPUT_OUTPUT = """

@@ -24,7 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from coordinator.simulation.described import Federation, Site
@@ -113,14 +114,16 @@ def turn(root: Path, name: str, model: Path, updates: list[Path], state: Path | 
     out, state_out = root / f"model-{name}", root / f"state-{name}"
     began = time.perf_counter()
     aggregate(
-        base=model,
-        updates=updates,
-        out=out,
-        settings=SETTINGS,
-        state_in=state,
-        state_out=state_out,
-        verify_base=True,
-        verify_updates=True,
+        Request(
+            base=model,
+            updates=updates,
+            out=out,
+            settings=SETTINGS,
+            state_in=state,
+            state_out=state_out,
+            verify_base=True,
+            verify_updates=True,
+        )
     )
     seconds = time.perf_counter() - began
     sources = [model, *updates, *([state] if state else [])]

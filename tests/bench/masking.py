@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -190,12 +191,14 @@ def aggregation_seconds(
 ) -> tuple[float, float]:
     begun = os.times()
     aggregate(
-        base=federation.model(),
-        updates=updates,
-        out=out,
-        settings=AggregationSettings(rule="mean"),
-        threads=1,
-        unmasking=unmasking,
+        Request(
+            base=federation.model(),
+            updates=updates,
+            out=out,
+            settings=AggregationSettings(rule="mean"),
+            threads=1,
+            unmasking=unmasking,
+        )
     )
     return spent_since(begun)
 

@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from coordinator.aggregate import aggregate
+from coordinator.aggregation.request import Request
+from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from tests.aggregation import make
@@ -121,7 +122,7 @@ def plain_federation(root: Path, rounds: int, steps: int, seed: int) -> float:
             moved = {key: value.float() + step[key] for key, value in make.read_all(base).items()}
             updates[name] = make.update(root / f"{number}-{name}", moved, base=base, facility=name)
         out, after = root / f"model-{number}", root / f"state-{number}"
-        aggregate(base=base, updates=updates, out=out, settings=settings, state_in=state, state_out=after)
+        aggregate(Request(base=base, updates=updates, out=out, settings=settings, state_in=state, state_out=after))
         base, state = out, after
     return perplexity(base)
 

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.server_optimizers import nesterov
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
@@ -26,6 +25,7 @@ from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
 from facility.exchange.messages.manifest import read_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.cases import slow_but
 from tests.made_once import made_once
 

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.masked_moments import within
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -21,6 +20,7 @@ from facility.exchange.masking.moments import MARK, Units, error_of, places
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.masking import MaskedMoments
+from tests.aggregation.make import aggregate
 from tests.masking.federation import SHAPES, Masking, Second, error, mean_of, moved, steps
 
 NAMES = ("alpha", "beta", "gamma")

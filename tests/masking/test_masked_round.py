@@ -62,8 +62,8 @@ def test_the_sum_is_the_plain_mean_and_no_larger_than_bfloat16(
 )
 def test_every_server_optimizer_moves_as_with_the_plain_mean(tmp_path: Path, signers: Path, rule: str):
     """Rounds of masked updates against the same rounds of plain ones, from the same steps."""
-    from coordinator.aggregate import aggregate
     from coordinator.aggregation.settings import AggregationSettings
+    from tests.aggregation.make import aggregate
 
     federation = Masking(root=tmp_path, signers=signers, rule=rule, bits=32)
     told = [steps(federation.names, seed) for seed in range(2)]

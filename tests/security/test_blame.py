@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.aggregation.request import Request
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
@@ -52,10 +53,10 @@ def stumbles_over(monkeypatch: pytest.MonkeyPatch, name: str, raised: type[Excep
     """Let the update of `name` raise as it is averaged."""
     real = commit.aggregate
 
-    def stumbling(*, updates: dict[str, Path], **rest: Any) -> Any:
-        if name in updates:
+    def stumbling(request: Request) -> Any:
+        if name in request.updates:
             raise raised("[/] \x1b[2J")
-        return real(updates=updates, **rest)
+        return real(request)
 
     monkeypatch.setattr(commit, "aggregate", stumbling)
     monkeypatch.setattr(blame, "aggregate", stumbling)
@@ -119,8 +120,8 @@ def test_a_disk_that_fills_while_updates_are_tried_alone_is_no_facilitys(
 ):
     archive, directories = begun
 
-    def filling(*, updates: dict[str, Path], **_: Any) -> None:
-        if "odd" in updates:
+    def filling(request: Request) -> None:
+        if "odd" in request.updates:
             raise full
 
     monkeypatch.setattr(blame, "aggregate", filling)
@@ -158,7 +159,7 @@ def test_a_step_that_only_the_rule_makes_too_long_is_its_facilitys(begun: tuple[
 def test_nobody_is_blamed_for_what_fails_with_every_update(
     begun: tuple[Archive, list[Path]], monkeypatch: pytest.MonkeyPatch
 ):
-    def broken(**_: Any) -> None:
+    def broken(_: Request) -> None:
         raise RuntimeError("the kernel is broken")
 
     monkeypatch.setattr(commit, "aggregate", broken)

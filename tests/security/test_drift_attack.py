@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.mean_walk import FOLDER
@@ -16,6 +15,7 @@ from facility.exchange.messages import report
 from facility.exchange.messages.drift import KEY, DriftReport
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 
 SHAPES = {"layers.0.weight": (40, 30), "b.bias": (7,)}
 

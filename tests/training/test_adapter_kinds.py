@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
@@ -23,6 +22,7 @@ from facility.exchange.messages.report import read_report
 from facility.exchange.validation import parse
 from facility.training.lora import inject
 from tests.aggregation import make
+from tests.aggregation.make import aggregate
 from tests.pico import save_pico
 from tests.training.adapter_step import check_step_is_pefts
 from tests.training.families import save_tiny

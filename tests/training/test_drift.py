@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.aggregate import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
@@ -26,6 +25,7 @@ from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
+from tests.aggregation.make import aggregate
 from tests.bench.federated_drift import Drift
 from tests.bench.federated_learner import Local
 from tests.pico import save_pico
