@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -152,7 +153,7 @@ def test_ranks_meet_where_files_can_be_locked(no_locks_in_tmpdir: Path, tmp_path
         place = Path(meeting[DIRECTORY])
         assert place.parent == Path(locks.IN_MEMORY) and place.stat().st_mode & 0o777 == 0o700
     assert not place.exists() and agents_directory().parent == Path(locks.IN_MEMORY)
-    agents_directory().rmdir()
+    shutil.rmtree(agents_directory())
 
 
 def test_files_that_are_locked_stay_in_tmpdir_where_it_has_locks_and_where_nothing_has(

@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from datetime import timedelta
@@ -16,10 +17,11 @@ import torch
 import torch.distributed as dist
 
 from facility.exchange.errors import ConfigurationError, TransientError
+from facility.exchange.files.locks import take_lock
 from facility.launching.rendezvous import DIRECTORY, SECRET
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.peers import Peers
-from facility.training.processes import ranks, rendezvous
+from facility.training.processes import ranks, rendezvous, torchrun
 from facility.training.processes.ranks import Ranks
 from tests.ports import free_port
 
@@ -139,6 +141,26 @@ def test_torchrun_on_one_node_has_no_seat_for_a_stranger_either(tmp_path: Path):
         job.kill()
     assert job.returncode == 0, output
     assert [(tmp_path / f"sum-{rank}").read_text() for rank in range(2)] == ["2 [0, 1]"] * 2
+
+
+def test_a_start_under_torchrun_removes_what_earlier_ones_left_and_nothing_that_a_rank_uses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    ages = {"left": 100.0, "used": 100.0, "begun": 1.0}
+    places = {name: tmp_path / f"{torchrun.PREFIX}{number}-7-0" for number, name in enumerate(ages)}
+    for name, place in places.items():
+        place.mkdir(mode=0o700)
+        (place / "ranks").touch()
+        (place / torchrun.ALIVE).touch()
+        os.utime(place / torchrun.ALIVE, (time.time() - ages[name],) * 2)
+    with open(places["used"] / torchrun.ALIVE) as held:
+        assert take_lock(held, places["used"], wait=False)
+        own = torchrun.agents_directory()
+        assert {*tmp_path.iterdir()} == {own, places["used"], places["begun"]}
+    os.utime(own / torchrun.ALIVE, (time.time() - 100.0,) * 2)
+    assert torchrun.agents_directory() == own, "another rank of the start"
+    assert {*tmp_path.iterdir()} == {own, places["begun"]}, "a rank holds its own directory to its end"
 
 
 def meet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, port: int) -> dict[int, dist.Store]:

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError
 from facility.exchange.files.durable import write_bytes, write_json
 from facility.exchange.files.listing import names_in
-from facility.exchange.files.locks import temporary_place
+from facility.exchange.files.locks import take_lock, temporary_place
 from facility.exchange.json_values import values_in
 from facility.exchange.process_start import START, stat_of
 from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
@@ -25,6 +27,11 @@ from facility.launching.rendezvous import DIRECTORY, SECRET, SECRET_BYTES
 AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LOOK_SECONDS = 0.2
+PREFIX = f"crossfed-torchrun-{os.getuid()}-"
+ALIVE = "alive"
+"""File in such a directory, whose lock one of the ranks holds to its end."""
+BEGINNING_SECONDS = 60.0
+"""How old that file is before its lock is asked for: a rank that has made it takes the lock next."""
 
 
 def under_torchrun() -> bool:
@@ -33,13 +40,32 @@ def under_torchrun() -> bool:
 
 
 def agents_directory() -> Path:
-    """The directory of this process's siblings under one agent, made by the first of them with mode 0700."""
+    """The directory of this process's siblings under one agent, made by the first of them with mode 0700.
+
+    Nothing outlives torchrun's ranks that could remove it, so each start removes what earlier ones left.
+    """
     agent, restarts = os.getppid(), os.environ.get(RESTARTS, "0")
     started = stat_of(agent)[START]  # ticks since boot
-    name = f"crossfed-torchrun-{os.getuid()}-{agent}-{started}-{int(restarts)}"
-    place = Path(temporary_place()) / name
+    place = Path(temporary_place()) / f"{PREFIX}{agent}-{started}-{int(restarts)}"
     place.mkdir(mode=0o700, exist_ok=True)
+    if place.lstat().st_uid == os.getuid():  # what another account made first is refused once it is used
+        held = os.open(place / ALIVE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)  # open until this process ends
+        with suppress(OSError):  # without locks no start removes what another left
+            take_lock(held, place, wait=False)
+    _remove_left(place.parent)
     return place
+
+
+def _remove_left(folder: Path) -> None:
+    """Remove the directories of this user's starts of which no rank is alive."""
+    for left in folder.glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            if left.lstat().st_uid != os.getuid():
+                continue
+            with open(left / ALIVE, "r+", encoding="utf-8") as file:
+                age = time.time() - os.fstat(file.fileno()).st_mtime
+                if age > BEGINNING_SECONDS and take_lock(file, left, wait=False):
+                    shutil.rmtree(left)
 
 
 def without_directory() -> ConfigurationError:
