@@ -16,15 +16,15 @@ from pathlib import Path
 
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.archive.rounds import Archive
-from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
+from coordinator.config.settings import read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.rounds.order import order_or_tell
-from coordinator.steps.arrived import Arrived, drop, sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.blame import to_blame
-from coordinator.steps.commit import Commit, commit
+from coordinator.steps.commit import commit
 from coordinator.steps.final import close_final
 from coordinator.steps.following import ends_anew
-from coordinator.steps.incomplete import ask_again, number_of_attempt, remember_failed, too_few, wait_for_late
+from coordinator.steps.incomplete import ask_again, remember_failed, too_few, wait_for_late
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import CrossFedError, exit_on_error
@@ -35,37 +35,34 @@ from facility.exchange.messages.strict_json import clean
 log = logging.getLogger("coordinator.steps.aggregate")
 
 
-def close_round(
-    archive: Archive, settings: CoordinatorSettings, *, model: Path, number: int, arrived: Arrived
-) -> NextRound:
+def close_round(round: CollectedRound) -> NextRound:
     """Close the round: ask for it again, end the run with a reason, or append the round and decide what follows."""
-    if number >= settings.rounds:
-        return close_final(archive, settings, model, arrived)
-    attempt = number_of_attempt(archive, number)
-    if ask_again(archive, settings, number, arrived):
-        return NextRound(model, number, proceed=True)
+    settings, again = round.settings, NextRound(round.model, round.number, proceed=True)
+    if round.number >= settings.rounds:
+        return close_final(round)
+    if ask_again(round):
+        return again
+    least = max(settings.minimum_facilities, settings.aggregation.fewest_updates)
     while True:
-        found, least = len(arrived.updates), max(settings.minimum_facilities, settings.aggregation.fewest_updates)
-        if settings.closing is not None and found < least and wait_for_late(archive, number, arrived):
-            return NextRound(model, number, proceed=True)
+        found = len(round.arrived.updates)
+        if settings.closing is not None and found < least and wait_for_late(round):
+            return again
         if found < settings.minimum_facilities:
-            return too_few(archive, settings, model, number, arrived)
+            return too_few(round)
         try:
-            return commit(
-                Commit(archive=archive, settings=settings, model=model, number=number, arrived=arrived, attempt=attempt)
-            )
+            return commit(round)
         except Exception as error:
-            blamed = to_blame(error, archive, settings, model, arrived)
+            blamed = to_blame(error, round)
             if not blamed:
-                remember_failed(archive, number, arrived)
+                remember_failed(round)
                 raise
             reason_text = clean(str(error) or repr(error))
-            log.warning("round %d is averaged without %s: %s", number, ", ".join(sorted(blamed)), reason_text)
+            log.warning("round %d is averaged without %s: %s", round.number, ", ".join(sorted(blamed)), reason_text)
             for name, reason in blamed.items():
-                arrived = drop(arrived, name, number, reason)
-                emit("refused", facility=name, round=number, reason=arrived.failures[name].reason)
-            if isinstance(error, DamagedUpdate) and ask_again(archive, settings, number, arrived):
-                return NextRound(model, number, proceed=True)
+                round = round.without(name, reason)
+                emit("refused", facility=name, round=round.number, reason=round.arrived.failures[name].reason)
+            if isinstance(error, DamagedUpdate) and ask_again(round):
+                return again
 
 
 def arguments_of(step: str, text: str | None) -> argparse.ArgumentParser:
@@ -79,7 +76,7 @@ def main() -> int:
     return run_step(arguments_of("aggregate", __doc__).parse_args(), close_round)
 
 
-def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> int:
+def run_step(arguments: argparse.Namespace, close: Callable[[CollectedRound], NextRound]) -> int:
     """Close the round by `close`; whatever goes wrong ends the run with its reason in the archive."""
     settings = read_coordinator_settings(arguments.federation)
     archive = Archive(resolve(arguments.archive))
@@ -87,7 +84,11 @@ def run_step(arguments: argparse.Namespace, close: Callable[..., NextRound]) -> 
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         if arguments.scores is not None:
             arrived = dataclasses.replace(arrived, scores=values_in(arguments.scores))
-        following = close(archive, settings, model=arguments.model, number=arguments.round, arrived=arrived)
+        following = close(
+            CollectedRound(
+                archive=archive, settings=settings, model=arguments.model, number=arguments.round, arrived=arrived
+            )
+        )
         if following.proceed and following.number == arguments.round < settings.rounds:
             ends_anew(archive, settings)  # the same round again, whose end may have passed
             # What was given here states the old end.

@@ -1,4 +1,4 @@
-"""What the receive steps handed on: sound updates and failures, by facility."""
+"""What the receive steps handed on: sound updates and failures, by facility; and the round that they are of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coordinator.archive.rounds import Archive
+from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
 from facility.exchange.messages.strict_json import clean
@@ -28,6 +30,22 @@ class Arrived:
     """Updates that came and were left out since: what they cost was spent, and what came was sent."""
     dropped_reports: dict[str, Report] = dataclasses.field(default_factory=dict)
     """Theirs."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class CollectedRound:
+    """A round whose updates have come, as the steps that close it are given it."""
+
+    archive: Archive
+    settings: CoordinatorSettings
+    model: Path
+    """The global model that the round started from."""
+    number: int
+    arrived: Arrived
+
+    def without(self, name: str, reason: str) -> CollectedRound:
+        """The round without the update of one facility, which counts as failed with this reason."""
+        return dataclasses.replace(self, arrived=drop(self.arrived, name, self.number, reason))
 
 
 def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number: int = 0) -> Arrived:

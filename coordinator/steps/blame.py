@@ -7,9 +7,8 @@ from pathlib import Path
 from coordinator.aggregation.request import Request
 from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.arrived import Arrived
+from coordinator.steps.arrived import CollectedRound
 from facility.exchange.errors import TransientError, UpdateRefused
 from facility.exchange.files.durable import scratch_directory
 from facility.exchange.files.storage import is_storage, refuses_writes
@@ -17,14 +16,13 @@ from facility.exchange.messages.manifest import bytes_of, read_manifest
 from facility.exchange.messages.strict_json import clean
 
 
-def to_blame(
-    error: Exception, archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived
-) -> dict[str, str]:
+def to_blame(error: Exception, round: CollectedRound) -> dict[str, str]:
     """The facilities whose updates made the round fail, and why; {} where no facility is at fault.
 
     An `UpdateRefused` names one. Of any other exception but a fault of this machine, an update is to blame whose plain
     mean with nothing else fails too, while that of another facility succeeds.
     """
+    arrived = round.arrived
     if isinstance(error, UpdateRefused):
         return {error.facility: str(error)} if error.facility in arrived.updates else {}
     if isinstance(error, TransientError | MemoryError) or is_storage(error):
@@ -32,8 +30,8 @@ def to_blame(
     failed: dict[str, str] = {}
     for name, update in arrived.updates.items():
         try:
-            with scratch_directory(archive.path / "blamed") as scratch:
-                _alone(settings, model, name, update, scratch)
+            with scratch_directory(round.archive.path / "blamed") as scratch:
+                _alone(round.settings, round.model, name, update, scratch)
         except Exception as own:
             if isinstance(own, TransientError) or refuses_writes(own):
                 return {}

@@ -24,7 +24,7 @@ from coordinator.archive.best import best_round
 from coordinator.archive.privacy import told_deviations
 from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
-from coordinator.archive.rounds import CLIPS, Archive, FacilityRow, RoundFile
+from coordinator.archive.rounds import CLIPS, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
 from coordinator.config.settings import CoordinatorSettings
@@ -36,7 +36,7 @@ from coordinator.rounds.participation import Done, Work, delivered, participatio
 from coordinator.rounds.presence import present_share
 from coordinator.rounds.verification import verified_as_averaged
 from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
-from coordinator.steps.arrived import Arrived
+from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.decide import Decision, decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import asks_ahead, tell_released, within
@@ -48,6 +48,7 @@ from coordinator.steps.global_loss import (
     plausible,
 )
 from coordinator.steps.guard import Guard, guard, noise_of
+from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import NOTE as LIMITED
 from coordinator.steps.limits import UNDER_WAY, Exceeded, seconds_of
 from coordinator.steps.next_round import NextRound
@@ -63,15 +64,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class Commit:
+class Commit(CollectedRound):
     """One round that is being committed."""
 
-    archive: Archive
-    settings: CoordinatorSettings
-    model: Path
-    """The global model that the round started from."""
-    number: int
-    arrived: Arrived
     attempt: int
     """1 for the first try of the round."""
     unmasking: Unmasking | None = None
@@ -120,11 +115,14 @@ class Commit:
         return self.record.quarantined | self.record.dropped
 
 
-def commit(round: Commit) -> NextRound:
+def commit(collected: CollectedRound, unmasking: Unmasking | None = None) -> NextRound:
     """Average the updates and append the round: model, number of the next round, and whether there is one.
 
-    Raises `UpdateRefused`; then the archive is as it was.
+    `unmasking`: what takes the masks off; None: the updates are not masked. Raises `UpdateRefused`; then the archive is
+    as it was.
     """
+    attempt = number_of_attempt(collected.archive, collected.number)
+    round = Commit(**vars(collected), attempt=attempt, unmasking=unmasking)
     open_round(round)
     with round.archive.append(round.number) as directory:
         write_model(round, directory)
@@ -273,7 +271,7 @@ def describe_round(round: Commit, directory: Path) -> None:
     archive, settings, number, history = round.archive, round.settings, round.number, round.history
     message = make_message(directory, round.model, settings.sending)
     before = history[-1] if history else None
-    rows = with_work(round, rows_of(archive, settings, number, round.arrived, round.weights, round.left_out, before))
+    rows = with_work(round, rows_of(round, round.weights, round.left_out, before))
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
     losses = round.losses = global_losses(reported)
     decision = round.decision = decide_after(settings, reported)

@@ -11,7 +11,7 @@ from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.arrived import Arrived
+from coordinator.steps.arrived import Arrived, CollectedRound
 from coordinator.steps.global_loss import global_losses, losses_by_model, plausible
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
@@ -20,11 +20,12 @@ from facility.exchange.messages.manifest import bytes_of, read_manifest
 log = logging.getLogger(__name__)
 
 
-def close_final(archive: Archive, settings: CoordinatorSettings, model: Path, arrived: Arrived) -> NextRound:
+def close_final(round: CollectedRound) -> NextRound:
     """After the last round: the final evaluation, then what the comparison of models asks for."""
+    archive, settings, model, arrived = round.archive, round.settings, round.model, round.arrived
     history = archive.history()
     before = history[settings.rounds - 1] if 0 < settings.rounds <= len(history) else None
-    rows = rows_of(archive, settings, settings.rounds, arrived, {}, {}, before)
+    rows = rows_of(dataclasses.replace(round, number=settings.rounds), {}, {}, before)
     if read_manifest(model).kind == "model":
         close_evaluation(archive, history, arrived, rows)
     else:

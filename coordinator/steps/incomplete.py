@@ -7,17 +7,17 @@ from pathlib import Path
 
 from coordinator.archive.many import grouped, kind_of, names_of
 from coordinator.archive.rounds import Archive
-from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from coordinator.rounds.late import discount
-from coordinator.steps.arrived import Arrived
+from coordinator.steps.arrived import Arrived, CollectedRound
 from coordinator.steps.next_round import NextRound
 
 log = logging.getLogger(__name__)
 
 
-def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arrived: Arrived) -> bool:
+def ask_again(round: CollectedRound) -> bool:
     """Whether the round is repeated for the sake of a facility that failed or asked for more time; notes it."""
+    archive, settings, number, arrived = round.archive, round.settings, round.number, round.arrived
     attempt = number_of_attempt(archive, number)
     asked = _asked(archive, number, arrived)
     in_time = attempt <= settings.retries + settings.come_backs  # also where several ask in turns
@@ -43,35 +43,34 @@ def ask_again(archive: Archive, settings: CoordinatorSettings, number: int, arri
     return True
 
 
-def remember_failed(archive: Archive, number: int, arrived: Arrived) -> None:
+def remember_failed(round: CollectedRound) -> None:
     """Note who failed at a round that ends the run: a later start, which asks for it again, sends them the whole model.
 
     A facility that lost the model of the round before cannot take a difference to it, now or then.
     """
+    archive, number, arrived = round.archive, round.number, round.arrived
     failed = [name for name, one in arrived.failures.items() if one.kind != "late" and not one.again]
     note = archive.read_note("attempts")
     kept = note if note.get("round") == number else {"round": number, "count": 0}
     archive.write_note("attempts", kept | {"failures": _told(arrived), "whole": _whole(archive, number, failed)})
 
 
-def too_few(
-    archive: Archive, settings: CoordinatorSettings, model: Path, number: int, arrived: Arrived, *, least: int = 0
-) -> NextRound:
+def too_few(round: CollectedRound, *, least: int = 0) -> NextRound:
     """End the run: fewer sound updates than `minimum_facilities`, or than `least` where that is more."""
-    found, wanted = len(arrived.updates), settings.minimum_facilities
+    found, wanted = len(round.arrived.updates), round.settings.minimum_facilities
     what = f"minimum_facilities is {wanted}"
     if least > wanted:
         what = f"secure aggregation needs {least} (privacy.threshold, privacy.minimum_sum)"
-    remember_failed(archive, number, arrived)
-    reason = f"round {number} got {found} sound updates, {what}: {_told(arrived)}"
-    return _stop(archive, model, number, reason)
+    remember_failed(round)
+    return _stop(round, f"round {round.number} got {found} sound updates, {what}: {_told(round.arrived)}")
 
 
-def wait_for_late(archive: Archive, number: int, arrived: Arrived) -> bool:
+def wait_for_late(round: CollectedRound) -> bool:
     """Whether a round that closed too early, with updates that were refused, is opened again for those still to come.
 
     Those whose updates were refused no longer count in its quorum (`coordinator.streamflow_plugin.closing`).
     """
+    archive, number, arrived = round.archive, round.number, round.arrived
     if not any(failure.kind == "late" for failure in arrived.failures.values()):
         return False
     attempt, note = number_of_attempt(archive, number), archive.read_note("attempts")
@@ -83,20 +82,21 @@ def wait_for_late(archive: Archive, number: int, arrived: Arrived) -> bool:
     return True
 
 
-def give_up(archive: Archive, settings: CoordinatorSettings, model: Path, number: int, reason: str) -> NextRound:
+def give_up(round: CollectedRound, reason: str) -> NextRound:
     """Repeat the round while `retries` last, else end the run."""
-    if (attempt := number_of_attempt(archive, number)) > settings.retries:
-        return _stop(archive, model, number, f"{reason}; the same command asks again")
+    archive, number = round.archive, round.number
+    if (attempt := number_of_attempt(archive, number)) > round.settings.retries:
+        return _stop(round, f"{reason}; the same command asks again")
     archive.write_note("attempts", {"round": number, "count": attempt, "failures": reason})
     log.warning("round %d is asked for again (attempt %d): %s", number, attempt + 1, reason)
     emit("again", round=number, reason=f"attempt {attempt + 1}: {reason}")
-    return NextRound(model, number, proceed=True)
+    return NextRound(round.model, number, proceed=True)
 
 
-def _stop(archive: Archive, model: Path, number: int, reason: str) -> NextRound:
-    archive.write_note("stopped", {"round": number, "reason": reason})
+def _stop(round: CollectedRound, reason: str) -> NextRound:
+    round.archive.write_note("stopped", {"round": round.number, "reason": reason})
     log.error(reason)
-    return NextRound(model, number, proceed=False)
+    return NextRound(round.model, round.number, proceed=False)
 
 
 def number_of_attempt(archive: Archive, number: int) -> int:

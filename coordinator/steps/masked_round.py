@@ -12,14 +12,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from coordinator.aggregation.unmasking import Unmasking
-from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.masking.pending import Pending, write_request_directory
 from coordinator.masking.reconstruct import Seeds, reconstruct
 from coordinator.masking.rosters import open_roster, settings_of
-from coordinator.steps.arrived import Arrived, drop
-from coordinator.steps.commit import Commit, commit
-from coordinator.steps.incomplete import ask_again, give_up, number_of_attempt, too_few
+from coordinator.steps.arrived import Arrived, CollectedRound, drop
+from coordinator.steps.commit import commit
+from coordinator.steps.incomplete import ask_again, give_up, too_few
 from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import link_tree
@@ -43,23 +42,15 @@ from facility.exchange.messages.strict_json import clean
 log = logging.getLogger(__name__)
 
 
-def settle(
-    archive: Archive,
-    settings: CoordinatorSettings,
-    *,
-    model: Path,
-    number: int,
-    roster: Path,
-    arrived: Arrived,
-    out: Path,
-) -> UnmaskRequest:
+def settle(round: CollectedRound, *, roster: Path, out: Path) -> UnmaskRequest:
     """Write to `out` what the facilities are asked for.
 
     A request that is pending stays as it is, unless the settings were changed since and nobody would answer it:
     facilities that have answered it refuse another one themselves.
     """
-    pending = Pending(archive=archive, round=number)
-    there = number < settings.rounds and pending.find(model)
+    settings, number = round.settings, round.number
+    pending = Pending(archive=round.archive, round=number)
+    there = number < settings.rounds and pending.find(round.model)
     if there and (reason := outdated(pending, settings)):
         log.warning("round %d: the sum is asked for anew, the settings were changed since: %s", number, reason)
         pending.forget()
@@ -69,13 +60,13 @@ def settle(
     nothing = UnmaskRequest(federation=settings.federation, round=number, survivors=[])
     request = nothing
     if number < settings.rounds:
-        arrived = without_misfits(arrived, roster, settings, number)
-        if ask_again(archive, settings, number, arrived):
+        round = without_misfits(round, roster)
+        if ask_again(round):
             request = dataclasses.replace(nothing, again=True)
-        elif len(arrived.updates) >= least_of(settings):
-            request = dataclasses.replace(nothing, survivors=sorted(arrived.updates))
-            pending.write(request, roster, arrived.updates)
-    write_request_directory(out, request, roster, arrived.updates)
+        elif len(round.arrived.updates) >= least_of(settings):
+            request = dataclasses.replace(nothing, survivors=sorted(round.arrived.updates))
+            pending.write(request, roster, round.arrived.updates)
+    write_request_directory(out, request, roster, round.arrived.updates)
     return request
 
 
@@ -96,13 +87,13 @@ def least_of(settings: CoordinatorSettings) -> int:
     return max(masking.threshold, masking.minimum_sum, settings.minimum_facilities)
 
 
-def without_misfits(arrived: Arrived, roster: Path, settings: CoordinatorSettings, number: int) -> Arrived:
-    """The updates that are masked under this roster; the others are their facilities' failures."""
-    opened = open_roster(roster, settings)
-    for name, update in dict(arrived.updates).items():
+def without_misfits(round: CollectedRound, roster: Path) -> CollectedRound:
+    """The round with the updates that are masked under this roster; the others are their facilities' failures."""
+    opened = open_roster(roster, round.settings)
+    for name, update in round.arrived.updates.items():
         if reason := misfit(update, name, opened):
-            arrived = drop(arrived, name, number, reason)
-    return arrived
+            round = round.without(name, reason)
+    return round
 
 
 def misfit(update: Path, name: str, roster: Roster) -> str:
@@ -118,25 +109,16 @@ def misfit(update: Path, name: str, roster: Roster) -> str:
     return check_members(shares, roster.keys)
 
 
-def close_masked_round(
-    archive: Archive,
-    settings: CoordinatorSettings,
-    *,
-    model: Path,
-    number: int,
-    arrived: Arrived,
-    request: Path,
-    answers: Sequence[Path],
-) -> NextRound:
+def close_masked_round(round: CollectedRound, *, request: Path, answers: Sequence[Path]) -> NextRound:
     """Model, number of the next round, and whether there is one."""
-    asked = read_request(request)
+    settings, number, asked = round.settings, round.number, read_request(request)
     if asked.again:
-        return NextRound(model, number, proceed=True)
+        return NextRound(round.model, number, proceed=True)
+    round = without_misfits(round, request / ROSTER)
     if not asked.survivors:
-        arrived = without_misfits(arrived, request / ROSTER, settings, number)
-        return too_few(archive, settings, model, number, arrived, least=least_of(settings))
-    pending, roster = Pending(archive=archive, round=number), open_roster(request / ROSTER, settings)
-    arrived = survivors_of(pending, asked, without_misfits(arrived, request / ROSTER, settings, number))
+        return too_few(round, least=least_of(settings))
+    pending, roster = Pending(archive=round.archive, round=number), open_roster(request / ROSTER, settings)
+    round = dataclasses.replace(round, arrived=survivors_of(pending, asked, round.arrived))
     found, unread = read_answers(answers, settings, roster, request_digest(request, asked, roster.digest))
     for reason in unread:
         log.warning("round %d: no answer: %s", number, reason)
@@ -147,20 +129,11 @@ def close_masked_round(
         reason = f"round {number} cannot be unmasked: {clean(str(error))}"
         if unread:
             reason += f" ({'; '.join(unread)})"
-        return give_up(archive, settings, model, number, reason)
+        return give_up(round, reason)
     for name, lie in seeds.liars.items():
         log.warning("round %d: of the answer of %s a share is left out: %s", number, name, lie)
-    closed = commit(
-        Commit(
-            archive=archive,
-            settings=settings,
-            model=model,
-            number=number,
-            arrived=arrived,
-            attempt=number_of_attempt(archive, number),
-            unmasking=unmasking_of(settings_of(settings), roster, asked.survivors, seeds, answered=found, round=number),
-        )
-    )
+    masking = settings_of(settings)
+    closed = commit(round, unmasking_of(masking, roster, asked.survivors, seeds, answered=found, round=number))
     pending.drop()
     return closed
 

@@ -6,10 +6,10 @@ import dataclasses
 
 from coordinator.aggregation.rebase import MADE
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, Archive, FacilityRow, RoundFile
+from coordinator.archive.rounds import BUSY, CARRIED, UNREACHED, FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.unasked import objection_to
-from coordinator.steps.arrived import Arrived
+from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.send import Outgoing, outgoing
 from facility.exchange.checkpoints.companions import MOMENTS
 from facility.exchange.checkpoints.delta_decoding import TRAVELLED
@@ -34,38 +34,31 @@ MOST_DEVICES = 16
 
 
 def rows_of(
-    archive: Archive,
-    settings: CoordinatorSettings,
-    number: int,
-    arrived: Arrived,
-    weights: dict[str, float],
-    left_out: dict[str, str],
-    before: RoundFile | None,
+    round: CollectedRound, weights: dict[str, float], left_out: dict[str, str], before: RoundFile | None
 ) -> list[FacilityRow]:
-    """A row for every facility that answered, by name. `before`: the round before; None where there is none."""
+    """A row for every facility that answered, by name. `weights`: shares in the next model; `left_out`: facilities
+    whose updates are not in it, with the reason. `before`: the round before; None where there is none."""
     busy = {row.facility for row in before.facilities if row.reason == CARRIED} if before else set()
     rows = [
-        _row(name, number, arrived, weights, left_out, _sent(archive, settings, name, number, arrived, busy))
-        for name in sorted({*arrived.reports, *arrived.failures})
+        _row(round, name, weights, left_out, _sent(round, name, busy))
+        for name in sorted({*round.arrived.reports, *round.arrived.failures})
     ]
-    return [_as_asked(row, settings) for row in rows]
+    return [_as_asked(row, round.settings) for row in rows]
 
 
-def _sent(
-    archive: Archive, settings: CoordinatorSettings, name: str, number: int, arrived: Arrived, busy: set[str]
-) -> Outgoing | None:
+def _sent(round: CollectedRound, name: str, busy: set[str]) -> Outgoing | None:
     """What the facility was sent in the round; None where its job of an earlier round went on, or it was not reached.
 
     `busy`: facilities whose job of an earlier round went on as this one began. Such a one has begun anew in this round
     if its update is of this round.
     """
-    report, failure = arrived.reports.get(name), arrived.failures.get(name)
-    of_now = report is not None and report.round == number
+    report, failure = round.arrived.reports.get(name), round.arrived.failures.get(name)
+    of_now = report is not None and report.round == round.number
     if (report is not None and not of_now) or (name in busy and not of_now):
         return None
     if failure is not None and failure.kind == "late" and failure.reason in (BUSY, UNREACHED):
         return None
-    return outgoing(archive, settings, name, number)
+    return outgoing(round.archive, round.settings, name, round.number)
 
 
 def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
@@ -78,13 +71,9 @@ def _as_asked(row: FacilityRow, settings: CoordinatorSettings) -> FacilityRow:
 
 
 def _row(
-    name: str,
-    number: int,
-    arrived: Arrived,
-    weights: dict[str, float],
-    left_out: dict[str, str],
-    sent: Outgoing | None,
+    round: CollectedRound, name: str, weights: dict[str, float], left_out: dict[str, str], sent: Outgoing | None
 ) -> FacilityRow:
+    number, arrived = round.number, round.arrived
     row = FacilityRow(
         round=number,
         facility=name,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.masked_round import settle
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
@@ -23,15 +23,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
-    request = settle(
-        Archive(resolve(arguments.archive)),
-        settings,
+    collected = CollectedRound(
+        archive=Archive(resolve(arguments.archive)),
+        settings=settings,
         model=arguments.model,
         number=arguments.round,
-        roster=arguments.roster,
         arrived=sort_out(arguments.updates, settings.facilities, arguments.round),
-        out=arguments.out,
     )
+    request = settle(collected, roster=arguments.roster, out=arguments.out)
     if arguments.round < settings.rounds:
         log.info("round %d: the sum is over %s", arguments.round, ", ".join(request.survivors) or "no update")
     return 0

@@ -18,6 +18,7 @@ from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.expectation import Earlier, Expected
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
@@ -78,7 +79,9 @@ class World:
             answers.append(self.received(update, name, place / name / "received"))
         arrived = sort_out(answers, self.settings.facilities, self.number)
         self.model, self.number, self.proceed = close_round(
-            self.archive, self.settings, model=self.model, number=self.number, arrived=arrived
+            CollectedRound(
+                archive=self.archive, settings=self.settings, model=self.model, number=self.number, arrived=arrived
+            )
         )
 
     def received(self, update: Path | None, name: str, out: Path) -> Path:

@@ -15,7 +15,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.masking.rosters import make_roster, open_roster, settings_of
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.expectation import Expected
 from coordinator.steps.masked_round import close_masked_round, settle
 from coordinator.steps.receive import receive
@@ -195,16 +195,18 @@ class Masking:
     def settle(self, roster: Path, received: dict[str, Path], number: int = 0) -> Path:
         """The step `survivors`; `received`: what the receive steps handed on."""
         out = self.place("request")
-        settle(
-            self.archive,
-            self.settings,
+        settle(self.collected(received, number), roster=roster, out=out)
+        return out
+
+    def collected(self, received: dict[str, Path], number: int) -> CollectedRound:
+        """The round with what was received of it."""
+        return CollectedRound(
+            archive=self.archive,
+            settings=self.settings,
             model=self.model(number),
             number=number,
-            roster=roster,
             arrived=self.arrived(received, number),
-            out=out,
         )
-        return out
 
     def arrived(self, received: dict[str, Path], number: int = 0):
         """Everyone's directories, sorted out; who has none is absent."""
@@ -220,15 +222,7 @@ class Masking:
         return out
 
     def close(self, request: Path, received: dict[str, Path], answers: Sequence[Path], number: int = 0):
-        return close_masked_round(
-            self.archive,
-            self.settings,
-            model=self.model(number),
-            number=number,
-            arrived=self.arrived(received, number),
-            request=request,
-            answers=answers,
-        )
+        return close_masked_round(self.collected(received, number), request=request, answers=answers)
 
     def round(
         self,

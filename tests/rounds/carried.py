@@ -10,7 +10,7 @@ from pathlib import Path
 from coordinator.archive.rounds import CARRIED, Archive, FacilityRow
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.expectation import Earlier, Expected
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
@@ -61,7 +61,9 @@ class Carried:
         for name in arriving:
             del self.at_work[name]
         self.model, self.number, self.proceed = close_round(
-            self.archive, self.settings, model=self.model, number=self.number, arrived=arrived
+            CollectedRound(
+                archive=self.archive, settings=self.settings, model=self.model, number=self.number, arrived=arrived
+            )
         )
 
     @property

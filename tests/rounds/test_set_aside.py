@@ -11,7 +11,7 @@ from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.start import start
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
 from facility.exchange.messages.set_aside import KEY, set_aside
@@ -57,7 +57,7 @@ def close(archive: Archive, number: int) -> None:
     model, place = archive.model_for(number), archive.path.parent / f"update-{number}"
     shutil.rmtree(place, ignore_errors=True)
     arrived = sort_out([write_update(place, model, "a", round=number, move=0.01)])
-    close_round(archive, SETTINGS, model=model, number=number, arrived=arrived)
+    close_round(CollectedRound(archive=archive, settings=SETTINGS, model=model, number=number, arrived=arrived))
 
 
 def received(archive: Archive, number: int) -> Manifest:

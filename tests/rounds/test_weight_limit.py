@@ -18,7 +18,7 @@ from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.engine.render import coordinator_settings
 from coordinator.rounds.weight_limit import longest_sequence, weight_limit_of
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.start import start
 from facility.exchange.messages.report import read_failure
 from tests.aggregation.updates import write_update
@@ -94,7 +94,7 @@ def test_a_capped_claim_counts_what_is_allowed_and_round_json_says_so(begun, tmp
         write_update(tmp_path / "a", model, "a", tokens=100),
         write_update(tmp_path / "b", model, "b", tokens=9000),
     ]
-    close_round(archive, settings, model=model, number=0, arrived=sort_out(updates))
+    close_round(CollectedRound(archive=archive, settings=settings, model=model, number=0, arrived=sort_out(updates)))
     a, b = archive.read_round(0).facilities
     assert (a.weight, b.weight) == (0.25, 0.75)  # 100 and 300
     assert a.reason == "" and b.status == "ok"

@@ -18,7 +18,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps import blame, commit
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import drop, sort_out
+from coordinator.steps.arrived import CollectedRound, drop, sort_out
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import InputError, TransientError
@@ -46,7 +46,9 @@ def begun(
 def closed(archive: Archive, directories: list[Path], **changes: Any) -> tuple[Path, int, bool]:
     settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES, final_evaluation=False, **changes)
     arrived = sort_out(directories, NAMES, 0)
-    return close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    return close_round(
+        CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+    )
 
 
 def stumbles_over(monkeypatch: pytest.MonkeyPatch, name: str, raised: type[Exception]) -> None:
@@ -110,7 +112,10 @@ def test_a_late_update_is_not_blamed_for_being_late(begun: tuple[Archive, list[P
         aggregation=AggregationSettings(rule="mean", maximum_staleness=1),
     )
     arrived = sort_out(updates, NAMES, 1)
-    found = blame.to_blame(InputError("too few updates"), archive, settings, model, arrived)
+    found = blame.to_blame(
+        InputError("too few updates"),
+        CollectedRound(archive=archive, settings=settings, model=model, number=1, arrived=arrived),
+    )
     assert found == {}
 
 
@@ -127,7 +132,10 @@ def test_a_disk_that_fills_while_updates_are_tried_alone_is_no_facilitys(
     monkeypatch.setattr(blame, "aggregate", filling)
     settings = CoordinatorSettings(federation="pico", rounds=1, facilities=NAMES)
     arrived = sort_out(directories, NAMES, 0)
-    assert blame.to_blame(KeyError("odd"), archive, settings, archive.model_for(0), arrived) == {}
+    collected = CollectedRound(
+        archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived
+    )
+    assert blame.to_blame(KeyError("odd"), collected) == {}
 
 
 def test_weights_that_vanish_before_the_mean_are_their_own_facilitys(begun: tuple[Archive, list[Path]]):
@@ -180,7 +188,9 @@ def test_facilities_that_ask_for_time_in_turns_hold_the_round_no_longer_than_one
         asking = Failure(facility=name, round=0, reason="ran out of time", again=True)
         arrived = drop(whole, name, 0, "")
         arrived = dataclasses.replace(arrived, failures={name: asking})
-        close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+        close_round(
+            CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+        )
         granted += 1
     assert granted == 4
     assert CoordinatorSettings(federation="f", rounds=1, facilities=["a"]).come_backs <= 10

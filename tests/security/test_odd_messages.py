@@ -19,7 +19,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ManifestError
@@ -163,7 +163,9 @@ def closes(sound: Path, place: Path, odd: Path) -> dict[str, Any]:
     arrived = sort_out([sound / "honest", odd, sound / "other"], NAMES, 0)
     assert {*arrived.updates, *arrived.failures} == set(NAMES)
     for _ in range(MOST_RESUMES):  # one odd failure does ask for more time, which is granted so often
-        close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+        close_round(
+            CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+        )
         if archive.rounds():
             break
     return {row.facility: row for row in archive.read_round(0).facilities}
@@ -293,7 +295,9 @@ def test_a_facility_that_asks_for_more_time_for_ever_is_left_out(sound: Path, tm
     asked = reports.Failure(facility="odd", round=0, reason="ran out of time", again=True)
     arrived = dataclasses.replace(sort_out([sound / "honest", sound / "other"], NAMES, 0), failures={"odd": asked})
     for granted in range(4):  # noqa: B007
-        _, number, proceed = close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+        _, number, proceed = close_round(
+            CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+        )
         if archive.rounds():
             break
     assert granted == 3 and not proceed

@@ -16,7 +16,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps import commit
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from facility.exchange.files import durable
 
 SETTINGS = CoordinatorSettings(federation="f", rounds=2, facilities=["a", "b", "c"])
@@ -34,7 +34,15 @@ def main() -> int:
         synced = durable._fsync_files
         durable._fsync_files = lambda path: die() if path.name.startswith(".round-0000") else synced(path)
     found = Archive(Path(archive))
-    close_round(found, SETTINGS, model=found.model_for(0), number=0, arrived=sort_out([Path(one) for one in updates]))
+    close_round(
+        CollectedRound(
+            archive=found,
+            settings=SETTINGS,
+            model=found.model_for(0),
+            number=0,
+            arrived=sort_out([Path(one) for one in updates]),
+        )
+    )
     return 0
 
 

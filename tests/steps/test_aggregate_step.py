@@ -20,7 +20,7 @@ from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.rounds.verification import averaged_as_encoded
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.expectation import Expected
 from coordinator.steps.masked_round import survivors_of
 from coordinator.steps.receive import receive
@@ -56,7 +56,9 @@ def failure(directory: Path, facility: str, *, number: int = 0, **changes: objec
 def close(
     archive: Archive, model: Path, directories: list[Path], settings: CoordinatorSettings = SETTINGS, number: int = 0
 ):
-    return close_round(archive, settings, model=model, number=number, arrived=sort_out(directories))
+    return close_round(
+        CollectedRound(archive=archive, settings=settings, model=model, number=number, arrived=sort_out(directories))
+    )
 
 
 def test_a_round_is_archived_whole_and_the_next_follows(begun: tuple[Archive, Path], tmp_path: Path):

@@ -16,7 +16,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import fading_of, trained_from
@@ -152,7 +152,15 @@ def test_the_master_is_that_of_the_plain_loop(
         velocity = momentum * velocity + combined
         master = master + rate * (combined + momentum * velocity)
         arrived = sort_out(paths, NAMES, number)
-        close_round(federation.archive, federation.settings, model=federation.model, number=number, arrived=arrived)
+        close_round(
+            CollectedRound(
+                archive=federation.archive,
+                settings=federation.settings,
+                model=federation.model,
+                number=number,
+                arrived=arrived,
+            )
+        )
         federation.model = federation.archive.model_for(number + 1)
         sent = flat(make.read_all(federation.model))
         if downwards == "sparse":  # half of what facilities did not receive is forgotten

@@ -16,6 +16,7 @@ from coordinator.engine.render import render
 from coordinator.report.data import gather
 from coordinator.steps import evaluate
 from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.start import start
 from facility.exchange.messages.evaluation import EvaluationSettings
 from tests.aggregation.updates import write_update
@@ -49,7 +50,9 @@ def test_models_are_evaluated_when_due_and_the_scores_are_of_the_model_received(
         scores = evaluate.scores(model, number, SETTINGS)
         arrived = sort_out([write_update(tmp_path / f"a{number}", model, "a", round=number)], ["a"], number)
         arrived = dataclasses.replace(arrived, scores=scores)
-        model, number, proceed = close_round(archive, SETTINGS, model=model, number=number, arrived=arrived)
+        model, number, proceed = close_round(
+            CollectedRound(archive=archive, settings=SETTINGS, model=model, number=number, arrived=arrived)
+        )
     assert len(asked) == 2  # rounds 0 and the final model, not round 1
     assert archive.read_round(0).scores == FOUND and archive.read_round(1).scores == {}
     data = gather(archive, federation="f", settings={})

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.moments import BLOCKS, FIRST, FULL, INT8
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
@@ -33,7 +33,11 @@ def begun(directory: Path) -> Archive:
 
 def closed(archive: Archive, updates: list[Path]) -> dict[str, str]:
     """Digests of the next model's tensors, its moments included, and of the state."""
-    close_round(archive, SETTINGS, model=archive.model_for(0), number=0, arrived=sort_out(updates))
+    close_round(
+        CollectedRound(
+            archive=archive, settings=SETTINGS, model=archive.model_for(0), number=0, arrived=sort_out(updates)
+        )
+    )
     found = {}
     for name in ("model", "state"):
         directory = archive.round_directory(0) / name

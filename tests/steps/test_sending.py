@@ -19,7 +19,7 @@ from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
 from coordinator.engine.render import write
 from coordinator.steps.aggregate import close_round
-from coordinator.steps.arrived import sort_out
+from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.send import outgoing
 from coordinator.steps.start import start
@@ -58,7 +58,11 @@ def update(archive: Archive, facility: str, number: int, *, keeps: bool = True) 
 
 def close(archive: Archive, number: int, *updates: Path) -> int:
     arrived = sort_out(updates)
-    return close_round(archive, SETTINGS, model=archive.model_for(number), number=number, arrived=arrived)[1]
+    return close_round(
+        CollectedRound(
+            archive=archive, settings=SETTINGS, model=archive.model_for(number), number=number, arrived=arrived
+        )
+    )[1]
 
 
 def sent(archive: Archive, facility: str, number: int) -> str:
@@ -106,7 +110,9 @@ def test_who_failed_at_a_round_that_ended_the_run_is_sent_the_whole_model_by_the
     write_report(failure, Failure(facility="a", round=1, reason="the model arrived as a difference"))
     arrived = sort_out([failure, update(archive, "b", 1)])
     try:
-        ended = close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)
+        ended = close_round(
+            CollectedRound(archive=archive, settings=settings, model=archive.model_for(1), number=1, arrived=arrived)
+        )
         assert rule == "mean" and not ended.proceed and archive.read_note("stopped")
     except InputError:
         assert rule == "krum"
@@ -208,7 +214,9 @@ def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
     arrived = sort_out([update(archive, "a", 0)])
     wanted = read_all(next(iter(arrived.updates.values())))  # of one update under the mean rule
     settings = dataclasses.replace(settings, aggregation=AggregationSettings(rule="mean"))
-    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    close_round(
+        CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+    )
     held, master = read_all(archive.model_for(1)), read_all(archive.round_directory(0) / "state" / "master")
     verify_manifest(archive.round_directory(0) / "state")
     missed = 0.0
@@ -217,7 +225,12 @@ def test_a_sparse_message_leaves_the_master_halfway(archive: Archive):
         missed += float((wanted[name].float() - held[name].float()).norm())
     assert missed > 0
     arrived = sort_out([update(archive, "a", 1)])
-    assert close_round(archive, settings, model=archive.model_for(1), number=1, arrived=arrived)[1] == 2
+    assert (
+        close_round(
+            CollectedRound(archive=archive, settings=settings, model=archive.model_for(1), number=1, arrived=arrived)
+        )[1]
+        == 2
+    )
 
 
 def test_models_sent_without_loss_are_those_of_whole_models(tmp_path: Path):
@@ -236,7 +249,11 @@ def test_models_sent_without_loss_are_those_of_whole_models(tmp_path: Path):
             assert read_manifest(held).content_sha256 == read_manifest(archive.model_for(number)).content_sha256
             made[-1].append(read_all(held))
             arrived = sort_out([update(archive, "a", number)])
-            close_round(archive, settings, model=archive.model_for(number), number=number, arrived=arrived)
+            close_round(
+                CollectedRound(
+                    archive=archive, settings=settings, model=archive.model_for(number), number=number, arrived=arrived
+                )
+            )
     whole, exact = made
     for one, other in zip(whole, exact, strict=True):
         assert all(torch.equal(tensor.view(torch.int16), other[name].view(torch.int16)) for name, tensor in one.items())
@@ -248,7 +265,9 @@ def test_a_model_with_other_tensors_is_sent_whole_and_says_so(archive: Archive, 
         SETTINGS, aggregation=dataclasses.replace(SETTINGS.aggregation, output_dtype="float32")
     )
     arrived = sort_out([update(archive, "a", 0)])
-    close_round(archive, settings, model=archive.model_for(0), number=0, arrived=arrived)
+    close_round(
+        CollectedRound(archive=archive, settings=settings, model=archive.model_for(0), number=0, arrived=arrived)
+    )
     assert "is F32" in archive.read_round(0).message["reason"] and "BF16" in sent(archive, "a", 1)
 
 

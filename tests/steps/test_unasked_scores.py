@@ -18,6 +18,7 @@ from coordinator.config.settings import CoordinatorSettings, read_coordinator_se
 from coordinator.engine.render import coordinator_settings, render
 from coordinator.report.data import gather
 from coordinator.steps.aggregate import close_round, sort_out
+from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.start import start
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import Score, with_scores
@@ -49,7 +50,9 @@ def run(root: Path, settings: CoordinatorSettings) -> Archive:
         updates = [write_update(root / f"{name}{turn}", model, name, round=number) for name in NAMES]
         with_scores(updates[0], TOLD)
         arrived = sort_out(updates, NAMES, number)
-        model, number, proceed = close_round(archive, settings, model=model, number=number, arrived=arrived)
+        model, number, proceed = close_round(
+            CollectedRound(archive=archive, settings=settings, model=model, number=number, arrived=arrived)
+        )
     return archive
 
 
