@@ -36,6 +36,9 @@ MOST_KEPT = 4
 """Finished updates that are kept, those of later rounds than the one asked for included: a coordinator could ask for
 rounds from the last to the first."""
 
+LOCKS = 16
+"""Files that rounds take in turn for their locks, for they stay. No facility is at work at two rounds so far apart."""
+
 
 class Finished:
     """The finished updates of one facility in one federation."""
@@ -85,7 +88,7 @@ class Finished:
         Yields False where the file system has no locks: then nothing keeps two jobs apart.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
-        with open(self.directory / f"round-{round}.lock", "a", encoding="utf-8") as file:
+        with open(self.directory / f"round-{round % LOCKS}.lock", "a", encoding="utf-8") as file:
             try:
                 if not (held := take_lock(file, self.directory, wait=False)):
                     log.info("an earlier job of round %d is at work here: its end is waited for", round)

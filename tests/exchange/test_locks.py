@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from coordinator.config.closing import MOST_LATE
 from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import only_one
 from facility.exchange.files import audit_log, durable, locks
@@ -30,7 +31,7 @@ from facility.launching.rendezvous import DIRECTORY, private_directory
 from facility.masking.ledger import Entry
 from facility.masking.ledger import Ledger as Answers
 from facility.preparing.resuming import part_of
-from facility.rounds.finished import Finished
+from facility.rounds.finished import LOCKS, Finished
 from facility.rounds.privacy_ledger import Ledger as Releases
 from facility.training.processes.torchrun import agents_directory
 from tests.federations import write_federation
@@ -75,6 +76,19 @@ def test_a_job_that_waits_for_another_of_its_round_says_so(tmp_path: Path, monke
             time.sleep(0.01)
         assert read_progress(Path(FILE).read_text()).stage == "waiting"
     waits.result()
+
+
+def test_locks_of_rounds_do_not_add_up(tmp_path: Path):
+    """Each round left an empty file at its facility for ever; rounds that are at work together have a lock each."""
+    finished = Finished(tmp_path)
+    with finished.alone(40):
+        for round in range(41, 41 + MOST_LATE):
+            with finished.alone(round) as held:
+                assert held
+    for round in range(100):
+        with finished.alone(round) as held:
+            assert held
+    assert len(list(finished.directory.iterdir())) == LOCKS
 
 
 ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", survivors=["a"])
