@@ -29,7 +29,7 @@ from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.manifest import Manifest, sha256_of, verify_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
-from facility.exchange.messages.template_inheritance import plain, read_template
+from facility.exchange.messages.template_inheritance import read_template, script_of
 from facility.exchange.text import number_of
 from facility.installed import problems
 
@@ -117,7 +117,7 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             workdir=str(folder),
             name=template.name,
         )
-        text = plain(text).replace("{{ streamflow_command }}", command(folder))
+        text = script_of(text, command(folder))
         words = next(
             (SUBMIT[mark] for mark in SUBMIT if re.search(f"^{re.escape(mark)}", text, re.MULTILINE)), ["bash", "-s"]
         )

@@ -30,7 +30,7 @@ from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.job_names import job_name
 from facility.exchange.messages.job_template import Environment, fill_template
-from facility.exchange.messages.template_inheritance import find_template, read_template
+from facility.exchange.messages.template_inheritance import COMMAND, find_template, read_template
 from facility.exchange.text import Line
 from facility.exchange.validation import AtLeastOne, NonNegative, validated
 
@@ -278,9 +278,9 @@ class Deployment(Connection):
 def job_template(deployment: Deployment, folder: Path, name: str = "") -> str | None:
     """Text of the facility's job template, or None without one. `folder`: of federation.yml; `name`: of its jobs."""
     if deployment.gate:
-        return "{{ streamflow_command }}\n"
+        return f"{COMMAND}\n"
     if deployment.type == "ssh" and name:
-        rest = job_template(deployment, folder) or "#!/bin/bash\n{{ streamflow_command }}\n"
+        rest = job_template(deployment, folder) or f"#!/bin/bash\n{COMMAND}\n"
         mark = f"export {MARK}={name}\n"
         text, found = re.subn(r"^#!.*\n", lambda first: first[0] + mark, rest, count=1, flags=re.MULTILINE)
         return text if found else mark + rest

@@ -14,6 +14,7 @@ from coordinator.engine.own_files import LOGIN_SUFFIX
 from coordinator.engine.round_workflow import EVALUATE
 from facility.exchange.messages.job_template import fill_template
 from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.template_inheritance import COMMAND
 
 MASKED = (
     "tools/keys.cwl",
@@ -24,12 +25,12 @@ MASKED = (
     "tools/aggregate_masked.cwl",
 )
 LOGIN_SERVICE = "login"
-LOGIN = """\
+LOGIN = f"""\
 #!/bin/bash
 # The login node: commands of a second, without a queue (keys, unmask).
 . '<home>/env.sh'
 IFS= read -r -d '' command <<'CROSSFED' || true
-{{ streamflow_command }}
+{COMMAND}
 CROSSFED
 bash -c "$command"
 """
@@ -57,7 +58,7 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
 def login_template(deployment: Deployment) -> str:
     """The shell script around a command on the facility's login node; a gate has its own."""
     if deployment.gate:
-        return "{{ streamflow_command }}\n"
+        return f"{COMMAND}\n"
     return fill_template(
         LOGIN, fill={}, environment=deployment.environment, workdir=deployment.workdir, name="login node"
     )

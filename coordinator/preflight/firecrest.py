@@ -13,6 +13,7 @@ from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.submission import CHECK, LOOK_SECONDS, OUTPUT, SECONDS
 from coordinator.schedulers.firecrest import FINISHED, SCHEDULER, plain_job
 from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.template_inheritance import script_of
 
 
 def check_firecrest(facility: Facility, template: str, *, submit: bool = False) -> list[Row]:
@@ -102,7 +103,7 @@ def _partition(facility: Facility, template: str) -> Row:
 def _try_job(facility: Facility, template: str) -> Row:
     """Submit the template with `sleep 1` in place of the training, and watch it for a minute."""
     name, system, place = facility.name, facility.deployment.firecrest.system, facility.deployment.workdir
-    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
+    job = script_of(template, "sleep 1")
     script = SCHEDULER.named(job, f"crossfed-check-{name}", f"{place}/{OUTPUT}")
 
     def send(client: Any) -> Any:

@@ -13,6 +13,7 @@ from coordinator.schedulers.directives import directive, gpus_asked, hours_asked
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.template_inheritance import script_of
 
 SBATCH_REFUSES = (
     (
@@ -92,7 +93,7 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
             )
         ]
     rows = [ok(name, "scheduler", answer.out.strip().splitlines()[-1])]
-    job = re.sub(r"\{#.*?-#\}\s*", "", template, flags=re.DOTALL).replace("{{ streamflow_command }}", "sleep 1")
+    job = script_of(template, "sleep 1")
     if found := SEVERAL.search(job):
         fix = "remove it from the template; for another cluster, name a login node of that as `host:`"
         said = f"`{found[0]}` makes several jobs, or one of another cluster, but a round is one job of this one"

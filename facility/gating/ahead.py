@@ -18,8 +18,7 @@ from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTE
 from facility.gating.approval import Approved, approve
 from facility.gating.grammar import Request
 from facility.gating.held import EXCHANGED, paths_alone, reads_of, sent
-from facility.gating.jobs import COMMAND as PLACE_OF_COMMAND
-from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, template
+from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, script
 from facility.gating.ledger import DAY, changed, read_ledger
 from facility.gating.queue import our_ids, table
 from facility.gating.refusal import Refused
@@ -48,7 +47,7 @@ def submit_ahead(session: Session, request: Request) -> int:
     directory = _new_directory(session)
     try:
         job = reserve(session, session.waiting_name(federation), directory, waits=True)
-        text = template(session).replace(PLACE_OF_COMMAND, waiting(directory, seconds))
+        text = script(session, waiting(directory, seconds))
         session.write("approved ahead", federation=federation, wait=seconds, node_hours=job.nodes * job.hours)
         print(enqueue(session, text, job))
     except Refused:

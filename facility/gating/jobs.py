@@ -19,7 +19,7 @@ from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.order import SIGNERS
 from facility.exchange.messages.privacy import DATASET_LIMIT
-from facility.exchange.messages.template_inheritance import find_template, plain, read_template
+from facility.exchange.messages.template_inheritance import COMMAND, find_template, read_template, script_of
 from facility.gating import queue
 from facility.gating.approval import Approved, approve
 from facility.gating.confine import below, staying
@@ -31,7 +31,6 @@ from facility.gating.session import Session
 from facility.launching.notes import PLACE as NOTES
 from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
 
-COMMAND = "{{ streamflow_command }}"
 SCRATCH = "scratch"
 """Below the gate's own directory: HOME and TMPDIR of its jobs."""
 SPARE_SECONDS = 86400.0
@@ -54,7 +53,7 @@ def submit(session: Session, request: Request) -> int:
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
-    text = script(session, approved, directory)
+    text = script(session, command(session, approved, directory))
     session.write(
         "approved",
         node_hours=job.nodes * job.hours,
@@ -165,13 +164,8 @@ def leave_reason(session: Session, directory: Path, round: int, reason: str) -> 
         ledger.jobs.append(JobEntry(id="", name="refused", directory=str(directory), submitted=now))
 
 
-def script(session: Session, approved: Approved, directory: Path) -> str:
-    """The site's template with the job's command in it."""
-    return template(session).replace(COMMAND, command(session, approved, directory))
-
-
-def template(session: Session, *, login: bool = False) -> str:
-    """The site's template, filled, as text in which only the command is missing; `login`: for this host itself."""
+def script(session: Session, command_line: str, *, login: bool = False) -> str:
+    """The site's template, filled, with a job's command in it; `login`: for this host itself."""
     policy, place = session.policy, session.home
     text, name = f"#!/bin/bash\n. '<home>/env.sh'\n{COMMAND}\n", "the template of this host"
     if policy.template and not login:
@@ -180,7 +174,7 @@ def template(session: Session, *, login: bool = False) -> str:
     home = policy.fill.get("home", str(place))
     fill = {} if login else {key: value for key, value in policy.fill.items() if key != "home"}
     filled = fill_template(text, fill=fill, environment=Environment(home=home), workdir=str(session.workdir), name=name)
-    return plain(filled)
+    return script_of(filled, command_line)
 
 
 def command(session: Session, approved: Approved, directory: Path) -> str:
@@ -242,7 +236,7 @@ def test_job(session: Session, request: Request) -> int:
         code, text = queue.call([commands.submit[0], "--version"])
         sys.stdout.write(text)
         return code
-    text = template(session).replace(COMMAND, "true")
+    text = script(session, "true")
     code, output = queue.call(queue.words(commands.dry, queue.values_of(policy)), text=text)
     sys.stdout.write(output)
     return code

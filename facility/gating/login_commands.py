@@ -16,7 +16,7 @@ from facility.gating import queue
 from facility.gating.approval import check_dataset, check_files, check_masking
 from facility.gating.grammar import Request
 from facility.gating.held import check_sent, paths_alone, places_of, sent
-from facility.gating.jobs import COMMAND, job_directory, leave_reason, line, masking_exports, template
+from facility.gating.jobs import job_directory, leave_reason, line, masking_exports, script
 from facility.gating.ledger import JobEntry, changed
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -70,8 +70,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
             str(dataset),
         ]
         text = line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
-        script = template(session, login=True).replace(COMMAND, text)
-        return queue.on_this_host(session, script, name, directory, seconds=SECONDS)
+        return queue.on_this_host(session, script(session, text, login=True), name, directory, seconds=SECONDS)
 
 
 def _asked(session: Session, request: Request, stack: ExitStack) -> list[str]:

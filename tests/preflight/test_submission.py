@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import jinja2
 import pytest
 
 from coordinator.preflight import scheduler as preflight
+from coordinator.preflight import submission
 from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import Row
 from coordinator.preflight.submission import try_job
@@ -13,6 +15,7 @@ from coordinator.schedulers.scheduler import BatchScheduler
 from tests.deployments import read_deployment
 from tests.schedulers.recordings import recorded
 
+FLUX = "".join(recorded(name).out for name in ("flux-queue-list", "flux-queue-stop", "flux-resource-list"))
 JOB = "#!/bin/bash\n#$ -q all.q\nsleep 1\n"
 DEPLOYMENT = read_deployment({"type": "gridengine", "host": "login", "workdir": "/w", "template": "gridengine"}, "d")
 
@@ -59,6 +62,18 @@ def test_a_queue_that_does_not_exist_is_told_in_the_sites_words():
     refused = recorded("gridengine-qsub-unknown-queue")
     row = tried(Site(("qsub -terse", refused.out + refused.err, refused.code)))
     assert row.verdict == "fail" and "queue" in row.found, row
+
+
+def test_what_is_submitted_is_what_the_engine_would_render(monkeypatch: pytest.MonkeyPatch):
+    """A template that extends another came with jinja2's marks around `${#`: it failed in the check alone."""
+    template = '{# a site -#}\n#!/bin/bash\necho "${% raw %}{#{% endraw %}hosts[@]}"\n{{ streamflow_command }}\n'
+    site = Site(("command -v", "/usr/bin/flux\n", 0), ("flux queue list", FLUX, 0), ("flux batch", "", 1))
+    monkeypatch.setattr(preflight, "run", lambda deployment, line, seconds=0.0: site(line))
+    monkeypatch.setattr(submission, "run", lambda deployment, line, seconds=0.0: site(line))
+    flux = read_deployment({"type": "flux", "host": "login", "workdir": "/w", "template": "flux"}, "d")
+    preflight.check_scheduler("a", flux, template, submit=True)
+    rendered = jinja2.Template(template, keep_trailing_newline=True).render(streamflow_command="sleep 1")
+    assert f"<<'CROSSFED_JOB' 2>&1\n{rendered}\nCROSSFED_JOB" in site.asked[-1] and "raw" not in rendered
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from facility.exchange.typed_text import typed_text
 
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
 """What StreamFlow knows when it renders a job template."""
+COMMAND = "{{ streamflow_command }}"
+"""Where the engine puts a job's command."""
 SYNTAX = re.compile(r"\{[{%#]")
 PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -104,6 +106,6 @@ def _literal(part: str, marks: dict[str, str]) -> str:
     return SYNTAX.sub(lambda found: f"{{% raw %}}{found[0]}{{% endraw %}}", part)
 
 
-def plain(text: str) -> str:
-    """The text of a template as the engine would render it, with the engine's names still in it."""
-    return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", text, flags=re.DOTALL)
+def script_of(template: str, command: str) -> str:
+    """The script that the engine would render of a filled template for a job with this command."""
+    return re.sub(r"\{#.*?-#\}\s*|\{% (?:end)?raw %\}", "", template, flags=re.DOTALL).replace(COMMAND, command)
