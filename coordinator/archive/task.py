@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from facility.exchange.checkpoints.model_files import stated
-from facility.exchange.task_words import task_of_classes, words_of
+from facility.exchange.checkpoints.task_class import task_of_classes
+from facility.exchange.task_words import words_of
 
 
 def task_of(archive: Archive, history: Iterable[RoundFile]) -> str:

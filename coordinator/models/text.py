@@ -23,16 +23,18 @@ class Kind:
 
     suffix: str
     """How the names of its classes in transformers end."""
-    factory: str
     title: str
     """In a sentence, with its article."""
 
+    @property
+    def factory(self) -> str:
+        """The name of what loads it in transformers."""
+        return f"AutoModel{self.suffix}"
 
-CAUSAL = Kind(suffix="ForCausalLM", factory="AutoModelForCausalLM", title="a causal language model")
-MASKED = Kind(suffix="ForMaskedLM", factory="AutoModelForMaskedLM", title="a masked language model")
-CLASSIFIER = Kind(
-    suffix="ForSequenceClassification", factory="AutoModelForSequenceClassification", title="a sequence classifier"
-)
+
+CAUSAL = Kind(suffix="ForCausalLM", title="a causal language model")
+MASKED = Kind(suffix="ForMaskedLM", title="a masked language model")
+CLASSIFIER = Kind(suffix="ForSequenceClassification", title="a sequence classifier")
 
 
 def kind_of(config: Any, classes: Sequence[str]) -> Kind:

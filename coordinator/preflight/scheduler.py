@@ -10,6 +10,7 @@ from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
 from coordinator.schedulers.directives import directive, gpus_asked, hours_asked, nodes_asked
+from coordinator.schedulers.flux import lines_of, queue_rows
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -246,7 +247,7 @@ def _batch(deployment: Deployment) -> BatchScheduler:
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
     wanted = deployment.options.get("queue") or directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
-    answer = run(deployment, "flux queue list && flux queue status && flux resource list\n")
+    answer = run(deployment, f"{_batch(deployment).survey}\n")
     if answer.code != 0:
         return fail(
             name,
@@ -264,14 +265,9 @@ def _flux(name: str, deployment: Deployment, job: str) -> Row:
 def flux_refusal(text: str, queue: str, nodes: int) -> tuple[str, str]:
     """Why Flux would not start a job in `queue`, and what to do, from `flux queue list`, `flux queue status` and
     `flux resource list` one after the other; '' and '' when nothing speaks against it."""
-    lines = re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+    lines = lines_of(text)
     rows = [line.split() for line in lines]
-    first = next((number for number, row in enumerate(rows) if row[:2] == ["QUEUE", "EN"]), len(rows))
-    names = []
-    for row in rows[first + 1 :]:
-        if len(row) < 8:
-            break
-        names.append(row[0].rstrip("*"))
+    names = [row[0].rstrip("*") for row in queue_rows(rows)]
     if queue and queue not in names:
         known = ", ".join(names) or "none"
         return f"there is no Flux queue {queue!r}", f"correct `fill: {{queue: ...}}`; the queues are {known}"

@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from coordinator.schedulers.partition import WORD, Partition, Wish, number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, exit_code
@@ -70,12 +71,9 @@ class Flux(BatchScheduler):
 
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues of `flux queue list`, nodes of `flux resource list`; an instance without queues has one, unnamed."""
-        rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
-        start = next((place for place, row in enumerate(rows) if row[:2] == ["QUEUE", "EN"]), len(rows))
+        rows = [line.split() for line in lines_of(text)]
         found = []
-        for row in rows[start + 1 :]:
-            if len(row) < 8:
-                break
+        for row in queue_rows(rows):
             name = row[0].rstrip("*")
             total = _resources(rows, name)
             if WORD.fullmatch(name):
@@ -128,6 +126,18 @@ class Flux(BatchScheduler):
             if match:
                 found[_id(match[1])] = (match[2] or "", match[3], (match[4] or "").strip())
         return found
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines that Flux printed, without colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()
+
+
+def queue_rows(rows: list[list[str]]) -> list[list[str]]:
+    """The rows of `flux queue list` among others; the first word is the queue's name, with a star where it is the
+    default."""
+    start = next((place for place, row in enumerate(rows) if row[:2] == ["QUEUE", "EN"]), len(rows))
+    return list(takewhile(lambda row: len(row) >= 8, rows[start + 1 :]))
 
 
 def _id(text: str) -> str:

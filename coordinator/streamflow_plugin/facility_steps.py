@@ -41,7 +41,7 @@ from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.last_words import words_of_error
 from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
-from coordinator.streamflow_plugin.overdue import note_lost
+from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import step_of
 from coordinator.streamflow_plugin.problems import tell
 from coordinator.streamflow_plugin.staging import Staged, hand_on, scheduling, storage_usages, unmoved
@@ -134,7 +134,7 @@ def left_out(job: Job, reason: str, absent: CommandOutput) -> CommandOutput:
     _, facility = _kind_and_facility(job)
     said = quoted(reason)
     tell(f"{facility} is left out of the round: {said}", logging.ERROR)
-    note_lost(f"left no update: {said}")
+    note_failed(said)
     return absent
 
 

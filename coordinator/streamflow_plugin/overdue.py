@@ -175,7 +175,7 @@ def note_lost(sentence: str) -> None:
 
 
 def note_failed(sentence: str) -> str:
-    """The same for a job that ended by itself, or was ended, without an update; returns the sentence on it."""
+    """Tell the receive step of this round why a job left no update; returns that sentence."""
     note_lost(f"left no update: {sentence}")
     return sentence
 

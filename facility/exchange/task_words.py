@@ -111,14 +111,3 @@ def words_of(task: str) -> TaskWords:
 def capital(text: str) -> str:
     """With a capital first letter, the rest as it is."""
     return text[:1].upper() + text[1:]
-
-
-def task_of_classes(architectures: object) -> str:
-    """The task of a model by the classes that its config.json names; text that goes on where they say nothing."""
-    names = [str(one) for one in architectures] if isinstance(architectures, list) else []
-    ends = {
-        "ForImageClassification": "image-classification",
-        "ForSequenceClassification": "classification",
-        "ForMaskedLM": "masked-lm",
-    }
-    return next((task for end, task in ends.items() if any(name.endswith(end) for name in names)), "causal-lm")

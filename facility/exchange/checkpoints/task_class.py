@@ -76,6 +76,13 @@ def check_attention(directory: Path) -> None:
                 )
 
 
+def task_of_classes(architectures: object) -> Task:
+    """The task of a model by the classes that its config.json names; text that goes on where they say nothing."""
+    names = [str(one) for one in architectures] if isinstance(architectures, list) else []
+    ends = {factory.removeprefix("AutoModel"): task for task, factory in FACTORIES.items() if factory != CAUSAL}
+    return next((task for end, task in ends.items() if any(name.endswith(end) for name in names)), "causal-lm")
+
+
 def named_class(config: Any) -> str:
     """The class that config.json names; of one that names none, a causal language model."""
     return str((config.architectures or [CAUSAL])[0])
