@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from coordinator.archive.summary import table
+from coordinator.archive.table import table
 
 TEXTS = ("facility", "status")
 """Columns whose cells may go over several lines."""

@@ -73,8 +73,9 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from rich.markup import escape
 
     from coordinator.archive.narrow import print_rounds
-    from coordinator.archive.summary import remarks, shown
+    from coordinator.archive.remarks import remarks
     from coordinator.engine.stuck_jobs import lines_of
+    from coordinator.shown_text import shown
 
     console = command_console(140)
     console.print(

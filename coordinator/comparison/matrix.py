@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import shown
 from coordinator.comparison.account import Account, read_account
 from coordinator.comparison.candidates import sentence
+from coordinator.shown_text import shown
 from facility.exchange.messages.comparison import (
     ALONE_OF,
     GLOBAL,

@@ -17,8 +17,8 @@ from typing import Any, TextIO, cast
 
 from rich.console import Console
 
-from coordinator.archive.summary import shown
 from coordinator.console import command_console
+from coordinator.shown_text import shown
 
 ENGINE = "coordinator.engine"
 """Name of the logger of all that goes to a run's console."""

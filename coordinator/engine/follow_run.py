@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.live import Live
 
-from coordinator.archive.summary import shown
 from coordinator.console import command_console
 from coordinator.engine.live import FILE, STALE_SECONDS, Snapshot, live_lines, live_table, read_snapshot
+from coordinator.shown_text import shown
 from facility.exchange.errors import InputError
 
 LOOK_SECONDS = 1.0

@@ -16,12 +16,12 @@ from rich.console import Console
 
 from coordinator.archive.rewind import CANCELLED
 from coordinator.archive.rounds import REWOUND, Archive
-from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
 from coordinator.engine.queues import Answers, Queue, at_all, read_queues, rendered_queues
 from coordinator.engine.render import streamflow
 from coordinator.rounds.late import WORKDIR, remembered_job
 from coordinator.schedulers.scheduler import Job
+from coordinator.shown_text import shown
 from facility.exchange.files.durable import write_text
 
 RENDERED = "streamflow.yml"

@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
-from coordinator.archive.summary import shown
 from coordinator.engine.run_process import lives
+from coordinator.shown_text import shown
 from coordinator.spans_and_sizes import span
 from facility.exchange.files.durable import write_text
 from facility.exchange.json_values import values_in

@@ -22,9 +22,10 @@ from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
 from coordinator.archive.narrow import print_rounds
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rewind import finish
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, shown, shown_perplexity, summary
+from coordinator.archive.summary import shown_perplexity, summary
 from coordinator.certificates import certificates_watched
 from coordinator.config.deployments import job_template
 from coordinator.config.described import described
@@ -46,6 +47,7 @@ from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.schedulers.directives import hours_asked
+from coordinator.shown_text import shown
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode

@@ -15,9 +15,10 @@ from typing import Any
 from coordinator.archive.averaged import MEAN, averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import privacy_summary
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
-from coordinator.archive.summary import remarks, shown, summary_of
+from coordinator.archive.summary import summary_of
 from coordinator.comparison.account import read_account
 from coordinator.comparison.matrix import SHADES, matrix
 from coordinator.config.evaluation import COORDINATOR
@@ -25,6 +26,7 @@ from coordinator.report.cost import by_facility, costs, with_waiting
 from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
+from coordinator.shown_text import shown
 from facility import __version__
 from facility.exchange.messages.evaluation import ACCURACY, VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any

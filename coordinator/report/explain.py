@@ -9,10 +9,10 @@ from pathlib import Path
 from coordinator.archive.journal import Entry, Journal, standing
 from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
-from coordinator.archive.summary import shown
 from coordinator.config.federation import Federation
 from coordinator.engine.live import Snapshot, read_snapshot, sentence
 from coordinator.report.advice import advice_for
+from coordinator.shown_text import shown
 from facility.exchange.errors import InputError
 from facility.exchange.text import number_of
 

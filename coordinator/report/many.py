@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from coordinator.archive.many import names_of
-from coordinator.archive.summary import one_of, to_show
+from coordinator.archive.table import one_of, to_show
 
 MANY = 32
 """Facilities that are all shown by name."""

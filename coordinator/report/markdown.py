@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
+from coordinator.archive.table import accuracies, any_late, has_accuracy, seconds_of, status_of
 from coordinator.comparison.matrix import SHADES
 from coordinator.report.many import for_display
 from coordinator.report.page import (
@@ -22,6 +22,7 @@ from coordinator.report.page import (
     outliers,
     used_kinds,
 )
+from coordinator.shown_text import shown
 from coordinator.spans_and_sizes import size, span
 from facility.exchange.task_words import words_of
 

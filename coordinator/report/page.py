@@ -12,11 +12,12 @@ import jinja2
 from markupsafe import Markup
 
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.summary import accuracies, any_late, has_accuracy, seconds_of, shown, status_of
-from coordinator.archive.summary import number as plain_number
+from coordinator.archive.table import accuracies, any_late, has_accuracy, seconds_of, status_of
+from coordinator.archive.table import number as plain_number
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
+from coordinator.shown_text import shown
 from coordinator.spans_and_sizes import size, span
 from facility.exchange.task_words import TaskWords, capital, words_of
 

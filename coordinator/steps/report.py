@@ -9,14 +9,16 @@ import traceback
 from pathlib import Path
 
 from coordinator.archive.narrow import print_rounds
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, shown, summary
+from coordinator.archive.summary import summary
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.console import command_console
 from coordinator.events.event import emit
 from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
+from coordinator.shown_text import shown
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import ERROR, exit_on_error, first_line
 from facility.exchange.files.durable import write_json

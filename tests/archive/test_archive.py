@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile, Wait
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.start import start
 from facility.exchange.errors import InputError, ManifestError

@@ -10,7 +10,8 @@ import yaml
 from rich.console import Console
 
 from coordinator.archive.many import MOST_ROWS
-from coordinator.archive.summary import remarks, table, to_show
+from coordinator.archive.remarks import remarks
+from coordinator.archive.table import table, to_show
 from coordinator.config.federation import read_federation
 from coordinator.engine.live import FacilityState, Snapshot, live_lines, live_table
 from coordinator.engine.stuck_jobs import lines_of

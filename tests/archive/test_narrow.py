@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.narrow import fitted, print_rounds
-from coordinator.archive.summary import table
+from coordinator.archive.table import table
 from tests.archive.test_many_facilities import row
 
 WIDTHS = (40, 60, 80, 120, 200)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from coordinator.archive.journal import Entry, Journal, standing
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rewind import rewind, rounds_set_aside, stateless
 from coordinator.archive.rounds import CHANGES, COMPARED, Archive, FacilityRow, RoundFile
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.closing import LimitSettings
 from coordinator.planning.pace import times_beside_training
 from coordinator.report.data import gather

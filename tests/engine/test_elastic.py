@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from facility.exchange.messages.manifest import read_manifest

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import FacilityRow
-from coordinator.archive.summary import table
+from coordinator.archive.table import table
 from coordinator.report.data import _failures as failures
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages import report

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from coordinator.archive.privacy import told_privacy
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.publishing.card import NO_GUARANTEE, privacy
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown

@@ -13,7 +13,8 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive, FacilityRow
-from coordinator.archive.summary import summary, table
+from coordinator.archive.summary import summary
+from coordinator.archive.table import table
 from coordinator.archive.task import task_of, task_of_rows
 from coordinator.comparison.matrix import matrix
 from coordinator.engine.history import History

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from coordinator.archive.rounds import BUSY, UNREACHED, Archive
-from coordinator.archive.summary import summary, table
+from coordinator.archive.summary import summary
+from coordinator.archive.table import table
 from coordinator.config.closing import ClosingSettings, LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings

@@ -14,9 +14,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.closing import EvenSettings
 from coordinator.config.described import described, digest_of
 from coordinator.config.federation import read_federation

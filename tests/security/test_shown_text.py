@@ -16,7 +16,8 @@ import torch
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import has_accuracy, shown, summary, table
+from coordinator.archive.summary import summary
+from coordinator.archive.table import has_accuracy, table
 from coordinator.config.federation import Facility, FederationFile
 from coordinator.engine.history import History
 from coordinator.engine.live import Snapshot, live_table
@@ -25,6 +26,7 @@ from coordinator.engine.run import _picture
 from coordinator.events.event import Event, quoted
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
+from coordinator.shown_text import shown
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import configure_logging

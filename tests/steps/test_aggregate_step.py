@@ -13,9 +13,10 @@ import torch
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.privacy import told_privacy
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.privacy import PrivacySettings
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.rounds.verification import averaged_as_encoded

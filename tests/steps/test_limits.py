@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry
+from coordinator.archive.remarks import remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
-from coordinator.archive.summary import remarks, summary
+from coordinator.archive.summary import summary
 from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation

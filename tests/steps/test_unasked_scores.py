@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from coordinator.archive.rounds import Archive
-from coordinator.archive.summary import note_of
+from coordinator.archive.table import note_of
 from coordinator.comparison.account import read_account
 from coordinator.config.evaluation import AskedTasks
 from coordinator.config.federation import read_federation
