@@ -77,8 +77,9 @@ class SplitEntry:
     truncated_documents: int = 0
     """Documents longer than a block, cut to it (classification; chat unless its documents are joined)."""
     dropped_documents: int = 0
-    """Chat: conversations in which no token bears loss: without an answer, or cut before it. Images: files that could
-    not be decoded (`--skip-unreadable`), not counted in `documents`."""
+    """Chat: conversations in which no token bears loss: without an answer, or cut before it. Preferences: such pairs,
+    and those whose answers are equal, as far as half a block holds them. Images: files that could not be decoded
+    (`--skip-unreadable`), not counted in `documents`."""
     loss_tokens: int = 0
     """With marks: tokens that bear loss."""
     padding_tokens: int = 0

@@ -280,7 +280,8 @@ def summary(dataset: PreparedDataset, *, reused: bool) -> str:
         return "\n".join([*lines, *summary_of_images(dataset)])
     for name, split in manifest.splits.items():
         more = f", {number_of(split.truncated_documents, 'document')} cut" if split.truncated_documents else ""
-        more += f", {split.dropped_documents:,} without loss left out" if split.dropped_documents else ""
+        without = "loss, or with equal answers," if manifest.task == "preference" else "loss"
+        more += f", {split.dropped_documents:,} without {without} left out" if split.dropped_documents else ""
         more += f", {number_of(split.empty_documents, 'empty document')} skipped" if split.empty_documents else ""
         more += f", {split.duplicate_documents:,} near duplicates left out" if split.duplicate_documents else ""
         more += (

@@ -106,7 +106,7 @@ class ChatEncoder:
         if len(conversation.messages) > 2 or conversation.tools:
             what = "tools" if conversation.tools else f"the {conversation.messages[0]['role']} message"
             raise DatasetError(
-                f"plain prompts and completions have no place for {what} of a record ({conversation.texts[0]!r:.60}): "
+                f"plain prompts and completions have no place for {what} of a record: "
                 "give a chat template, or put it into the prompt"
             )
         prompt, completion = conversation.texts

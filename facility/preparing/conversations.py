@@ -19,6 +19,7 @@ from typing import Any
 
 from facility.dataset import DatasetError
 from facility.exchange.json_text import parse_values
+from facility.preparing.said_of_records import kind_of, name_of, names_in
 
 Message = dict[str, Any]
 ROLES = {
@@ -117,7 +118,7 @@ def from_json(text: str) -> Conversation:
 def preference_of(record: Any, place: str) -> Conversation:
     """Read one pair of answers: `chosen` and `rejected`, with `prompt` or beginning alike. Raises `DatasetError`."""
     if not isinstance(record, dict) or record.get("chosen") is None or record.get("rejected") is None:
-        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with chosen, rejected and prompt")
+        raise DatasetError(f"{place}: found {kind_of(record)}, expected an object with chosen, rejected and prompt")
     prompt, sides = record.get("prompt"), [record["chosen"], record["rejected"]]
     if prompt is not None and all(isinstance(side, list) for side in sides):
         prompt, sides = _prompted(prompt, sides, place)
@@ -148,8 +149,8 @@ def _prompted(prompt: Any, sides: list[Any], place: str) -> tuple[Any, list[Any]
     asked = [one.get("content", one.get("value")) for side in sides for one in side if isinstance(one, dict)]
     if isinstance(prompt, str) and prompt.strip() and asked.count(prompt) < len(sides):
         raise DatasetError(
-            f"{place}: chosen and rejected are whole conversations, and none of their messages is the prompt "
-            f"{prompt!r:.60}: leave the prompt out, or give it as a list of messages that come before them"
+            f"{place}: chosen and rejected are whole conversations, and none of their messages is the text in "
+            "prompt: leave it out, or give it as a list of messages that come before them"
         )
     return None, sides
 
@@ -157,7 +158,7 @@ def _prompted(prompt: Any, sides: list[Any], place: str) -> tuple[Any, list[Any]
 def conversation_of(record: Any, place: str) -> Conversation:
     """Read one record; `place` says where it lies. Raises `DatasetError`."""
     if not isinstance(record, dict):
-        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with {SHAPES}")
+        raise DatasetError(f"{place}: found {kind_of(record)}, expected an object with {SHAPES}")
     held = {name: value for name, value in record.items() if value is not None}
     tools = _tools(held.get("tools"), place)
     opening = _system(held, place)
@@ -179,7 +180,7 @@ def conversation_of(record: Any, place: str) -> Conversation:
             messages = [*opening, *history, {"role": "user", "content": asked}, answer]
             return Conversation(messages=messages, answers=_answers(messages, [1] * len(messages)), tools=tools)
         return _completed(asked, held["output"], opening, tools, place)
-    raise DatasetError(f"{place}: the record has {', '.join(map(str, record)) or 'no field'}; expected {SHAPES}")
+    raise DatasetError(f"{place}: the record has {names_in(record)}; expected {SHAPES}")
 
 
 def _history(history: Any, place: str) -> list[Message]:
@@ -189,7 +190,7 @@ def _history(history: Any, place: str) -> list[Message]:
     if history is None:
         return []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
-        raise DatasetError(f"{place}: history is {history!r:.60}, expected a list of pairs of question and answer")
+        raise DatasetError(f"{place}: history is {kind_of(history)}, expected a list of pairs of question and answer")
     return [
         {"role": role, "content": _text(text, "history", place)}
         for turn in history
@@ -231,15 +232,15 @@ def _messages(raw: Any, place: str) -> tuple[list[Message], list[int]]:
     if isinstance(raw, str):
         raw = _parsed(raw, "messages", place)
     if not isinstance(raw, list):
-        raise DatasetError(f"{place}: messages are {raw!r:.60}, expected a list of objects with role and content")
+        raise DatasetError(f"{place}: messages are {kind_of(raw)}, expected a list of objects with role and content")
     messages, weights = [], []
     for number, one in enumerate(raw):
         where = f"{place}: message {number}"
         if not isinstance(one, dict):
-            raise DatasetError(f"{where} is {one!r:.60}, expected an object with role and content")
+            raise DatasetError(f"{where} is {kind_of(one)}, expected an object with role and content")
         role = one.get("role", one.get("from"))
         if not isinstance(role, str) or role.lower() not in ROLES:
-            raise DatasetError(f"{where} has the role {role!r}, expected one of {', '.join(ROLES)}")
+            raise DatasetError(f"{where} has the role {name_of(role)}, expected one of {', '.join(ROLES)}")
         message: Message = {"role": ROLES[role.lower()]}
         content = one.get("content", one.get("value"))
         if content is not None:
@@ -261,7 +262,7 @@ def _weight(weight: Any, where: str) -> int:
     if weight is None:
         return 1
     if not isinstance(weight, bool | int | float) or weight not in (0, 1):
-        raise DatasetError(f"{where}: weight is {weight!r:.60}, expected 0 or 1: an answer bears loss or does not")
+        raise DatasetError(f"{where}: weight is {name_of(weight)}, expected 0 or 1: an answer bears loss or does not")
     return int(weight)
 
 
@@ -276,15 +277,17 @@ def _content(content: Any, where: str) -> str:
         ]
         if all(isinstance(part, str) for part in parts):
             return _plain("".join(str(part) for part in parts), "content", where)
-    raise DatasetError(f"{where}: content is {content!r:.60}, expected text (images and audio are not trained on)")
+    raise DatasetError(f"{where}: content is {kind_of(content)}, expected text (images and audio are not trained on)")
 
 
 def _calls(calls: Any, where: str) -> list[Any]:
     """Tool calls with their arguments as objects: OpenAI writes them as JSON text, templates read them as objects."""
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise DatasetError(f"{where}: tool_calls are {calls!r:.60}, expected a list of objects")
+        raise DatasetError(f"{where}: tool_calls are {kind_of(calls)}, expected a list of objects")
     if odd := [call for call in calls if not isinstance(call.get("function") or {}, dict)]:
-        raise DatasetError(f"{where}: function is {odd[0]['function']!r:.60}, expected an object with name, arguments")
+        raise DatasetError(
+            f"{where}: function is {name_of(odd[0]['function'])}, expected an object with name, arguments"
+        )
     result = []
     for call in calls:
         call = {key: value for key, value in call.items() if value is not None}
@@ -329,7 +332,7 @@ def _tools(tools: Any, place: str) -> list[Any] | None:
     if tools is None or tools == []:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise DatasetError(f"{place}: tools are {tools!r:.60}, expected a list of JSON schemas")
+        raise DatasetError(f"{place}: tools are {kind_of(tools)}, expected a list of JSON schemas")
     return tools
 
 
@@ -340,7 +343,7 @@ def _system(held: dict[str, Any], place: str) -> list[Message]:
 
 def _text(value: Any, name: str, place: str) -> str:
     if not isinstance(value, str):
-        raise DatasetError(f"{place}: field {name!r} is {value!r:.60}, expected text")
+        raise DatasetError(f"{place}: field {name!r} is {kind_of(value)}, expected text")
     return _plain(value, name, place)
 
 
@@ -358,7 +361,7 @@ def _parsed(text: str, name: str, place: str) -> Any:
     try:
         return parse_values(text)
     except ValueError as error:
-        raise DatasetError(f"{place}: {name} {text!r:.60} is not valid JSON ({error})") from None
+        raise DatasetError(f"{place}: {name} is {kind_of(text)} that is not valid JSON ({error})") from None
 
 
 def columns_of(available: Iterable[str]) -> list[str]:

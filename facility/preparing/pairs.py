@@ -1,6 +1,7 @@
 """Pairs of answers, one pair a block: the one that was chosen, then the one that was rejected, then filling.
 
 Both begin with the prompt. Each is a document of its own: it attends to itself only and its positions start at 0.
+A pair whose answers are one and the same has no gradient under any loss of preferences, and is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ class AnswerPairs:
     """Writes a split of pairs; the encoding holds two documents for each."""
 
     tail_tokens = 0
+    why_dropped = "bear no loss, or have two equal answers,"
+    """Of `dropped`, for messages."""
 
     def __init__(self, directory: Path, split: str, block_tokens: int, *, filler: int) -> None:
         self._ids = RowWriter(directory / f"{split}.npy", block_tokens)
@@ -32,16 +35,17 @@ class AnswerPairs:
         return self._ids.rows
 
     def append(self, encoded: EncodedBatch, documents: list[Document]) -> None:
-        """Append the next pairs; an answer is cut to half a block, a pair whose answers then bear no loss left out."""
+        """Append the next pairs, each answer cut to half a block; pairs that then bear no loss or are equal are not."""
         marks, ends = marks_of(encoded), numpy.cumsum(encoded.lengths).tolist()
         half, begins = self._ids.width // 2, [0, *ends]
         for number in range(0, len(ends), 2):
             cuts = [slice(begins[i], min(ends[i], begins[i] + half)) for i in (number, number + 1)]
-            if not all(predicted(marks[cut]) for cut in cuts):
+            chosen, rejected = (encoded.tokens[cut] for cut in cuts)
+            if not all(predicted(marks[cut]) for cut in cuts) or numpy.array_equal(chosen, rejected):
                 self.dropped += 1
                 continue
             self.truncated += any(ends[i] - begins[i] > half for i in (number, number + 1))
-            self._write([encoded.tokens[cut] for cut in cuts], [marks[cut] for cut in cuts])
+            self._write([chosen, rejected], [marks[cut] for cut in cuts])
 
     def _write(self, ids: list[numpy.ndarray], marks: list[numpy.ndarray]) -> None:
         held = sum(map(len, ids))

@@ -10,10 +10,13 @@ import numpy
 from facility.dataset import DatasetError
 from facility.preparing.encoding import EncodedBatch
 from facility.preparing.packing import RowWriter
+from facility.preparing.said_of_records import name_of
 from facility.preparing.sources import Document
 
 MOST_DIGITS = 400
 """Of labels that are ordered as numbers."""
+MOST_NAMED = 5
+"""Labels in a message."""
 
 
 def pad_token_id(tokenizer: Any, directory: Path) -> int:
@@ -37,7 +40,9 @@ def class_names(
     """
     if named:
         if surplus := sorted({label for labels in splits for label in labels} - set(named)):
-            raise DatasetError(f"documents have the labels {surplus[:5]}, which --classes does not name: {named[:20]}")
+            raise DatasetError(
+                f"documents have the labels {_few(surplus)}, which --classes does not name: {_few(named)}"
+            )
         return named
     if declared and len(declared) > 1:
         return declared
@@ -45,10 +50,18 @@ def class_names(
     numeric = all(name.removeprefix("-").isdecimal() and len(name) <= MOST_DIGITS for name in train)
     names = sorted(train, key=lambda name: (int(name) if numeric else 0, name))
     if surplus := sorted({name for other in others for name in other} - set(train)):
-        raise DatasetError(f"validation holds the labels {surplus[:5]}, which training does not; it has {names[:20]}")
+        raise DatasetError(
+            f"validation holds the labels {_few(surplus)}, which training does not; it has {_few(names)}"
+        )
     if len(names) < 2:
-        raise DatasetError(f"training holds the labels {names}: expected at least two")
+        raise DatasetError(f"training holds the labels {_few(names)}: expected at least two")
     return names
+
+
+def _few(labels: list[str]) -> str:
+    """The first labels, and how many more there are: a field that was taken for the label may hold documents."""
+    more = [f"{len(labels) - MOST_NAMED:,} more"] * (len(labels) > MOST_NAMED)
+    return ", ".join([*map(name_of, labels[:MOST_NAMED]), *more]) or "(none)"
 
 
 class LabelledRows:

@@ -33,6 +33,7 @@ from facility.preparing.conversations import (
     without_absent,
 )
 from facility.preparing.labels import declared_names, named, opened_arrow
+from facility.preparing.said_of_records import kind_of, name_of, names_in
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
@@ -80,7 +81,7 @@ class Fields:
         if self.chat:
             return columns_of(available)
         if missing := [name for name in self.names if name not in available]:
-            raise DatasetError(f"{place}: no field {missing[0]!r}; it has {', '.join(available)}")
+            raise DatasetError(f"{place}: no field {missing[0]!r}; it has {names_in(available)}")
         return self.names
 
 
@@ -249,19 +250,19 @@ def _document(record: Any, fields: Fields, place: str, done: float) -> Document:
         text = unicode_text(conversation.to_json(), "the conversation, its tools and calls included,", place)
         return Document(text=text, done=done)
     if not isinstance(record, dict):
-        raise DatasetError(f"{place}: found {record!r:.60}, expected an object with a field {fields.text!r}")
+        raise DatasetError(f"{place}: found {kind_of(record)}, expected an object with a field {fields.text!r}")
     for name in fields.names:
         if name not in record:
-            raise DatasetError(f"{place}: no field {name!r}; the record has {', '.join(map(str, record)) or 'none'}")
+            raise DatasetError(f"{place}: no field {name!r}; the record has {names_in(record)}")
     for name in fields.names[: 2 if fields.pair else 1]:
         if not isinstance(record[name], str):
-            raise DatasetError(f"{place}: field {name!r} is {record[name]!r:.60}, expected text")
+            raise DatasetError(f"{place}: field {name!r} is {kind_of(record[name])}, expected text")
         unicode_text(record[name], f"field {name!r}", place)
     label = ""
     if fields.label is not None:
         value = record[fields.label]
         if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-            raise DatasetError(f"{place}: label {fields.label!r} is {value!r:.60}, expected text or a whole number")
+            raise DatasetError(f"{place}: label {fields.label!r} is {name_of(value)}, expected text or a whole number")
         label = unicode_text(str(value), f"label {fields.label!r}", place)
     return Document(text=record[fields.text], pair=record[fields.pair] if fields.pair else "", label=label, done=done)
 

@@ -113,7 +113,8 @@ def check_blocks(writer: Writer, split: str, documents: int, block_tokens: int) 
         return
     hint = "give more text" if split == "train" else "give more text, or a larger --validation-share"
     dropped = getattr(writer, "dropped", 0)
-    why = f" ({dropped} of them bear no loss within {block_tokens} tokens)" if dropped else ""
+    reason = getattr(writer, "why_dropped", "bear no loss")
+    why = f" ({dropped} of them {reason} within {block_tokens} tokens)" if dropped else ""
     raise DatasetError(
         f"{split}: {number_of(documents, 'document')}{why} gave {number_of(writer.tokens, 'token')}, not one block of "
         f"{block_tokens}; "

@@ -98,7 +98,7 @@ def test_a_row_without_one_of_the_declared_classes_is_refused(tmp_path: Path):
 
 
 def test_documents_of_other_classes_and_doubled_names_are_refused(tmp_path: Path):
-    with pytest.raises(DatasetError, match=r"labels \['west'\], which --classes does not name"):
+    with pytest.raises(DatasetError, match=r"labels 'west', which --classes does not name"):
         prepared(tmp_path / "one", [*ALL, "west"], classes=ALL)
     assert not (tmp_path / "one/out").exists()
     for classes in (["one"], ["one", "one"]):

@@ -290,8 +290,8 @@ def test_requests_are_checked_when_they_are_made(request_: Request, values: dict
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"text": 3}\n', r":1: field 'text' is 3, expected text"),
-        (b'{"text": "a"}\n[1]\n', r":2: found \[1\], expected an object"),
+        (b'{"text": 3}\n', r":1: field 'text' is a whole number, expected text"),
+        (b'{"text": "a"}\n[1]\n', r":2: found a list of 1, expected an object"),
         (b'{"text": "a"}\n\n{"text": "b"\n', r":3: not valid JSON"),
         (b'{"text": "\xff"}\n', r":1: not UTF-8"),
         (b"", "0 documents gave 0 tokens"),

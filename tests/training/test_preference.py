@@ -236,3 +236,20 @@ def test_pairs_that_do_not_fit_are_counted(tmp_path: Path):
     entry = dataset.manifest.splits["train"]
     assert (entry.blocks, entry.truncated_documents, entry.dropped_documents) == (3, 1, 1)
     dataset.verify()
+
+
+def test_pairs_with_equal_answers_are_left_out_and_counted(tmp_path: Path):
+    """Equal as given, or as far as half a block holds them: from them nothing is learnt."""
+    alike = [one | {"rejected": one["chosen"]} for one in pairs(3, 600)]
+    text = " ".join(sentences(80))
+    late = [
+        {"prompt": one["prompt"]}
+        | {side: [{"role": "assistant", "content": text + side}] for side in ("chosen", "rejected")}
+        for one in pairs(2, 900)
+    ]
+    dataset = prepare_pairs(tmp_path / "mixed", pairs(6) + alike + late)
+    entry, alone = dataset.manifest.splits["train"], prepare_pairs(tmp_path / "alone", pairs(6))
+    assert (entry.documents, entry.blocks, entry.dropped_documents) == (11, 6, 5)
+    assert numpy.array_equal(dataset.split("train"), alone.split("train"))
+    with pytest.raises(DatasetError, match="3 of them bear no loss, or have two equal answers, within 192 tokens"):
+        prepare_pairs(tmp_path / "none", alike)

@@ -47,6 +47,7 @@ from facility.preparing.packing import RowWriter
 from facility.preparing.reading import Progress
 from facility.preparing.resuming import part_of
 from facility.preparing.rows import class_names
+from facility.preparing.said_of_records import name_of
 
 LIBRARIES = ("pillow", "transformers", "numpy")
 TOGETHER = 64
@@ -188,7 +189,8 @@ class Writing:
         _, picture = pair
         try:
             if self.request.classes and picture.label not in self.request.classes:
-                raise WrongClass(f"{picture.name} is of the class {picture.label!r:.60}, which --classes does not name")
+                found = name_of(picture.label)
+                raise WrongClass(f"{picture.name} is of the class {found}, which --classes does not name")
             return self.decoder.decode(picture.read(self.request.limits.bytes), picture.name)
         except WrongClass:
             raise

@@ -20,6 +20,7 @@ from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.text import number_of
 from facility.preparing.labels import label_names, named
+from facility.preparing.said_of_records import name_of, names_in
 from facility.preparing.sources import spelled, unicode_text
 from facility.preparing.walking import files_below, path_of
 
@@ -177,7 +178,7 @@ def described(root: Path, label_field: str, images: list[Path]) -> list[Picture]
     for place, record in records(file):
         name = record.get("file_name")
         if not isinstance(name, str) or not name:
-            raise DatasetError(f"{place}: file_name is {name!r:.60}, expected the path of an image in {root}")
+            raise DatasetError(f"{place}: file_name is {name_of(name)}, expected the path of an image in {root}")
         path = root / unicode_text(name, "file_name", place)
         inside(root, path)
         if not path.is_file():
@@ -190,7 +191,8 @@ def described(root: Path, label_field: str, images: list[Path]) -> list[Picture]
         assert one.path is not None
         if labels.setdefault(one.path, one.label) != one.label:
             raise DatasetError(
-                f"{file} names {one.name!r:.200} as {labels[one.path]!r:.60} and as {one.label!r:.60}; keep one label"
+                f"{file} names {one.name!r:.200} as {name_of(labels[one.path])} and as {name_of(one.label)}; keep one "
+                "label"
             )
     if unnamed := [path for path in images if path not in labels]:
         log.warning(
@@ -224,7 +226,7 @@ def inside(root: Path, path: Path) -> None:
 def label_of(value: Any, place: str, label_field: str) -> str:
     """A label as text. Raises `DatasetError`."""
     if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
-        raise DatasetError(f"{place}: label {label_field!r} is {value!r:.60}, expected text or a whole number")
+        raise DatasetError(f"{place}: label {label_field!r} is {name_of(value)}, expected text or a whole number")
     return unicode_text(str(value), f"label {label_field!r}", place)
 
 
@@ -237,7 +239,7 @@ def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture
         with pyarrow.parquet.ParquetFile(table) as file:
             columns = file.schema_arrow.names
             if missing := [name for name in (image_field, label_field) if name not in columns]:
-                raise DatasetError(f"{table}: no column {missing[0]!r}; it has {', '.join(columns)}")
+                raise DatasetError(f"{table}: no column {missing[0]!r}; it has {names_in(columns)}")
             names = label_names(file.schema_arrow.metadata or {}, label_field)
             number = 0
             for batch in file.iter_batches(batch_size=64, columns=[image_field, label_field]):
