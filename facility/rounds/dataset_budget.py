@@ -29,7 +29,7 @@ from facility.exchange.json_values import values_in
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.validation import parse, validated
-from facility.rounds.kept import shared_directory
+from facility.rounds.kept import STATES, shared_directory
 from facility.rounds.released import check_count, steps_released
 
 log = logging.getLogger(__name__)
@@ -64,6 +64,8 @@ def reserve_budget(
                 "settings ask for no differential privacy: nothing would bound what they spend"
             )
         return
+    if limit:
+        check_one_account(dataset)
     path, name = account_path(dataset), f"{settings.federation}/{settings.facility}"
     with alone(path):
         account = read_account(path)
@@ -149,6 +151,17 @@ def account_path(dataset: Path) -> Path:
         splits = open_dataset(dataset).manifest.splits
         identity = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))
     return shared_directory(dataset) / FOLDER / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
+
+
+def check_one_account(dataset: Path) -> None:
+    """Raise `InputError` where the account would lie beside a link to the dataset: another path has another one."""
+    place = shared_directory(dataset)
+    if not os.environ.get(STATES) and real(place.parent) != real(dataset).parent:
+        raise InputError(
+            f"{dataset} is a link, and {DATASET_LIMIT} would hold for each path to the dataset by itself: {STATES} is "
+            f"not set, so that the account lies beside the path; add `export {STATES}={place}` to site.sh, where it is "
+            "one for all paths"
+        )
 
 
 def read_account(path: Path) -> dict[str, Reserved]:

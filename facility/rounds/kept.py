@@ -16,6 +16,8 @@ OWN_MODELS = "own_models"
 """In the state: models that stay at this facility (`facility.rounds.own_models`)."""
 OF_A_ROUND = re.compile(r"(?:round|sync)-(\d+)(?:\.\d+|\.new|\.old)?")
 """Name of a directory that the trainer leaves of a round, and of what a killed one was writing or replacing."""
+STATES = "CROSSFED_STATE"
+"""Environment variable: where the state directories of all federations lie."""
 UPDATE = "update-"
 """Begins the name under which the update of a round is kept."""
 
@@ -53,7 +55,7 @@ def state_path(given: Path | None, settings: FacilitySettings, dataset: Path) ->
 
 def shared_directory(dataset: Path) -> Path:
     """Where the state directories of all federations on a dataset lie."""
-    root = os.environ.get("CROSSFED_STATE")
+    root = os.environ.get(STATES)
     return Path(root) if root else Path(dataset).absolute().parent / ".crossfed"
 
 

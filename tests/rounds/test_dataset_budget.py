@@ -82,6 +82,24 @@ def test_the_account_follows_the_data_not_its_place(dataset: Path):
     reserve(other, "crane", 6.0, limit="10")
 
 
+def test_a_limit_is_not_one_for_each_path_to_the_dataset(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Without CROSSFED_STATE the account lies beside the path: a link elsewhere began another one."""
+    reserve(dataset, "heron", 6.0, limit="10")
+    (tmp_path / "home").mkdir()
+    (link := tmp_path / "home" / "data").symlink_to(dataset)
+    with pytest.raises(InputError, match=f"export CROSSFED_STATE={tmp_path / 'home' / '.crossfed'}"):
+        reserve(link, "crane", 6.0, limit="10")
+    (beside := dataset.with_name("beside")).symlink_to(dataset)
+    (above := tmp_path / "above").symlink_to(dataset.parent)
+    monkeypatch.setenv("CROSSFED_STATE", str(dataset.parent / ".crossfed"))
+    for path, state in ((link, "set"), (beside, "set"), (beside, ""), (above / "data", "")):
+        monkeypatch.setenv("CROSSFED_STATE", str(dataset.parent / ".crossfed") if state else "")
+        with pytest.raises(InputError, match="heron/north 6"):
+            reserve(path, "crane", 6.0, limit="10")
+
+
 def test_without_differential_privacy_nothing_is_trained_where_there_is_a_limit(dataset: Path):
     reserve(dataset, "heron", 0.0)
     assert not account_path(dataset).exists()
