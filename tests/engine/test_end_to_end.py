@@ -64,6 +64,7 @@ def archive_of(path: Path) -> Archive:
     return Archive(read_federation(path).archive_path)
 
 
+@shared
 def test_a_run_leaves_nothing_in_the_temporary_folder(undisturbed: Path):
     """Nor does it take a name there that another account may have: /tmp/streamflow was of whoever ran first."""
     assert not list((undisturbed.parents[2] / "tmp").iterdir())
