@@ -83,6 +83,7 @@ def test_a_name_that_has_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / "box" / "__init__.py").write_text("")
     (tmp_path / "box" / "a.py").write_text("import os\nB = 1\ndef c(): ...\n")
     (tmp_path / "bench").mkdir()
-    text = "def f():\n    from box.a import B, c, gone, os\n    from box import (\n        a,\n        b,  # gone, too\n    )\n"
+    text = "def f():\n    from box.a import B, c, gone, os\n"
+    text += "    from box import (\n        a,\n        b,  # gone, too\n    )\n"
     (tmp_path / "bench" / "x.py").write_text(text)
     assert missing_names(tmp_path, ("bench",), ("box",)) == ["bench/x.py: box.a.gone", "bench/x.py: box.b"]
