@@ -92,12 +92,12 @@ def continued(mean: Array, left: Array, rows: Array) -> tuple[Array, Array] | No
 
 
 def balanced(u: Array, s: Array, v: Array, rank: int, row: float) -> tuple[Array, Array]:
-    """The factors of u diag(s) v that share the singular values evenly; signs make each column of B have its largest
-    entry positive. Rows of A beyond them are of the length `row`, beside columns of zeros in B."""
+    """The factors of u, the diagonal of s, and v that share the singular values evenly; signs make each column of B
+    have its largest entry positive. Rows of A beyond them are of the length `row`, beside columns of zeros in B."""
     signs = np.where(np.take_along_axis(u, np.abs(u).argmax(axis=0)[None], axis=0)[0] < 0, -1.0, 1.0)
     root = np.sqrt(s) * signs
-    others = np.linalg.svd(v)[2][len(s) : rank] * row
-    more = rank - len(s)
+    more = rank - s.size
+    others = np.linalg.svd(v)[2][s.size : rank] * row
     return (
         np.pad(np.concatenate([root[:, None] * v, others]), ((0, more - len(others)), (0, 0))),
         np.pad(u * root[None, :], ((0, 0), (0, more))),
