@@ -2,8 +2,9 @@
 
 Each facility evaluates the model it receives on its own data. While the same facilities report, the global loss is the
 mean over them. Where one joins or is missing, levels cannot be compared: from there on the loss advances by the mean
-*change* of the facilities that reported in both rounds, so that a change of participants never looks like learning or
-divergence. A facility whose loss is implausible compared with the others' is left out of that round.
+*change* of the facilities that reported in both rounds, and stays where there are none, so that a change of
+participants never looks like learning or divergence. A facility whose loss is implausible compared with the others' is
+left out of that round.
 """
 
 from __future__ import annotations
@@ -125,13 +126,17 @@ def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
 
 
 def _chained(reported: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
-    """The loss of the latest earlier round with a facility in common, and the mean change since of those in common."""
+    """The loss of the latest earlier round with a facility in common, and the mean change since of those in common.
+
+    Where no earlier round has any, nothing is known of a change: the loss is that of the latest round.
+    """
     for number in reversed(range(len(reported))):
         common = [name for name in current if name in reported[number]]
         before = losses[number]
         if common and before is not None:
             return before + _mean([current[name] - reported[number][name] for name in common])
-    return _mean(list(current.values()))
+    latest = next((loss for loss in reversed(losses) if loss is not None), None)
+    return _mean(list(current.values())) if latest is None else latest
 
 
 def _outliers(values: Mapping[str, float], most: float) -> set[str]:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from coordinator.archive.best import best_round
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings, StopSettings
 from coordinator.steps.decide import Decision, decide
@@ -20,6 +21,7 @@ from coordinator.steps.global_loss import (
     until_known,
     without_each,
 )
+from coordinator.steps.guard import guard
 
 Rounds = list[dict[str, float]]
 
@@ -54,7 +56,12 @@ def test_who_takes_part_is_neither_learning_nor_divergence():
 
 
 def test_rounds_without_a_common_facility_or_without_any():
-    assert global_losses([{"a": 3.0}, {}, {"b": 5.0}, {"a": 2.0, "b": 4.5}]) == [3.0, None, 5.0, 4.5]
+    """Levels of other data are no change: the second facility's was a rise, which halved the server's rate, and made
+    the model of the first round the best of all."""
+    found = global_losses([{"a": 3.0}, {}, {"b": 5.0}, {"a": 2.0, "b": 4.5}])
+    assert found == [3.0, None, 3.0, 2.5]
+    assert guard(found).factor == 1 and best_round(found) == 3
+    assert global_losses([{}, {"b": 5.0}, {"a": 3.0}, {"a": 2.5}, {"b": 4.0}]) == [None, 5.0, 5.0, 4.5, 4.0]
     assert global_losses([]) == without_each([]) == []
 
 
