@@ -97,6 +97,12 @@ RULES = (
         "begin another federation, from base and adapters as one model (`python -m coordinator.model` with --merged)",
         of_adapters=True,
     ),
+    Rule(
+        pattern=r"training\.lora\.(alpha|rslora)",
+        affects=True,
+        follows="adapters that are complete are scaled anew as well: the next round begins with another model than the "
+        "last one made",
+    ),
     Rule(pattern=r"training\.lora\..*", affects=True, follows=KEPT),
     Rule(
         pattern=r"training\.evaluation_sequences",
