@@ -107,7 +107,7 @@ RULES = (
     Rule(
         pattern=r"training\.evaluation_sequences",
         affects=True,
-        follows="losses are of other validation data than before: they cannot be compared across this round",
+        follows="losses are of other validation data than before: the global loss goes on from where it was",
     ),
     Rule(
         pattern=r"training\.(ranks|threads|device|peak_flops|stall_seconds|tracker|trace|signing_key|limits\..*|layout\..*)",

@@ -41,11 +41,13 @@ from coordinator.steps.decide import Decision, decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import asks_ahead, tell_released, within
 from coordinator.steps.global_loss import (
+    Renewed,
     global_losses,
     later_than,
     losses_by_model,
     losses_of,
     plausible,
+    renewed_in,
 )
 from coordinator.steps.guard import Guard, guard, noise_of
 from coordinator.steps.incomplete import number_of_attempt
@@ -165,10 +167,15 @@ def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str
         reported = plausible([*map(losses_of, round.history), received])
         noised = round.settings.privacy is not None and round.settings.privacy.differential is not None
         noise = noise_of(reported, told_deviations(round.history, now)) if noised else ()
-        round.watched = guard(global_losses(reported), noise)
+        round.watched = guard(global_losses(reported, renewed_by(round)), noise)
     share, to = settings.server_decay_share, settings.server_decay_to
     round.decay = decay_factor(round.number, round.settings.rounds, share=share, to=to)
     return with_rate(settings, round.watched.factor * round.decay * round.present)
+
+
+def renewed_by(round: Commit) -> Renewed:
+    """Whose validation data were changed, by round, this one with them."""
+    return renewed_in([*(entry.changes for entry in round.history), changes_told(round.archive)])
 
 
 def counts_work(round: Commit) -> bool:
@@ -273,8 +280,9 @@ def describe_round(round: Commit, directory: Path) -> None:
     before = history[-1] if history else None
     rows = with_work(round, rows_of(round, round.weights, round.left_out, before))
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
-    losses = round.losses = global_losses(reported)
-    decision = round.decision = decide_after(settings, reported)
+    renewed = renewed_by(round)
+    losses = round.losses = global_losses(reported, renewed)
+    decision = round.decision = decide_after(settings, reported, renewed)
     limited, now = round.capped.reasons, time.time()
     round.round_file = RoundFile(
         round=number,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.config.closing import carries
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.steps.global_loss import Told, global_losses, until_known, without_each
+from coordinator.steps.global_loss import Renewed, Told, global_losses, until_known, without_each
 from facility.exchange.text import number_of
 
 
@@ -51,11 +51,11 @@ def all_done(rounds: int) -> str:
     return f"all {rounds:,} rounds are done" if rounds > 1 else "the only round is done"
 
 
-def decide_after(settings: CoordinatorSettings, reported: Sequence[Told]) -> Decision:
+def decide_after(settings: CoordinatorSettings, reported: Sequence[Told], renewed: Renewed = ()) -> Decision:
     """Decide after the last of the rounds whose losses were `reported` (and are plausible)."""
-    late, losses = carries(settings.closing), global_losses(reported)
+    late, losses = carries(settings.closing), global_losses(reported, renewed)
     known = until_known(losses) if late else losses
-    return decide(settings, known, without_each(reported, latest=late), done=len(losses))
+    return decide(settings, known, without_each(reported, renewed, latest=late), done=len(losses))
 
 
 def _early_end(settings: CoordinatorSettings, losses: Sequence[float | None]) -> Decision | None:

@@ -11,8 +11,9 @@ from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.rounds.acceptance import told as changes_told
 from coordinator.steps.arrived import Arrived, CollectedRound
-from coordinator.steps.global_loss import global_losses, losses_by_model, plausible
+from coordinator.steps.global_loss import global_losses, losses_by_model, plausible, renewed_in
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.rows import rows_of
 from facility.exchange.messages.manifest import bytes_of, read_manifest
@@ -47,11 +48,12 @@ def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -
 def close_evaluation(archive: Archive, history: Sequence[RoundFile], arrived: Arrived, rows: list[FacilityRow]) -> None:
     """Note what the facilities found of the final model, which the rounds in `history` made."""
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
+    renewed = renewed_in([*(entry.changes for entry in history), changes_told(archive)])
     archive.write_note(
         "evaluation",
         {
             "after_round": len(history) - 1,
-            "global_loss": global_losses(reported)[-1],
+            "global_loss": global_losses(reported, renewed)[-1],
             "global_loss_over": sorted(reported[-1]),
             "facilities": [dataclasses.asdict(row) for row in rows],
             "scores": arrived.scores,

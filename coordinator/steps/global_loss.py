@@ -3,15 +3,16 @@
 Each facility evaluates the model it receives on its own data. While the same facilities report, the global loss is the
 mean over them. Where one joins or is missing, levels cannot be compared: from there on the loss advances by the mean
 *change* of the facilities that reported in both rounds, and stays where there are none, so that a change of
-participants never looks like learning or divergence. A facility whose loss is implausible compared with the others' is
-left out of that round.
+participants never looks like learning or divergence; nor does one of the data that a facility evaluates on. A facility
+whose loss is implausible compared with the others' is left out of that round.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from coordinator.archive.rounds import FacilityRow, LaterLoss, RoundFile
 
@@ -22,6 +23,11 @@ MOST_LEVEL = 10.0
 
 Told = Mapping[str, float]
 """Loss of the received model by facility, in one round."""
+Renewed = Sequence[Collection[str]]
+"""By round, the facilities that evaluate on other data from it on; `ALL` stands for every one."""
+ALL = "*"
+OF_DATA = re.compile(r"(?:facilities\[([^\]]+)\]\.)?(?:training\.evaluation_sequences|dataset): ")
+"""What a change of validation data begins with (`coordinator.rounds.changes.Change`)."""
 
 
 def plausible(reported: Sequence[Told]) -> list[dict[str, float]]:
@@ -47,28 +53,29 @@ def plausible(reported: Sequence[Told]) -> list[dict[str, float]]:
     return kept
 
 
-def global_losses(reported: Sequence[Told]) -> list[float | None]:
+def global_losses(reported: Sequence[Told], renewed: Renewed = ()) -> list[float | None]:
     """The global loss of each round, None where no facility reported one. `reported` is what `plausible` returned."""
     losses: list[float | None] = []
     alike = True
     for number, current in enumerate(reported):
-        alike = alike and current.keys() == reported[0].keys()
+        alike = alike and current.keys() == reported[0].keys() and not any(renewed[1 : number + 1])
         if not current:
             losses.append(None)
         elif alike:
             losses.append(_mean(list(current.values())))
         else:
-            losses.append(_chained(reported[:number], losses, current))
+            losses.append(_chained(reported[:number], losses, current, renewed))
     return losses
 
 
-def without_each(reported: Sequence[Told], *, latest: bool = False) -> list[list[float | None]]:
+def without_each(reported: Sequence[Told], renewed: Renewed = (), *, latest: bool = False) -> list[list[float | None]]:
     """The global losses as they were without one facility, for each whose absence leaves another in the last round.
 
     `latest`: each up to its newest figure instead, as where most figures come late.
     """
     names = sorted({name for one in reported for name in one})
-    series = [global_losses([{name: one[name] for name in one if name != out} for one in reported]) for out in names]
+    others = ([{name: one[name] for name in one if name != out} for one in reported] for out in names)
+    series = [global_losses(one, renewed) for one in others]
     series = [until_known(losses) for losses in series] if latest else series
     return [losses for losses in series if losses[-1] is not None]
 
@@ -92,7 +99,13 @@ def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, f
 
 def losses_known(history: Sequence[RoundFile]) -> list[float | None]:
     """The global loss of each round in `history`, including what late updates reported of its model since."""
-    return global_losses(plausible(losses_by_model([entry.facilities for entry in history])))
+    reported = plausible(losses_by_model([entry.facilities for entry in history]))
+    return global_losses(reported, renewed_in([entry.changes for entry in history]))
+
+
+def renewed_in(changes: Sequence[Iterable[str]]) -> list[set[str]]:
+    """Whose validation data are others from each round on, by what its file says that changed (`RoundFile.changes`)."""
+    return [{match[1] or ALL for one in told if (match := OF_DATA.match(one))} for told in changes]
 
 
 def later_than(
@@ -125,13 +138,15 @@ def losses_of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
     return losses
 
 
-def _chained(reported: Sequence[Told], losses: Sequence[float | None], current: Told) -> float:
+def _chained(reported: Sequence[Told], losses: Sequence[float | None], current: Told, renewed: Renewed) -> float:
     """The loss of the latest earlier round with a facility in common, and the mean change since of those in common.
 
     Where no earlier round has any, nothing is known of a change: the loss is that of the latest round.
     """
     for number in reversed(range(len(reported))):
-        common = [name for name in current if name in reported[number]]
+        since = renewed[number + 1 : len(reported) + 1]
+        others = {name for one in since for name in (current if ALL in one else one)}
+        common = [name for name in current if name in reported[number] and name not in others]
         before = losses[number]
         if common and before is not None:
             return before + _mean([current[name] - reported[number][name] for name in common])

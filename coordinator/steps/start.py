@@ -23,7 +23,7 @@ from coordinator.rounds.order import order
 from coordinator.steps.decide import decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import ends_anew
-from coordinator.steps.global_loss import losses_by_model, losses_known, plausible
+from coordinator.steps.global_loss import losses_by_model, losses_known, plausible, renewed_in
 from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED
@@ -111,7 +111,8 @@ def reopen(archive: Archive, settings: CoordinatorSettings, history: Sequence[Ro
     there now does not."""
     if not history or not history[-1].ended or archive.read_note(LIMITED).get("after_round") == history[-1].round:
         return
-    if decide_after(settings, plausible(losses_by_model([entry.facilities for entry in history]))).proceed:
+    reported = plausible(losses_by_model([entry.facilities for entry in history]))
+    if decide_after(settings, reported, renewed_in([entry.changes for entry in history])).proceed:
         archive.write_note(REOPENED, {"after_round": history[-1].round})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 
@@ -10,20 +11,25 @@ import pytest
 from coordinator.archive.best import best_round
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.settings import CoordinatorSettings, StopSettings
-from coordinator.steps.decide import Decision, decide
+from coordinator.rounds.changes import changes_of
+from coordinator.steps.decide import Decision, decide, decide_after
 from coordinator.steps.global_loss import (
+    ALL,
     global_losses,
     later_than,
     losses_by_model,
     losses_known,
     losses_of_rows,
     plausible,
+    renewed_in,
     until_known,
     without_each,
 )
 from coordinator.steps.guard import guard
+from tests.rounds.test_changes import BEFORE
 
 Rounds = list[dict[str, float]]
+LEVELS = (("a", 3.0), ("b", 5.0))
 
 
 def decided(told: Rounds, rounds: int = 100, **stop: float) -> Decision:
@@ -63,6 +69,36 @@ def test_rounds_without_a_common_facility_or_without_any():
     assert guard(found).factor == 1 and best_round(found) == 3
     assert global_losses([{}, {"b": 5.0}, {"a": 3.0}, {"a": 2.5}, {"b": 4.0}]) == [None, 5.0, 5.0, 4.5, 4.0]
     assert global_losses([]) == without_each([]) == []
+
+
+@pytest.mark.parametrize(
+    ("renewed", "harder", "expected"),
+    [
+        ([[], [], {"a"}, []], "a", [4.0, 3.9, 3.8, 3.7]),
+        ([[], [], {ALL}, []], "ab", [4.0, 3.9, 3.9, 3.8]),
+        ([{ALL}, [], [], []], "ab", [4.0, 3.9, 6.8, 6.7]),
+    ],
+    ids=["of one facility", "of all", "not said"],
+)
+def test_other_validation_data_are_no_change_of_the_model(renewed: list, harder: str, expected: list[float]):
+    """A harder validation split was a worse model: the server's rate was halved, `patience` ended the federation."""
+    told = [{name: level - 0.1 * n + 3 * (n > 1 and name in harder) for name, level in LEVELS} for n in range(4)]
+    assert global_losses(told, renewed) == pytest.approx(expected)
+    settings = CoordinatorSettings(federation="f", rounds=9, facilities=["a", "b"], stop=StopSettings(patience=2))
+    said = not renewed[0]
+    assert decide_after(settings, told, renewed).proceed == said
+    assert (guard(global_losses(told, renewed)).factor == 1) == said
+
+
+def test_what_a_rounds_file_says_of_validation_data_is_understood():
+    before, now = copy.deepcopy(BEFORE), copy.deepcopy(BEFORE)
+    for number, one in enumerate(now["facilities"].values()):
+        one["training.evaluation_sequences"] = 7
+        one["dataset"] = f"/other/{number}" if number == 0 else one["dataset"]
+    first = next(iter(now["facilities"]))
+    told = [str(change) for change in changes_of(before, now, done=1)]
+    assert renewed_in([[], told, ["rounds: 3 -> 4; x", "no dataset: here"]]) == [set(), {ALL, first}, set()]
+    assert renewed_in([[f"facilities[{first}].training.evaluation_sequences: 1 -> 2; x"]]) == [{first}]
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
