@@ -19,6 +19,8 @@ from facility.exchange.checkpoints.adapters import A, B, is_factor
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.errors import InputError
 
+MOST_GROWN = 10.0
+"""Norm of B over the largest of the updates' own, at most: it grows where A lacks a direction of the product."""
 LEAST_KEPT = 0.1
 """Smallest singular value that the mean of A keeps in the directions of the mean product's rows, as a share of its own:
 below it B would have to be that much larger."""
@@ -65,7 +67,8 @@ def mean_of_products(
         return mean, np.zeros(b[0].shape)
     u, s, v = q1 @ u[:, :count], s[:count], v[:count] @ q2.T
     if len(mean) == rank and (found := continued(mean, u * s, v)) is not None:
-        return found
+        if np.linalg.norm(found[1]) <= MOST_GROWN * max(map(np.linalg.norm, b)):
+            return found
     row = np.sqrt(np.mean([np.square(x, dtype=np.float64).sum(axis=1) for x in a]))
     return balanced(u, s, v, rank, row)
 

@@ -93,6 +93,19 @@ def test_a_layer_that_nobody_moved_can_still_be_trained():
         assert not mean_b.any()
 
 
+def test_no_factor_grows_far_beyond_those_of_the_updates():
+    """Square factors are sometimes all but singular, and then lack a direction that the updates' differences have."""
+    draw = np.random.default_rng(0)
+    for _ in range(300):
+        begun = draw.standard_normal((8, 8))
+        a = [begun + 0.1 * draw.standard_normal(begun.shape) for _ in range(3)]
+        b = [draw.standard_normal((12, 8)) for _ in range(3)]
+        mean_a, mean_b = lora.mean_of_products(a, b, [0.4, 0.3, 0.3], 8)
+        assert np.linalg.norm(mean_b) <= lora.MOST_GROWN * max(map(np.linalg.norm, b))
+        exact = 0.4 * b[0] @ a[0] + 0.3 * b[1] @ a[1] + 0.3 * b[2] @ a[2]
+        np.testing.assert_allclose(mean_b @ mean_a, exact, atol=1e-9)
+
+
 @pytest.mark.parametrize("least", [lora.LEAST_KEPT, np.inf], ids=["continued", "balanced"])
 def test_components_that_a_mean_of_lower_rank_leaves_over_can_still_be_trained(
     least: float, monkeypatch: pytest.MonkeyPatch
