@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +21,7 @@ from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.training.model import Attention, build, read_config
 from tests.cases import slow_but
+from tests.distributed import Started
 from tests.pico import pico_config, save_pico
 from tests.preparing.chats import save_chat_tokenizer
 
@@ -224,6 +224,6 @@ def test_a_checkpoint_that_lacks_a_block_is_not_filled_at_random_beside_a_new_he
 def test_bars_of_progress_are_for_terminals(tmp_path: Path):
     """`crossfed model > log 2>&1` filled the log with them."""
     source = save_pico(tmp_path / "source")
-    command = [sys.executable, "-m", "coordinator.model", "--source", str(source), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    words = ["--source", str(source), "--out", str(tmp_path / "out")]
+    done = Started("coordinator.model", words, tmp_path / "outputs", dict(os.environ)).ended()
     assert done.returncode == 0 and "%|" not in done.stderr, done.stderr
