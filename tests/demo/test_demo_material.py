@@ -16,6 +16,7 @@ from coordinator.demo import Sizes, documents, make, make_model, split_documents
 from facility.dataset import open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import verify_manifest
+from tests.forked_trainers import variables
 
 pytestmark = pytest.mark.xdist_group("demo material")
 """One process makes what these tests share."""
@@ -26,7 +27,10 @@ SMALL = Sizes(characters=60_000, vocabulary=400, block_tokens=32, hidden=32, lay
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("demo") / "demo"
-    report, there = make(out, seed=7, sizes=SMALL)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables().items():
+            patch.setenv(name, value)  # both preparations are forks
+        report, there = make(out, seed=7, sizes=SMALL)
     assert not there and report["parameters"] == verify_manifest(out / "model").parameters
     return out
 

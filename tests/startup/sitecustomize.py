@@ -1,13 +1,15 @@
 """Python imports this at its start where `tests.forked_trainers.variables` are in the environment.
 
-`python -m facility.train ...` asks the server there for a fork, which runs in its place, and waits for its end: signals
-go on to the fork, its exit code comes back, and it dies with this process. Every other command starts as ever.
+`python -m facility.train ...` or `facility.prepare` asks the server there for a fork, which runs in its place, and
+waits for its end: signals go on to the fork, its exit code comes back, and it dies with this process. Every other
+command starts as ever.
 """
 
 import os
 import sys
 
-if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "facility.train"]:
+words = [word for word in sys.orig_argv[1:] if word != "-P"]
+if os.environ.get("CROSSFED_TEST_TRAINERS") and words[:2] in (["-m", "facility.train"], ["-m", "facility.prepare"]):
     import json
     import signal
     import socket
@@ -17,8 +19,8 @@ if os.environ.get("CROSSFED_TEST_TRAINERS") and sys.orig_argv[1:3] == ["-m", "fa
     passed_on = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCONT)
     ignored = [number for number in passed_on if signal.getsignal(number) == signal.SIG_IGN]
     asked = {
-        "module": sys.orig_argv[2],
-        "arguments": sys.orig_argv[3:],
+        "module": words[1],
+        "arguments": words[2:],
         "directory": os.getcwd(),
         "environment": dict(os.environ),
         "ignored": ignored,

@@ -103,7 +103,7 @@ def seen(text: str) -> str:
 
 def printable(text: str) -> bool:
     """True when no character of the text is unprintable."""
-    return not any(unicodedata.category(c) in UNPRINTABLE for c in text)
+    return text.isprintable() or not any(unicodedata.category(c) in UNPRINTABLE for c in text)
 
 
 @dataclass(frozen=True, kw_only=True)
