@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import hypothesis
@@ -83,7 +84,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if turn := os.environ.get("CROSSFED_TURN"):
         items.sort(key=lambda item: by_turns(item.path, turn))
     else:
-        items.sort(key=lambda item: _place(item.path.relative_to(ROOT / "tests")))
+        items.sort(key=lambda item: _place(item.path))
 
 
 def pytest_collection_finish() -> None:
@@ -97,8 +98,11 @@ def by_turns(path: Path, turn: str) -> str:
     return hashlib.sha256(f"{turn} {path.relative_to(ROOT).as_posix()}".encode()).hexdigest()
 
 
+@cache
 def _place(path: Path) -> int:
-    return next((place for place, long in enumerate(LONG) if path.is_relative_to(long)), len(LONG))
+    """The place of a file's tests, looked up once a file: of each test it took a fifth of the collection."""
+    below = path.relative_to(ROOT / "tests")
+    return next((place for place, long in enumerate(LONG) if below.is_relative_to(long)), len(LONG))
 
 
 @pytest.hookimpl(tryfirst=True)
