@@ -166,6 +166,28 @@ def test_no_token_is_a_header_of_its_own(server: Site, tmp_path: Path, token: An
     assert isinstance(attacked(server, tmp_path, command(f"test -d {tmp_path}")), Rejected)
 
 
+@pytest.mark.parametrize("name", ["http_proxy", "all_proxy"])
+def test_no_proxy_reads_what_goes_to_this_machine(
+    server: Site,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+):
+    """It is not encrypted: the client's secret, its tokens and the files went to whoever the environment names."""
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "weights").write_bytes(content := os.urandom(20_000_000))  # over the staging area
+    with socket.create_server(("127.0.0.1", 0)) as proxy:
+        proxy.settimeout(0)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        monkeypatch.setattr(bounded_http.Patience, "seconds", 10.0)
+        act(server, tmp_path, lambda one: one.copy_remote_to_local(str(tmp_path / "there"), str(tmp_path / "b"), PLACE))
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+    assert (tmp_path / "b" / "weights").read_bytes() == content
+
+
 @pytest.mark.parametrize("name", slow_but(["endless", "too large"], ["endless", "compressed", "dripping", "too large"]))
 @pytest.mark.parametrize("size", [1000, 20_000_000], ids=["small", "staged"])
 def test_a_download_takes_no_more_and_no_longer_than_was_listed(
