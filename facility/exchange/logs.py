@@ -12,6 +12,8 @@ import re
 import sys
 from typing import Any
 
+from facility.exchange.addresses import hidden_login
+
 FORMAT, TIME = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 VARIABLE = "CROSSFED_LOG_LEVEL"
 LEVELS = ("debug", "info", "warning", "error")
@@ -27,10 +29,10 @@ def visible(text: str) -> str:
 
 class Printable(logging.Formatter):
     """Records hold words of others, such as settings and errors of libraries: none commands the terminal that shows
-    the log."""
+    the log, and no address in them shows a login, such as that of a site's tracker to whoever is sent a job's log."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record))
+        return visible(hidden_login(super().format(record)))
 
 
 def log_level(default: str = "warning") -> str:

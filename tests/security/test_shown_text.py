@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
@@ -30,8 +31,10 @@ from coordinator.shown_text import shown
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import configure_logging
+from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import read_facility_settings
 from facility.training.monitor.logs import start_logging
+from facility.training.monitor.tracker import Tracker
 from facility.training.processes.ranks import Ranks
 
 HOSTILE = {
@@ -154,6 +157,7 @@ def test_no_facility_takes_the_global_models_place_in_curves_and_tables():
         FederationFile(name="f", model="m", rounds=1, facilities=facilities)
 
 
+ALONE = Ranks(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
 COMMANDS = "\x1b]52;c;eA==\x07\x9b2J\r\u202e"
 FORGED = f"{COMMANDS}\n12:00:00 INFO facility.round: all is well"
 SETTINGS = {
@@ -190,8 +194,37 @@ def test_a_log_shows_what_others_wrote_as_text(
     logger = logging.getLogger("facility")
     monkeypatch.setattr(logger, "handlers", [])
     monkeypatch.setattr(logger, "propagate", logger.propagate)
-    alone = Ranks(rank=0, world=1, local_rank=0, local_world=1, device=torch.device("cpu"))
-    configure_logging() if of == "commands" else start_logging(alone, "a")
+    configure_logging() if of == "commands" else start_logging(ALONE, "a")
     logger.warning("a library said: %s\tthen\nthis", COMMANDS)
     said = capsys.readouterr().err
     assert said.endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\nthis\n")
+
+
+def test_the_login_of_a_sites_tracker_is_in_no_log_and_no_failure_of_a_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """mlflow's error names the address that the site has set, and a job's log and failure go to the coordinator."""
+
+    class Unreachable:
+        requires_logging_directory = False
+
+        def __init__(self, run: str) -> None:
+            raise OSError("API request to https://alice:canary@mlflow.site/api/2.0 failed")
+
+    logger = logging.getLogger("facility")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(logger, "propagate", logger.propagate)
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "mlflow", Unreachable)
+    start_logging(ALONE, "a")
+    try:
+        tracker = Tracker("mlflow", tmp_path, "run", ALONE)
+        logger.warning("%s", tracker.reason)
+        raise OSError(tracker.reason)
+    except OSError as error:
+        logger.exception("it failed")
+        reports.write(tmp_path, reports.Failure(facility="a", round=0, reason=str(error), log_tail=tracker.reason))
+    said = capsys.readouterr().err
+    left = reports.read_failure(tmp_path)
+    assert left is not None
+    for text in (said, left.reason, left.log_tail):
+        assert "canary" not in text and "https://***@mlflow.site/api/2.0 failed" in text

@@ -8,6 +8,7 @@ from dataclasses import asdict, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from facility.exchange.addresses import hidden_login
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.plausible import MOST_COUNT, MOST_LOSS, MOST_ROUNDS
 from facility.exchange.messages.strict_json import Fields, read_message
@@ -114,11 +115,13 @@ def text_of(error: BaseException) -> str:
 def write(directory: Path, message: Report | Failure) -> None:
     """Write report.json or failure.json into `directory`, atomically.
 
-    A reason may name a file whose name is not UTF-8: its bytes are written as `\\udcXX`.
+    A failure's words may name a file whose name is not UTF-8: its bytes are written as `\\udcXX`. And they may be a
+    library's, which names an address with the login that the site has given it: that is left out.
     """
     values = asdict(message)
     if isinstance(message, Failure):
-        values |= {name: values[name].encode(errors="backslashreplace").decode() for name in ("reason", "log_tail")}
+        words = {name: values[name].encode(errors="backslashreplace").decode() for name in ("reason", "log_tail")}
+        values |= {name: hidden_login(text) for name, text in words.items()}
     write_json(Path(directory) / (REPORT if isinstance(message, Report) else FAILURE), values)
 
 
