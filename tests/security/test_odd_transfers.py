@@ -8,6 +8,7 @@ import os
 import resource
 import subprocess
 import tarfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -96,21 +97,36 @@ def test_pax_headers_are_refused_before_their_text_is_searched(tmp_path: Path, k
     assert not list((tmp_path / "update").iterdir())
 
 
+def test_links_to_links_are_followed_no_longer_than_files_are_read(tmp_path: Path):
+    """tarfile looked for each among all members, and then for what that was a link to: the most that may be listed took
+    an hour, in the process that serves all facilities."""
+    names = [f"{number:05}" for number in range(5000)]
+    first = tarfile.TarInfo(names[0])
+    links = [link(name, names[min(number, 800)], tarfile.LNKTYPE) for number, name in enumerate(names[1:])]
+    data, begun = archive((first, b"12345"), *links), time.process_time()
+    (tmp_path / "update").mkdir()
+    _unpack(data, tmp_path / "update", [Entry(path=name, size=5) for name in names])
+    assert time.process_time() - begun < 20
+    assert (tmp_path / "update" / names[-1]).read_bytes() == b"12345"
+
+
 def test_what_a_facility_is_asked_for_is_an_archive_that_is_taken(tmp_path: Path):
     """Long names and times within a second, for which a tar may write pax headers by itself."""
     place, name = tmp_path / "place", "n" * 200
     (place / "d").mkdir(parents=True)
     (place / "d" / name).write_bytes(b"12345")
+    os.link(place / "d" / name, place / "linked")  # tar sends it as a link to the first
     made = subprocess.run(
         ["bash", "-c", ShellDialect().get_tree(str(place))],
-        input=f"d/{name}\0".encode(),
+        input=f"d/{name}\0linked\0".encode(),
         env=os.environ | {"TAR_OPTIONS": "--format=posix"},
         capture_output=True,
         check=True,
     )
     (tmp_path / "update").mkdir()
-    _unpack(made.stdout.removeprefix(BEGINS), tmp_path / "update", [Entry(path=f"d/{name}", size=5)])
-    assert (tmp_path / "update" / "d" / name).read_bytes() == b"12345"
+    paths = [f"d/{name}", "linked"]
+    _unpack(made.stdout.removeprefix(BEGINS), tmp_path / "update", [Entry(path=path, size=5) for path in paths])
+    assert [(tmp_path / "update" / path).read_bytes() for path in paths] == [b"12345"] * 2
 
 
 def test_many_small_files_are_not_in_memory_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
