@@ -25,7 +25,8 @@ def check_name(path: str) -> str:
         raise TransferFailed(f"the facility names {shown(path)}, which lies outside the directory asked for")
     for part in parts:
         if (
-            any(unicodedata.category(letter) in UNPRINTABLE for letter in part)
+            len(part) > LONGEST_NAME  # first: marks without end take `normalize` days
+            or any(unicodedata.category(letter) in UNPRINTABLE for letter in part)
             or "\\" in part
             or unicodedata.normalize("NFC", part) != part
             or len(os.fsencode(part)) > LONGEST_NAME

@@ -47,6 +47,15 @@ def test_a_listing_that_makes_no_sense_is_refused(listing: bytes):
         read_listing(listing, 1 << 40)
 
 
+def test_a_name_without_an_end_is_refused_in_no_time():
+    """Marks above and below one letter, which `unicodedata.normalize` sorts in a time that grows with their square: of
+    the megabytes that a listing may have, for days, in the process that serves all facilities."""
+    name, begun = "a" + "\u0301\u0316" * 1_000_000, time.process_time()
+    with pytest.raises(TransferFailed, match="not a plain file name"):
+        read_listing(f"5 644 {name}\0".encode(), 1 << 40)
+    assert time.process_time() - begun < 20
+
+
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as file:
