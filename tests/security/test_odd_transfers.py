@@ -9,6 +9,7 @@ import resource
 import subprocess
 import tarfile
 import time
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -54,6 +55,17 @@ def test_a_name_without_an_end_is_refused_in_no_time():
     with pytest.raises(TransferFailed, match="not a plain file name"):
         read_listing(f"5 644 {name}\0".encode(), 1 << 40)
     assert time.process_time() - begun < 20
+
+
+def test_a_listing_of_nothing_but_ends_of_names_takes_no_memory():
+    listing = bytes(16 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TransferFailed, match="lists 16777216 files"):
+            read_listing(listing, 1 << 40)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
