@@ -261,10 +261,9 @@ def sizes(session: Session, request: Request) -> int:
 
 def _names() -> list[str]:
     data = _input().read(MOST_NAMES + 1)
-    names = data.split(b"\0")
-    if len(data) > MOST_NAMES or names.pop() or len(names) > MOST_FILES:
+    if len(data) > MOST_NAMES or data.count(b"\0") > MOST_FILES or not data.endswith(b"\0") and data:
         raise Refused("the list of names is too long, or stops within a name")
-    return [os.fsdecode(name) for name in names]
+    return [os.fsdecode(name) for name in data.split(b"\0")[:-1]]
 
 
 def readable(path: str, session: Session) -> Path:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import tracemalloc
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -200,3 +201,15 @@ def test_requests_let_the_log_grow_by_a_days_share_and_its_chain_stays_whole(sit
     day = int(time.time() // DAY)
     log_share.check_log_share(log, 6000, now=(day + 1) * DAY)  # another day, another share
     assert site.ask("crossfed-gate hello")[0] == 0
+
+
+def test_a_list_of_nothing_but_ends_of_names_takes_no_memory(monkeypatch: pytest.MonkeyPatch):
+    """A list of them took eight times its bytes, and a hundred requests may be worked on at once."""
+    monkeypatch.setattr(transfers, "_input", lambda: io.BytesIO(bytes(transfers.MOST_NAMES)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refused, match="too long"):
+            transfers._names()
+        assert tracemalloc.get_traced_memory()[1] < 4 * transfers.MOST_NAMES
+    finally:
+        tracemalloc.stop()
