@@ -23,7 +23,7 @@ def remarks(data: dict[str, Any]) -> list[str]:
         budgets.append(masked_sentence(data["masking"]))
     lines = [f"round {row['round']}: {shown(row['guard'])}" for row in data["rounds"] if row.get("guard")]
     if shares := [row["present"] for row in data["rounds"] if row.get("present", 1.0) < 1]:
-        some = f"{min(shares):.2f} to {max(shares):.2f}" if len(shares) > 1 else f"{shares[0]:.2f}"
+        some = " to ".join(dict.fromkeys(f"{one:.2f}" for one in (min(shares), max(shares))))
         lines.append(f"rounds that facilities missed: {len(shares)}, at {some} of the server learning rate")
     lines += [f"from round {row['round']} on: {shown(one)}" for row in data["rounds"] for one in row.get("changes", [])]
     for row in data["rounds"]:

@@ -36,7 +36,8 @@ def summary_of(
 ) -> dict[str, Any]:
     """`summary` of an archive whose rounds, those set aside and `events.jsonl` were read."""
     evaluation = archive.read_note("evaluation")
-    evaluated = evaluation.get("after_round") == len(history) - 1 and evaluation.get("global_loss") is not None
+    asked = evaluation.get("after_round") == len(history) - 1
+    evaluated = asked and evaluation.get("global_loss") is not None
     losses, overs = _losses_of_models(history, evaluation if evaluated else {})
     limited = archive.read_note("limited")
     mean = averaged(archive)
@@ -49,7 +50,7 @@ def summary_of(
         "rounds": rounds,
         "initial_perplexity": shown_perplexity(losses[0]) if history else None,
         "final_scores": evaluation.get("scores", {}) if evaluated else {},
-        "final_evaluation": evaluation.get("facilities", []) if evaluated else [],
+        "final_evaluation": evaluation.get("facilities", []) if asked else [],
         "model": _final(archive, len(history) if best is None else best) if mean is None else str(mean.model),
         "averaged": mean.rounds if mean is not None else [],
         "best_round": None if best is None else best - 1,

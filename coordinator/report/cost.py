@@ -62,7 +62,7 @@ def _sum(rows: Sequence[dict[str, Any]], carbon: float) -> dict[str, Any]:
         "kwh": kwh,
         "energy_source": ", ".join(sources),
         "energy_rounds": sum(one.get("energy_joules") is not None for one in used),
-        "rounds": len(rows),
+        "rounds": len(used),
         "co2e_kg": None if kwh is None or not carbon else kwh * carbon / 1000,
     }
 

@@ -89,7 +89,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
         "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
-        "failures": [*_failures(rows, rounds["rounds"], entries), *_left_out(jobs)],
+        "failures": [*_failures(rows, rounds, entries), *_left_out(jobs)],
         "settings": settings,
         "versions": _versions(rows, own_name),
         "artefacts": _artefacts(archive, history),
@@ -261,9 +261,9 @@ def _similarity(history: Sequence[RoundFile]) -> list[Row]:
     return result
 
 
-def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entry]) -> list[Row]:
-    """What went wrong, with the reason and what was done about it."""
-    attempts = {entry["round"]: entry["attempts"] for entry in rounds}
+def _failures(rows: Sequence[Row], rounds: Row, entries: Sequence[Entry]) -> list[Row]:
+    """What went wrong, with the reason and what was done about it. `rounds`: the summary, `rows` all of its rounds."""
+    attempts = {entry["round"]: entry["attempts"] for entry in rounds["rounds"]}
     found = []
     for row in rows:
         if row["status"] == "late" and row["reason"] == CARRIED:
@@ -277,6 +277,11 @@ def _failures(rows: Sequence[Row], rounds: Sequence[Row], entries: Sequence[Entr
             rest = "the other replicas finished the round"
             found.append(_failure(row["round"], row["facility"], "replica lost", shown(row["note"]), rest))
     noted = {(one["round"], one["facility"]) for one in found}
+    for row in rounds["final_evaluation"]:
+        if row["status"] != "ok":
+            noted.add((row["round"], row["facility"]))
+            done = "the final model was not evaluated on its data"
+            found.append(_failure("final", row["facility"], row["status"], row["reason"], done))
     for entry in entries:
         reason = shown(entry.detail.get("reason", entry.detail.get("text", "")))
         if entry.kind == "refused" and (entry.round, entry.facility) not in noted:
@@ -312,7 +317,7 @@ def _used_later(row: Row, rows: Sequence[Row]) -> str:
     return "its update was not averaged, or not yet"
 
 
-def _failure(number: int | None, facility: str, status: str, reason: str, done: str) -> Row:
+def _failure(number: int | str | None, facility: str, status: str, reason: str, done: str) -> Row:
     return {"round": number, "facility": facility, "status": status, "reason": reason, "done": done}
 
 

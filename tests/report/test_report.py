@@ -345,6 +345,22 @@ def test_a_short_final_evaluation_is_drawn_as_what_it_reports(tmp_path: Path):
     ]
 
 
+def test_who_did_not_evaluate_the_final_model_missed_no_round_beyond_the_last(tmp_path: Path):
+    """It was told as round 1 of one round, "asked for again, or not complete"; and no counter was looked for there."""
+    archive = made_archive(tmp_path / "a", facilities=1, rounds=1)
+    journal = Journal(archive.path)
+    last = max(one.time for one in journal.read())
+    journal.append("refused", time=last + 1, facility="facility-00", round=1, reason="no disk")
+    row = FacilityRow(round=1, facility="facility-00", status="failed", reason="no disk")
+    note = {"after_round": 0, "global_loss": None, "global_loss_over": [], "facilities": [dataclasses.asdict(row)]}
+    (archive.path / "evaluation.json").write_text(json.dumps(note))
+    data = data_of(archive)
+    (told,) = (one for one in data["failures"] if one["reason"] == "no disk")
+    assert (told["round"], told["done"]) == ("final", "the final model was not evaluated on its data")
+    assert data["cost"]["facilities"]["facility-00"]["rounds"] == 1, "that of the round; the other reported nothing"
+    assert "<td>final</td>" in page(data) and "| final | facility-00 |" in markdown(data)
+
+
 def test_versions_that_a_facility_tells_are_versions(tmp_path: Path):
     archive = made_archive(tmp_path / "a", facilities=1, rounds=1)
     path = archive.round_directory(0) / "round.json"
