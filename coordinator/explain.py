@@ -52,17 +52,13 @@ def _key_or_facility(word: str, file: Path | None) -> str:
         raise InputError(f"{unknown}; the federation's facilities are not known: {error}") from None
     if not _has_or_had(federation, word):
         hint = f"; `crossfed explain round {word}` tells of a round" if word.isdecimal() else ""
-        raise InputError(f"{unknown}; the facilities are {', '.join(_names(federation))}{hint}") from None
+        raise InputError(f"{unknown}; the facilities are {', '.join(federation.names)}{hint}") from None
     return _explained(federation, word)
-
-
-def _names(federation: Federation) -> list[str]:
-    return [one.name for one in federation.facilities]
 
 
 def _has_or_had(federation: Federation, name: str) -> bool:
     """Whether a facility of that name is in federation.yml, or in a round of the archive."""
-    if name in _names(federation):
+    if name in federation.names:
         return True
     return any(row.facility == name for entry in Archive(federation.archive_path).history() for row in entry.facilities)
 
@@ -70,7 +66,7 @@ def _has_or_had(federation: Federation, name: str) -> bool:
 def _explained(federation: Federation, name: str) -> str:
     """A facility's standing, and how many steps its jobs take where those are not `training.steps`."""
     text = explain_facility(federation, name)
-    if name not in _names(federation):
+    if name not in federation.names:
         return f"{text}\n  It has left: federation.yml has no facility of this name any more."
     if not federation.elastic:
         return text
@@ -82,5 +78,5 @@ def _explained(federation: Federation, name: str) -> str:
 def _facility(federation: Federation, name: str) -> str:
     """A facility's standing. Raises `InputError` where the federation has none of that name, and had none."""
     if not _has_or_had(federation, name):
-        raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(_names(federation))}")
+        raise InputError(f"there is no facility {name!r}; the facilities are {', '.join(federation.names)}")
     return _explained(federation, name)

@@ -64,9 +64,7 @@ def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) ->
     Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError`
     for those that failed, at the end.
     """
-    names = [facility.name for facility in federation.facilities]
-    if unknown := [name for name in only if name not in names]:
-        raise InputError(f"--facility is {unknown[0]!r}; the facilities are {', '.join(names)}")
+    federation.check_named("--facility", only)
     model = federation.path(federation.model)
     if tokenizer_digest(model) is None:
         raise InputError(f"{model} has no tokenizer; `crossfed model` keeps the one that comes with a model")

@@ -44,7 +44,8 @@ def run(
     ] = False,
 ) -> None:
     """Run preflight checks, render, call `streamflow run`, show rounds and steps; rerun to resume after any stop."""
-    from coordinator.config.federation import check_paths, read_federation
+    from coordinator.config.federation import read_federation
+    from coordinator.config.local_paths import check_paths
     from coordinator.engine.run import run_federation
     from coordinator.preflight.coordinator import failing_here
     from coordinator.preflight.last_check import still_failing
@@ -73,7 +74,8 @@ def render(
 
     The CWL is beside `workflow/`, elsewhere beside federation.yml.
     """
-    from coordinator.config.federation import check_paths, read_federation
+    from coordinator.config.federation import read_federation
+    from coordinator.config.local_paths import check_paths
     from coordinator.engine.render import stale
     from coordinator.engine.run import render_alone
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any
@@ -170,6 +170,21 @@ class Federation(FederationFile):
     """How long a job may wait in a queue; 0: no limit."""
 
     @property
+    def names(self) -> list[str]:
+        """The facilities' names, in the order of the file."""
+        return [one.name for one in self.facilities]
+
+    @property
+    def training_of(self) -> dict[str, TrainingSettings]:
+        """What each facility trains, by its name."""
+        return {one.name: one.training for one in self.facilities}
+
+    def check_named(self, option: str, given: Iterable[str]) -> None:
+        """Raise `ConfigurationError` where an option is given for a facility that the federation does not have."""
+        if unknown := sorted({*given} - {*self.names}):
+            raise ConfigurationError(f"{option} names {unknown[0]!r}; the facilities are {', '.join(self.names)}")
+
+    @property
     def ahead(self) -> Mapping[str, AheadSettings]:
         """By facility, how its jobs are submitted ahead; facilities that do not are absent."""
         return ahead_of(self.submit_ahead, [(one.name, one.deployment, one.submit_ahead) for one in self.facilities])
@@ -238,8 +253,8 @@ def _build(lined: Lined) -> Federation:
         longest_queue_hours=LONGEST_QUEUE_HOURS if closing is None else closing.longest_queue_hours,
         **keys,
     )
-    check_rounds({one.name: one.training for one in federation.facilities}, federation.rounds)
-    sending = sending_of(federation.sending, data.get("sending") or {}, [one.training for one in federation.facilities])
+    check_rounds(federation.training_of, federation.rounds)
+    sending = sending_of(federation.sending, data.get("sending") or {}, [*federation.training_of.values()])
     federation = dataclasses.replace(federation, sending=sending)
     federation = _chosen(federation, data.get("aggregation") or {}, [entry["training"] for entry in data["facilities"]])
     _check_together(federation, lined, data.get("privacy"))
@@ -250,7 +265,7 @@ def _check_together(federation: Federation, lined: Lined, privacy: Any) -> None:
     """Raise `ConfigurationError`, with the key, for settings that exclude each other; `privacy`: as it is written."""
     others = any(not federation.trainer_of(one).built_in for one in federation.facilities)
     check_comparison(federation.evaluation, federation, other_trainers=others, even=federation.even is not None)
-    described = {one.name: one.training for one in federation.facilities}
+    described = federation.training_of
     check_adapters(federation.aggregation, described)
     check_evaluates(federation.evaluation, described)
     check_drift(federation.aggregation, described, masked=bool(federation.masks))
@@ -260,7 +275,7 @@ def _check_together(federation: Federation, lined: Lined, privacy: Any) -> None:
         check_privacy(
             federation.privacy,
             federation.aggregation,
-            training={one.name: one.training for one in federation.facilities},
+            training=described,
             peer_signers={
                 one.name: one.peer_signers or federation.privacy.peer_signers for one in federation.facilities
             },
@@ -366,34 +381,3 @@ def _merged(entry: Any, defaults: dict[str, Any]) -> Any:
     if own is None or isinstance(own, dict):
         entry["training"] = defaults | (own or {})
     return entry
-
-
-def check_paths(federation: Federation) -> None:
-    """Raise `ConfigurationError` when a path on this machine that a run needs is not there."""
-    lined = Lined(federation.file)
-    model = federation.path(federation.model)
-    if not (model / "config.json").is_file():
-        raise lined.error(
-            f"model {federation.model!r} is {model}, which holds no config.json; expected a Hugging Face checkpoint "
-            "(`make demo` makes the demo's, `coordinator/setup.sh` fetches or converts one)",
-            "model",
-        )
-    for number, facility in enumerate(federation.facilities):
-        training = facility.training
-        for key, path in (
-            ("layout.plan", training.layout.plan),
-            ("lora.base", training.lora.base),
-            ("sync.emulation.trace", training.sync.emulation.trace),
-        ):
-            if facility.deployment.type == "local" and path and not federation.path(path).exists():
-                where = f"facilities[{number}].training.{key}"
-                raise lined.error(
-                    f"training.{key} of facility {facility.name!r} is {federation.path(path)}, which does not exist",
-                    where if where in lined.lines else f"training.{key}",
-                )
-        if facility.deployment.type == "local" and not federation.path(facility.dataset).is_dir():
-            raise lined.error(
-                f"dataset of facility {facility.name!r} is {federation.path(facility.dataset)}, which is not a "
-                "directory; expected the output of `python -m facility.prepare`",
-                f"facilities[{number}].dataset",
-            )

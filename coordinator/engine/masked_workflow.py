@@ -46,12 +46,12 @@ def masking_settings(federation: Federation, facility: Facility) -> MaskingSetti
         bits=privacy.bits,
         threshold=privacy.threshold_of(len(federation.facilities)),
         minimum_sum=privacy.least_sum_of(len(federation.facilities)),
-        facilities=sorted(one.name for one in federation.facilities),
+        facilities=sorted(federation.names),
         weights=aggregation.weights,
         maximum_share=aggregation.maximum_share,
         clip_norm=privacy.clip_norm,
         peer_signers=facility.peer_signers or privacy.peer_signers,
-        moments=masked_moments([one.training for one in federation.facilities]),
+        moments=masked_moments([*federation.training_of.values()]),
     )
 
 

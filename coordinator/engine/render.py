@@ -51,7 +51,7 @@ from facility.exchange.messages.template_inheritance import find_template
 def render(federation: Federation) -> dict[str, str]:
     """Text of every rendered file, by path relative to the folder above federation.yml's own."""
     here, cwl = federation.file.parent.name, _folder_of_cwl(federation)
-    names = [facility.name for facility in federation.facilities]
+    names = federation.names
     files = {
         f"{here}/streamflow.yml": _yaml(streamflow(federation)),
         f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
@@ -104,12 +104,12 @@ def replaced(federation: Federation, rendered: Iterable[str]) -> list[Path]:
 
 def _remove_gone(federation: Federation) -> list[Path]:
     """Remove what was rendered for facilities that are gone; returns that. Files of the person's own stay."""
-    here, names = federation.file.parent, {one.name for one in federation.facilities}
+    here, names = federation.file.parent, federation.names
     gone = [
         path for path in sorted((here / "facilities").glob("*.json")) if path.stem not in names and of_facility(path)
     ]
     gone += [here / "jobs" / f"{path.stem}{suffix}" for path in tuple(gone) for suffix in (".sh", LOGIN_SUFFIX)]
-    gone += [] if federation.masks else [here / "jobs" / f"{name}{LOGIN_SUFFIX}" for name in sorted(names)]
+    gone += [] if federation.masks else [here / "jobs" / f"{name}{LOGIN_SUFFIX}" for name in names]
     jobs = {f"{name}.sh" for name in names}  # of a facility `a-login` beside `a`, too
     found = [path for path in gone if path.is_file() and path.name not in jobs]
     for path in found:
@@ -152,15 +152,13 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     """The content of coordinator.json: what the steps at the coordinator are told of a federation."""
     settings = CoordinatorSettings(
         federation=federation.name,
-        facilities=[facility.name for facility in federation.facilities],
+        facilities=federation.names,
         sequences={facility.name: _sequences(federation, facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
         seed=federation.seed if carries(federation.closing) and federation.facilities[0].training.lora.rank else 0,
         chosen=federation.chosen,
-        largest_step=largest_step({one.name: one.training for one in federation.facilities})
-        if federation.masks
-        else 0.0,
-        masked_moments=masked_moments([one.training for one in federation.facilities]) if federation.masks else None,
+        largest_step=largest_step(federation.training_of) if federation.masks else 0.0,
+        masked_moments=masked_moments([*federation.training_of.values()]) if federation.masks else None,
         closing=federation.closing,
         limits=federation.limits,
         even=federation.even,
@@ -168,8 +166,8 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         ahead=dict(federation.ahead),
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
         described=described(federation),
-        evaluation=federation.evaluation.for_coordinator([facility.name for facility in federation.facilities]),
-        asked_tasks=federation.evaluation.asked([facility.name for facility in federation.facilities]),
+        evaluation=federation.evaluation.for_coordinator(federation.names),
+        asked_tasks=federation.evaluation.asked(federation.names),
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
         **{key.name: getattr(federation, key.name) for key in dataclasses.fields(RoundSettings)},
     )

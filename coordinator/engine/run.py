@@ -29,7 +29,8 @@ from coordinator.archive.summary import shown_perplexity, summary
 from coordinator.certificates import certificates_watched
 from coordinator.config.deployments import job_template
 from coordinator.config.described import described
-from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.config.federation import Federation, read_federation
+from coordinator.config.local_paths import check_paths
 from coordinator.engine.console_log import ConsoleHandler, lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
@@ -90,7 +91,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
             f"federation [bold]{federation.name}[/bold]: {facilities}, {number_of(federation.rounds, 'round')}"
             f"{going_on(federation.rounds, done)}; StreamFlow's log is {escape(str(log))}"
         )
-        names = [facility.name for facility in federation.facilities]
+        names = federation.names
         history = History(archive)
         progress = Progress(names, federation.rounds, done=done, unit=lambda: history.words().live_unit)
         with run_place(federation.workdir_path) as place, log_file(log) as sink:

@@ -41,9 +41,7 @@ class Trained:
 
 def trained_at(federation: Federation, name: str, profile: Mapping[str, Any]) -> Trained:
     """What the facility of that name trains, in sequences as the profile measured them. Raises `ConfigurationError`."""
-    facilities = {one.name: one for one in federation.facilities}
-    if name not in facilities:
-        raise ConfigurationError(f"--facility is {name!r}; the facilities are {', '.join(facilities)}")
+    federation.check_named("--facility", [name])
     measured = profile.get("profile")
     tokens = measured.get("tokens") if isinstance(measured, dict) else profile.get("sample_tokens")
     if type(tokens) is not int or tokens < 1:
@@ -55,7 +53,7 @@ def trained_at(federation: Federation, name: str, profile: Mapping[str, Any]) ->
     gpus = isinstance(devices, list) and any(
         ":cuda" in str(one.get("id", "")) for one in devices if isinstance(one, dict)
     )
-    training = facilities[name].training
+    training = federation.training_of[name]
     return Trained(
         model=model_of(federation.path(federation.model)),
         training=training,

@@ -21,12 +21,10 @@ from facility.exchange.errors import ConfigurationError
 
 def paces_of(federation: Federation, queues: Mapping[str, float]) -> list[FacilityPace]:
     """How fast every facility was. Raises `ConfigurationError` where the archive holds no sound round of one."""
-    names = [facility.name for facility in federation.facilities]
-    if unknown := sorted(set(queues) - set(names)):
-        raise ConfigurationError(f"--queue names {unknown[0]!r}; the facilities are {', '.join(names)}")
+    federation.check_named("--queue", queues)
     rows = [row for closed in Archive(federation.archive_path).history() for row in closed.facilities]
     found = []
-    for name in names:
+    for name in federation.names:
         if not (latest := sound_rows(rows, name)):
             raise ConfigurationError(
                 f"the archive {federation.archive_path} holds no sound round of facility {name!r}, "

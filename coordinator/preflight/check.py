@@ -280,7 +280,7 @@ def disk_of(federation: Federation, facility: Facility, model: ModelFigures) -> 
 
 def changed_by_all(federation: Federation, model: ModelFigures) -> int:
     """Values of the model that a round changes."""
-    trainings = [one.training for one in federation.facilities]
+    trainings = [*federation.training_of.values()]
     return model.changed(*trainings, federated=federation.aggregation.federated)
 
 

@@ -171,7 +171,7 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
     archive, work = _existing(federation.archive_path), _existing(federation.workdir_path)
     need = coordinator_disk(
         model,
-        {facility.name: facility.training for facility in federation.facilities},
+        federation.training_of,
         rule=federation.aggregation.rule,
         rounds=federation.rounds,
         keep_rounds=federation.keep_rounds,

@@ -31,7 +31,7 @@ def check_tasks(federation: Federation, name: str, answer: dict[str, Any]) -> li
 def check_own_evaluators(federation: Federation) -> list[Row]:
     """Rows of the coordinator on the trackers that it feeds and on tasks that it evaluates itself."""
     rows = []
-    own = federation.evaluation.for_coordinator([one.name for one in federation.facilities])
+    own = federation.evaluation.for_coordinator(federation.names)
     if own is not None and importlib.util.find_spec(EVALUATOR) is None:
         found = "evaluation.facility is coordinator, and there is no lm-eval here: there would be no scores"
         rows.append(warning(ME, TASKS, found, "pip install lm-eval in the coordinator's environment"))

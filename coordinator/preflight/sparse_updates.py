@@ -16,7 +16,7 @@ HARMLESS = 1
 
 def check_sparse_updates(federation: Federation) -> list[Row]:
     """One row where all updates are sparse: what was measured in the longest federation that is no longer than this."""
-    if not are_sparse([one.training for one in federation.facilities]):
+    if not are_sparse([*federation.training_of.values()]):
         return []
     rounds, percent = max((pair for pair in MEASURED if pair[0] <= federation.rounds), default=MEASURED[0])
     found = f"perplexity was {percent} % above that of whole updates after {rounds} rounds of 10 steps (small models)"

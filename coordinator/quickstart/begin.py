@@ -85,7 +85,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
     if file.exists():
         log.info("%s exists: going on with it; what it says holds, whatever the command says of the same", file)
         federation = read_federation(file)
-        check_names(request, [one.name for one in federation.facilities], f"; they are those of {file}: edit it")
+        check_names(request, federation.names, f"; they are those of {file}: edit it")
         for facility in federation.facilities:
             if _is_dataset(federation, facility, texts.get(facility.name, "")):
                 texts[facility.name] = ""

@@ -23,7 +23,6 @@ from coordinator.rounds.participation import participation
 from coordinator.simulation import described
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.steps.elastic import Elastic, Ends, common_end, ends_ahead, loads_of
-from facility.exchange.errors import ConfigurationError
 
 ROUNDS = 400
 """That are simulated."""
@@ -130,10 +129,9 @@ def outlook(
     `queues`: seconds that a facility's jobs are to wait in place of those seen. Raises `ConfigurationError` where it
     names no facility.
     """
-    even, names = federation.even, [one.name for one in federation.facilities]
+    even = federation.even
     assert even is not None
-    if unknown := sorted(set(queues or {}) - set(names)):
-        raise ConfigurationError(f"--queue names {unknown[0]!r}; the facilities are {', '.join(names)}")
+    federation.check_named("--queue", queues or {})
     history = Archive(federation.archive_path).history() if history is None else history
     entries = Journal(federation.archive_path).read() if entries is None else entries
     nominal = {one.name: one.training.steps for one in federation.facilities}
@@ -143,7 +141,7 @@ def outlook(
     rows = [row for entry in history for row in entry.facilities]
     steps = {} if ends is None else _expected(ends)
     shares = {}
-    for name in names:
+    for name in federation.names:
         least, most = even.bounds(nominal[name])
         timed = _timed(ends.facilities[name], ends.seconds, steps[name], rows, name) if name in steps and ends else None
         shares[name] = Share(nominal=nominal[name], least=least, most=most, timed=timed)

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.closing import ClosingSettings
-from coordinator.config.federation import Federation, check_paths, read_federation
+from coordinator.config.federation import Federation, read_federation
+from coordinator.config.local_paths import check_paths
 from coordinator.config.options import check_options
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import read_facility_settings

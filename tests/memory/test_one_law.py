@@ -316,7 +316,7 @@ def test_too_little_memory_for_the_whole_model_may_do_for_adapters_on_4_bits(
     ("change", "words", "why"),
     [
         ({}, ["--federation"], "go together"),
-        ({}, ["--federation", "--facility", "nowhere"], "--facility is 'nowhere'; the facilities are full"),
+        ({}, ["--federation", "--facility", "nowhere"], "--facility names 'nowhere'; the facilities are full"),
         ({"profile": {}}, ["--federation", "--facility", "full"], "neither profile.tokens nor sample_tokens"),
         ({"units": []}, ["--federation", "--facility", "full"], "no units"),
     ],

@@ -233,7 +233,7 @@ def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: 
     (tmp_path / "text").write_text("a small text\n")
     make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
     file = tmp_path / "workflow" / "federation.yml"
-    with pytest.raises(InputError, match="--facility is 'fra'; the facilities are here, far"):
+    with pytest.raises(InputError, match="--facility names 'fra'; the facilities are here, far"):
         next(share(read_federation(file), weights=False, only=["here", "fra"]))
     head, _, _ = FEDERATION.partition("  - name: far")
     access = (
