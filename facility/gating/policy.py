@@ -67,7 +67,7 @@ class Policy:
     nodes: int = 1
     """Nodes of one job."""
     hours: float = 2.0
-    """Time limit of one job."""
+    """Time limit of one job, a second or more: a limit of 0 is none to a scheduler, and counts no node-hours."""
     node_hours_per_day: float = 24.0
     """Most node-hours of jobs submitted within 24 hours; a job counts with its limit, or until its end."""
     ahead_seconds: float = 0.0
@@ -316,8 +316,13 @@ def _exponent(reader: _Reader, name: str, node: yaml.Node) -> float:
     return found
 
 
-def _above_zero(reader: _Reader, name: str, node: yaml.Node) -> float:
+def _from_zero(reader: _Reader, name: str, node: yaml.Node) -> float:
     return float(reader.number(name, node, (int, float), 0.0, "a number, at least 0"))
+
+
+def _hours(reader: _Reader, name: str, node: yaml.Node) -> float:
+    expected = "a number of hours, a second (0.0003) or more: 0 is no limit to a scheduler"
+    return float(reader.number(name, node, (int, float), 1 / 3600, expected))
 
 
 def _whole(least: int) -> Callable[[_Reader, str, yaml.Node], Any]:
@@ -339,9 +344,9 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "template": lambda reader, name, node: reader.text(name, node, None, "a template's name or path"),
     "fill": lambda reader, name, node: reader.words(name, node),
     "nodes": _whole(1),
-    "hours": _above_zero,
-    "node_hours_per_day": _above_zero,
-    "ahead_seconds": _above_zero,
+    "hours": _hours,
+    "node_hours_per_day": _from_zero,
+    "ahead_seconds": _from_zero,
     "bytes_out_per_day": _whole(0),
     "bytes_in_per_day": _whole(0),
     "log_bytes_per_day": _whole(1),
@@ -354,10 +359,10 @@ READ: dict[str, Callable[[_Reader, str, yaml.Node], Any]] = {
     "peer_signers": _path,
     "minimum_sum": _whole(0),
     "login_commands_per_day": _whole(0),
-    "epsilon": _above_zero,
+    "epsilon": _from_zero,
     "delta": _exponent,
     "unit": lambda reader, name, node: reader.one_of(name, node, ("document", "block")),
-    "dataset_epsilon": _above_zero,
+    "dataset_epsilon": _from_zero,
     "files": _texts(None, "paths"),
     "task_directories": _texts(None, "paths"),
     "trackers": _texts(NAME, "trackers' names"),

@@ -601,6 +601,8 @@ BAD_POLICIES = {
     "facility: 7": (1, "expected a facility's name"),
     "facility: alpha\nhours: soon": (2, "expected a number"),
     "facility: alpha\nhours: .inf": (2, "expected a number"),
+    "facility: alpha\nhours: 0": (2, "expected a number of hours, a second"),  # of no limit, and of no node-hours
+    "facility: alpha\nhours: 0.0001": (2, "expected a number of hours, a second"),
     "facility: alpha\nkeys:\n  - SHA256:short": (3, "fingerprints"),
     "facility: alpha\nworkdir: ../x": (2, "absolute path"),
     "facility: alpha\nencodings: [../zip]": (2, "codecs' names"),
