@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -222,7 +223,8 @@ def cancel(session: Session, request: Request) -> int:
     name, waiting = our_name(session, request["name"]), request.verb == "cancel-waiting"
     if session.policy.scheduler == "ssh":
         for pid in [] if waiting else processes(name):
-            os.kill(pid, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it ended with one before it
+                os.kill(pid, signal.SIGTERM)
         return 0
     commands = table(session)
     code, ids, text = ids_of(session, commands.waiting if waiting else commands.active, name)

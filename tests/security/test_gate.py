@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import tarfile
@@ -531,6 +532,23 @@ def test_only_our_jobs_are_asked_about_and_cancelled(site: Gate):
     assert site.ask("crossfed-gate states 17")[0] == 0
     assert site.calls[-1][0] == ["squeue", "-h", "-t", "all", "-o", "%i %T", "-j", "17"]
     assert site.ask("crossfed-gate cancel-ids 17")[0] == 0 and site.calls[-1][0] == ["scancel", "17"]
+
+
+def test_a_job_of_a_host_is_ended_whole_where_one_process_takes_another_with_it(
+    site: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    """One that was gone by then ended the request: what came after it in the list trained on, as nobody's."""
+    site.policy(scheduler="ssh")
+    name = "crossfed-heron-alpha"
+    gone, goes_on = (subprocess.Popen(["sleep", "60"], env=os.environ | {queue.MARK: name}) for _ in range(2))
+    try:
+        gone.kill()
+        gone.wait()
+        monkeypatch.setattr(queue, "processes", lambda _: [gone.pid, goes_on.pid])
+        assert site.ask(f"crossfed-gate cancel {name}")[0] == 0
+        assert goes_on.wait(timeout=10) == -signal.SIGTERM
+    finally:
+        goes_on.kill()
 
 
 def test_a_run_begins_with_a_listed_model_and_goes_on(site: Gate):
