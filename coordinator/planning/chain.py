@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 from facility.exchange.errors import InputError
 
 TOLERANCE = 1e-12

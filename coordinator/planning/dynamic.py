@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.planning.even import even_spans
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 
 
 def plan_dynamic(problem: ChainProblem, *, sweeps: int = 1000) -> Assignment:

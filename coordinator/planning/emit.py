@@ -13,7 +13,9 @@ import numpy as np
 
 from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.planning.placement.place import Placement
-from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem
+from coordinator.problem.chain import ChainProblem
+from coordinator.problem.placement import PlacementProblem
+from coordinator.problem.problem import Problem
 from coordinator.simulation.pipelines.iteration import memory_of
 from coordinator.simulation.pipelines.plans import layout_of, simulate
 from facility.exchange.messages.plan import DeviceLoad, Plan, Sync

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from coordinator.planning.chain import Assignment, Chain, Infeasible
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 
 
 def even_spans(units: int, devices: int) -> list[tuple[int, int, int]]:

@@ -19,7 +19,9 @@ from coordinator.planning.joint.plan import plan_joint
 from coordinator.planning.placement.place import plan_place
 from coordinator.planning.replan import replan
 from coordinator.planning.stop import Stop
-from coordinator.problem.problem import ChainProblem, PlacementProblem, Problem, chain_of, placement_of
+from coordinator.problem.chain import ChainProblem, chain_of
+from coordinator.problem.placement import PlacementProblem, placement_of
+from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan

@@ -27,6 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
+from coordinator.problem.required import require, require_finite
 from coordinator.problem.runtime import Runtime
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
@@ -38,16 +39,6 @@ FORMAT = 1
 
 OBJECTIVES = ("iteration_seconds", "tokens_per_second", "device_hours")
 Matrix = tuple[tuple[float, ...], ...]
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ConfigurationError(message)
-
-
-def _finite(**values: float) -> None:
-    for name, value in values.items():
-        _require(math.isfinite(value) and value >= 0, f"{name} is {value}, expected a finite number, 0 or more")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,16 +60,16 @@ class Device:
 
     def __post_init__(self) -> None:
         for name, value in {"slowdown": self.slowdown, **self.slowdown_by_kind}.items():
-            _require(
+            require(
                 math.isfinite(value) and value > 0,
                 f"slowdown ({name}) of device {self.id!r} is {value}, expected more than 0",
             )
-        _require(
+        require(
             math.isfinite(self.price) and self.price > 0,
             f"price of device {self.id!r} is {self.price}, expected more than 0",
         )
         if self.memory_bytes is not None:
-            _require(
+            require(
                 math.isfinite(self.memory_bytes) and self.memory_bytes > 0,
                 f"memory of device {self.id!r} is {self.memory_bytes} bytes, expected more than 0; "
                 "free the device or leave it out",
@@ -100,7 +91,7 @@ class SharedLink:
 
     def __post_init__(self) -> None:
         value = self.bandwidth_bytes_per_second
-        _require(math.isfinite(value) and value > 0, f"shared link {self.name!r} has bandwidth {value}, expected > 0")
+        require(math.isfinite(value) and value > 0, f"shared link {self.name!r} has bandwidth {value}, expected > 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +108,7 @@ class Links:
         for name in ("latency_seconds", "bandwidth_bytes_per_second"):
             rows = getattr(self, name)
             widths = sorted({len(row) for row in rows})
-            _require(
+            require(
                 len(rows) == count and widths == [count],
                 f"links.{name} is {len(rows)} rows of {widths}, expected {count} x {count} (one row a device)",
             )
@@ -142,7 +133,7 @@ class Links:
             )
         for group in self.shared:
             for device in (*group.sources, *group.destinations):
-                _require(
+                require(
                     0 <= device < count, f"shared link {group.name!r} names device {device}; there are 0..{count - 1}"
                 )
 
@@ -172,7 +163,7 @@ class Unit:
     """The optimizer's step on the reference device."""
 
     def __post_init__(self) -> None:
-        _finite(**{f"{self.kind}.{k}": v for k, v in vars(self).items() if k != "kind"})
+        require_finite(**{f"{self.kind}.{k}": v for k, v in vars(self).items() if k != "kind"})
 
 
 @validated(frozen=True, kw_only=True)
@@ -213,25 +204,25 @@ class Problem:
     stalls: Emulation = field(default_factory=Emulation)
     """What devices lose at random before a forward or backward (only `policies` are judged by it)."""
     objective: str = "iteration_seconds"
-    """What is to be least: see `objective.OBJECTIVES`."""
+    """What is to be least: one of `OBJECTIVES` (`coordinator.problem.objective`)."""
     sample_tokens: int = 0
     """Length of a sample, tokens; 0: unknown (only the objective tokens_per_second needs it)."""
     name: str = ""
     format: int = FORMAT
 
     def __post_init__(self) -> None:
-        _require(bool(self.devices), "the problem has no devices")
-        _require(bool(self.units), "the problem has no units (layers)")
+        require(bool(self.devices), "the problem has no devices")
+        require(bool(self.units), "the problem has no units (layers)")
         ids = [device.id for device in self.devices]
         if len(set(ids)) < len(ids):
             twice = next(i for i in ids if ids.count(i) > 1)
             raise ConfigurationError(f"two devices are called {twice!r}; ids must be unique")
         self.links.check(self.devices)
-        _require(self.batch_samples >= 1, f"batch_samples is {self.batch_samples}, expected 1 or more")
-        _require(self.local_steps >= 1, f"local_steps is {self.local_steps}, expected 1 or more")
+        require(self.batch_samples >= 1, f"batch_samples is {self.batch_samples}, expected 1 or more")
+        require(self.local_steps >= 1, f"local_steps is {self.local_steps}, expected 1 or more")
         for name in ("micro_batch_samples", "stages", "replicas"):
-            _require(all(v >= 1 for v in getattr(self, name)), f"{name} holds a number below 1")
-        _require(bool(self.micro_batch_samples), "micro_batch_samples is empty, expected at least one size")
+            require(all(v >= 1 for v in getattr(self, name)), f"{name} holds a number below 1")
+        require(bool(self.micro_batch_samples), "micro_batch_samples is empty, expected at least one size")
         planned = [name for name, policy in POLICIES.built_in.items() if policy.planned]
         for name, known in (
             ("schedules", tuple(SCHEDULES.built_in)),
@@ -239,27 +230,27 @@ class Problem:
             ("policies", tuple(planned)),
         ):
             for value in getattr(self, name):
-                _require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
-            _require(
+                require(value in known, f"{name} holds {value!r}, expected some of {', '.join(known)}")
+            require(
                 name == "policies" or bool(getattr(self, name)), f"{name} is empty, expected some of {', '.join(known)}"
             )
-        _require(
+        require(
             self.objective in OBJECTIVES, f"objective is {self.objective!r}, expected one of {', '.join(OBJECTIVES)}"
         )
-        _require(self.sample_tokens >= 0, f"sample_tokens is {self.sample_tokens}, expected 0 or more")
-        _require(
+        require(self.sample_tokens >= 0, f"sample_tokens is {self.sample_tokens}, expected 0 or more")
+        require(
             self.objective != "tokens_per_second" or self.sample_tokens > 0,
             "the objective tokens_per_second needs sample_tokens (the length of a sample)",
         )
         for codec in self.codecs:
-            _require(0 < codec.ratio <= 1, f"codec {codec.name!r} has ratio {codec.ratio}, expected in (0, 1]")
+            require(0 < codec.ratio <= 1, f"codec {codec.name!r} has ratio {codec.ratio}, expected in (0, 1]")
 
     @property
     def whole_sizes(self) -> tuple[int, ...]:
         """The allowed micro-batch sizes that divide the batch. Raises `ConfigurationError` where none does."""
         sizes = tuple(size for size in self.micro_batch_samples if self.batch_samples % size == 0)
         what = f"batch_samples {self.batch_samples} is not a multiple of any allowed micro_batch_samples"
-        _require(bool(sizes), f"{what} {list(self.micro_batch_samples)}; change one of them")
+        require(bool(sizes), f"{what} {list(self.micro_batch_samples)}; change one of them")
         return sizes
 
     @cached_property
@@ -305,95 +296,3 @@ class Problem:
             gathered[name] = np.array([getattr(unit, name) for unit in self.units], dtype=float)
             gathered[name].setflags(write=False)
         return gathered[name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChainProblem:
-    """Layers to devices only: contiguous spans, memory limits, no network (Sky Computing's problem)."""
-
-    seconds: Matrix
-    """[device][unit], in the problem's own unit of time."""
-    unit_bytes: tuple[float, ...]
-    memory_bytes: tuple[float, ...]
-    """By device; infinite: not limited."""
-    unit_names: tuple[str, ...] = ()
-    device_ids: tuple[str, ...] = ()
-    time_unit: str = "seconds"
-
-    def __post_init__(self) -> None:
-        devices, units = len(self.seconds), len(self.unit_bytes)
-        _require(devices > 0 and units > 0, "the problem has no devices or no units")
-        _require(
-            all(len(row) == units for row in self.seconds) and len(self.memory_bytes) == devices,
-            f"seconds must be {devices} x {units} and memory {devices} long",
-        )
-        array = np.array(self.seconds)
-        _require(bool(np.isfinite(array).all() and (array >= 0).all()), "seconds holds a negative or non-finite number")
-        sizes = np.array(self.unit_bytes)
-        _require(bool(np.isfinite(sizes).all() and (sizes >= 0).all()), "a unit's memory is negative or not finite")
-        for device, value in enumerate(self.memory_bytes):
-            _require(value > 0, f"memory of device {self.id_of(device)} is {value}, expected more than 0")
-
-    def id_of(self, device: int) -> str:
-        return repr(self.device_ids[device]) if self.device_ids else str(device)
-
-    def name_of(self, unit: int) -> str:
-        return f"unit {unit}" + (f" ({self.unit_names[unit]})" if self.unit_names else "")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementProblem:
-    """A grid of equal stages on an unequal network only (DT-FM's problem, arXiv 2206.01288)."""
-
-    latency_seconds: Matrix
-    bandwidth_bytes_per_second: Matrix
-    stages: int
-    replicas: int
-    gradient_bytes: float
-    """Of one stage, as the published cost reads it."""
-    activation_bytes: float
-    """Across one boundary and iteration of one pipeline."""
-    device_ids: tuple[str, ...] = ()
-    best_known_cost: float | None = None
-
-    def __post_init__(self) -> None:
-        count = len(self.latency_seconds)
-        _require(self.stages >= 1 and self.replicas >= 1, "stages and replicas must be 1 or more")
-        _require(
-            self.stages * self.replicas == count,
-            f"{self.stages} stages x {self.replicas} replicas need {self.stages * self.replicas} devices, "
-            f"found {count}",
-        )
-        _finite(gradient_bytes=self.gradient_bytes, activation_bytes=self.activation_bytes)
-        names = self.device_ids or tuple(str(i) for i in range(count))
-        Links(latency_seconds=self.latency_seconds, bandwidth_bytes_per_second=self.bandwidth_bytes_per_second).check(
-            tuple(Device(id=name) for name in names)
-        )
-
-
-def chain_of(problem: Problem) -> ChainProblem:
-    """The layers-to-devices part of a problem: forward plus backward of one micro-batch, one replica, no network."""
-    samples = min(problem.whole_sizes)
-    seconds = problem.forward_seconds(samples) + problem.backward_seconds(samples)
-    return ChainProblem(
-        seconds=tuple(map(tuple, seconds.tolist())),
-        unit_bytes=tuple((problem.per_unit("state_bytes") + samples * problem.per_unit("stored_bytes")).tolist()),
-        memory_bytes=tuple(problem.memory.tolist()),
-        unit_names=tuple(unit.kind for unit in problem.units),
-        device_ids=tuple(device.id for device in problem.devices),
-    )
-
-
-def placement_of(problem: Problem, stages: int, replicas: int) -> PlacementProblem:
-    """The network part of a whole problem: equal stages, whole-batch transfers, identical devices."""
-    samples = problem.batch_samples / replicas
-    cuts = problem.per_unit("activation_bytes")[:-1]
-    return PlacementProblem(
-        latency_seconds=problem.links.latency_seconds,
-        bandwidth_bytes_per_second=problem.links.bandwidth_bytes_per_second,
-        stages=stages,
-        replicas=replicas,
-        gradient_bytes=float(problem.per_unit("parameter_bytes").sum() / stages),
-        activation_bytes=float(samples * np.median(cuts)) if len(cuts) else 0.0,
-        device_ids=tuple(device.id for device in problem.devices),
-    )

@@ -8,18 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.problem.problem import (
-    FORMAT,
-    ChainProblem,
-    Codec,
-    Device,
-    Links,
-    Matrix,
-    PlacementProblem,
-    Problem,
-    SharedLink,
-    Unit,
-)
+from coordinator.problem.chain import ChainProblem
+from coordinator.problem.placement import PlacementProblem
+from coordinator.problem.problem import FORMAT, Codec, Device, Links, Matrix, Problem, SharedLink, Unit
 from coordinator.problem.quantities import RATE, SIZE, TIME, find, numbers
 from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError

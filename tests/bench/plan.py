@@ -32,7 +32,8 @@ from coordinator.planning.placement.cost import costs_of, grid_cost
 from coordinator.planning.placement.place import plan_place
 from coordinator.planning.solve import placed
 from coordinator.planning.stop import Stop
-from coordinator.problem.problem import ChainProblem, PlacementProblem
+from coordinator.problem.chain import ChainProblem
+from coordinator.problem.placement import PlacementProblem
 from coordinator.problem.read import problem_from_json, read_problem
 from tests.planning.cases import BEST_KNOWN, heterogeneous, published
 from tests.reproductions.evolutionary import evolve

@@ -17,7 +17,7 @@ from coordinator.planning.even import even_spans, plan_even
 from coordinator.planning.exact.contiguous import plan_exact_in_order
 from coordinator.planning.exact.free_order import _decide_by_counts, granular_bound, plan_exact
 from coordinator.planning.exact.periodic import decide_periodic, find_period
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 from coordinator.problem.read import read_problem
 from tests.examples import examples
 from tests.planning.cases import published

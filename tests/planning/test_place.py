@@ -20,7 +20,7 @@ from coordinator.planning.placement.cost import (
 )
 from coordinator.planning.placement.place import plan_place
 from coordinator.planning.stop import Stop
-from coordinator.problem.problem import PlacementProblem
+from coordinator.problem.placement import PlacementProblem
 from coordinator.problem.read import problem_from_json
 from tests.cases import slow_but
 from tests.examples import examples

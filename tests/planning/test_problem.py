@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 
-from coordinator.problem.problem import ChainProblem, PlacementProblem, chain_of, placement_of
+from coordinator.problem.chain import ChainProblem, chain_of
+from coordinator.problem.placement import PlacementProblem, placement_of
 from coordinator.problem.read import problem_from_json, read_problem
 from facility.exchange.errors import ConfigurationError
 from tests.planning.cases import BEST_KNOWN, problem, published, whole

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coordinator.planning.chain import TOLERANCE, Assignment, Chain, greedy, shortage
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 
 Spans = list[tuple[int, int, int]]
 

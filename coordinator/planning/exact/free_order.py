@@ -21,7 +21,7 @@ import numpy as np
 from coordinator.planning.chain import TOLERANCE, Assignment, Chain, greedy, shortage
 from coordinator.planning.exact.contiguous import Spans, best_in_order
 from coordinator.planning.exact.periodic import Period, decide_periodic, find_period
-from coordinator.problem.problem import ChainProblem
+from coordinator.problem.chain import ChainProblem
 
 MAXIMUM_STATES = 3_000_000
 Decision = list[int] | bool | None

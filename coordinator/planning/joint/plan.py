@@ -30,8 +30,9 @@ from coordinator.planning.joint.policy import policy_of
 from coordinator.planning.joint.portfolio import run_portfolio
 from coordinator.planning.joint.shapes import shapes_of
 from coordinator.planning.stop import Stop
+from coordinator.problem.chain import chain_of
 from coordinator.problem.objective import stated
-from coordinator.problem.problem import Problem, chain_of
+from coordinator.problem.problem import Problem
 from facility.exchange.messages.plan import Plan
 from facility.exchange.schedules.registry import interleaved
 from facility.exchange.scheduling.policies import POLICIES

@@ -20,7 +20,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from coordinator.problem.problem import PlacementProblem
+from coordinator.problem.placement import PlacementProblem
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from scipy.spatial.distance import squareform
 
 from coordinator.planning.placement.cost import Costs, Matchings, best_order, costs_of, grid_cost, placement_bound
 from coordinator.planning.stop import Stop
-from coordinator.problem.problem import PlacementProblem
+from coordinator.problem.placement import PlacementProblem
 
 Stages = list[tuple[int, ...]]
 PATIENCE = 3
