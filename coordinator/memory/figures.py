@@ -29,6 +29,8 @@ from facility.exchange.messages.settings import TrainingSettings
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 MOST_BYTES = 4
 """Of a value of an update."""
+MASKED_MOMENTS = 2
+"""Bytes of moments under masks, over those of moments that are not masked."""
 EVERYTHING = Patterns()
 IN_A_BLOCK = re.compile(r"\.\d+\.")
 """In the name of a module of a block: the block's number."""
@@ -179,6 +181,12 @@ class ModelFigures:
             return whole
         changed = self.changed(training, federated=federated)
         return self.travelling(whole, training.encoding, training.sparse_density, changed)
+
+    def sent_back(self, training: TrainingSettings, federated: Patterns = EVERYTHING, *, masked_bits: int = 0) -> int:
+        """Bytes of an update on the link, with its moments. `masked_bits`: of a value under masks; 0: it has none."""
+        if masked_bits:
+            return self.averaged(training, federated) * masked_bits // 8 + MASKED_MOMENTS * self.moments(training)
+        return self.returned(training, federated) + self.moments(training)
 
     def travelling(self, full: int, encoding: str, density: float, changed: int | None = None) -> int:
         """Bytes on the link of a checkpoint that takes `full` bytes whole, of whose values so many are `changed`; None:

@@ -13,7 +13,6 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import EVERYTHING, ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
-from coordinator.preflight.disk import MASKED_VALUES
 from coordinator.preflight.remote import Answer, run
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
@@ -107,10 +106,7 @@ def check_link(
     there = model.travelling(model.received(training), sending.encoding, sending.sparse_density, changed)
     walk, moments = model.mean_walk(training), model.moments(training)
     there += walk + moments
-    if masked_bits:
-        back = moments * MASKED_VALUES + model.averaged(training, federated) * masked_bits // 8
-    else:
-        back = moments + model.returned(training, federated)
+    back = model.sent_back(training, federated, masked_bits=masked_bits)
     named = ((walk, "the mean walk"), (moments, "moments"))
     parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
     sent = f"{size(there)} there{f' ({parts})' if parts else ''}"

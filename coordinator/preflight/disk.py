@@ -23,8 +23,6 @@ IN_FLIGHT = "updates on their way"
 """The part of a coordinator's bound that lies in its work directory; the others lie in the archive."""
 MASTER_BYTES = 4
 """Of a parameter in float32."""
-MASKED_VALUES = 2
-"""Bytes of a second moment under masks, over those of one that is not masked."""
 OWN_ROUNDS = 3
 """Rounds of which a facility has its own tensors at once: the one that ends, and two before it."""
 
@@ -90,7 +88,7 @@ def facility_disk(
         with_own_tensors = received + beside + own - model.not_federated(training, federated)
         with_own = max(update + own + moments_sent, returned + residual) - returned - residual
     averaged = model.averaged(training, federated)
-    masked = averaged * masked_bits // 8 + moments_sent if masked_bits else 0
+    masked = model.sent_back(training, federated, masked_bits=masked_bits) if masked_bits else 0
     return Disk(
         parts={
             "models": (2 if sending == "full" else 3) * (received + beside),
@@ -113,12 +111,9 @@ def _received(
     model: ModelFigures, training: TrainingSettings, federated: Patterns, *, decoded: bool, masked_bits: int
 ) -> int:
     """Bytes of a facility's update until it is averaged; the arguments are those of `coordinator_disk`."""
-    if masked_bits:
-        return model.averaged(training, federated) * masked_bits // 8 + MASKED_VALUES * model.moments(training)
-    encoded = training.encoding != "full" and not training.lora.rank
-    message = model.returned(training, federated) if encoded else 0
-    whole = model.written(training, federated) if decoded or not encoded else 0
-    return message + whole + model.moments(training) * (2 if decoded and encoded else 1)
+    came = model.sent_back(training, federated, masked_bits=masked_bits)
+    encoded = training.encoding != "full" and not training.lora.rank and not masked_bits
+    return came + (model.written(training, federated) + model.moments(training) if encoded and decoded else 0)
 
 
 def _compared(

@@ -87,6 +87,9 @@ def test_moments_that_travel_are_with_every_model_and_update_and_are_told_with_t
     one = Facility(name="a", dataset="/d", training=shared)
     row = check_link(one, Deployment(), model, SendingSettings(), masked_bits=16)  # in 8 bytes a value on the way back
     assert "2.61 kB there (560 B of it moments) and 3.17 kB back a round" in row.found, row
+    here = facility_disk(model, shared, masked_bits=16).parts["its masked form"]
+    there = coordinator_disk(model, {"a": shared}, rule="mean", rounds=5, keep_rounds=2, masked_bits=16)
+    assert here == 2 * there.parts[IN_FLIGHT] == 2 * 3168, "what is sent, and what an earlier roster left"
 
 
 def test_the_coordinator_does_not_need_more_for_more_rounds():
