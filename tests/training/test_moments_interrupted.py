@@ -105,3 +105,25 @@ def test_a_paused_round_goes_on_under_another_layout_with_the_same_moments(form:
     assert read_report(tmp_path / "moved" / "out").details["interruptions"] == 2
     assert largest_difference(tmp_path / "quiet" / "out", tmp_path / "moved" / "out") < 1e-5
     same_moments(tmp_path / "quiet" / "out", tmp_path / "moved" / "out", 2e-2)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
+def test_a_pause_keeps_how_many_steps_the_moments_of_each_parameter_have_seen(
+    ranks: int, optimizer: str, tmp_path: Path
+):
+    """A facility that comes later begins with the others' moments and their count of steps, but for those of a layer
+    that they did not train. When it is paused, one count for all would make later gradients weigh less in these."""
+    dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")
+    training = {"optimizer": optimizer, "optimizer_state": "shared", "steps": 4}
+    others = arguments(tmp_path / "first", model, dataset, freeze=["*layers.1*"], **training)
+    rounds_in([("first", others)])
+    received = tmp_path / "received"
+    shutil.copytree(model, received)
+    shutil.copytree(tmp_path / "first/out/second_moments", received / "second_moments")
+    rounds_in([("quiet", arguments(tmp_path / "quiet", received, dataset, 1, **training))], ranks=ranks)
+    stopped = training | {"limits": {"stop_after": 2}}
+    paused = [("paused", arguments(tmp_path / "paused", received, dataset, 1, **stopped))]
+    rounds_in(paused, ranks=ranks, expect=Outcome.CHECKPOINTED)
+    rounds_in([("paused", arguments(tmp_path / "paused", received, dataset, 1, **training))], ranks=ranks)
+    assert largest_difference(tmp_path / "quiet/out", tmp_path / "paused/out") == 0.0

@@ -30,7 +30,7 @@ from facility.training.optimizers.protocol import Optimizer, Shape
 from facility.training.processes.ranks import Ranks, broadcast, together
 from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
-from facility.training.state.step_counts import count_alike, decay_alike
+from facility.training.state.step_counts import COUNT, count_alike, counts_of, decay_alike, fill_counts
 
 FORMAT = 1
 PAUSE_FORMAT = 2
@@ -221,11 +221,9 @@ def load_moments(
 
     `betas`: that the moments were made with (`RoundState.betas`).
     """
-    moments = moments_of(optimizer, parts)
-    load_shards(moments if replica is None else of_replica(replica, moments), open_checkpoint(directory))
-    for part in parts:
-        if "step" in (state := optimizer.state[part.tensor]):
-            state["step"].fill_(float(steps))
+    moments, stored = moments_of(optimizer, parts), open_checkpoint(directory)
+    load_shards(moments if replica is None else of_replica(replica, moments), stored)
+    fill_counts(optimizer, parts, steps, stored, "" if replica is None else f"replica-{replica}.")
     decay_alike(optimizer, parts, betas)
 
 
@@ -318,14 +316,14 @@ def save_checkpoint(
         (f"replica-{number}.{kind}.{name}", whole)
         for number in range(len(pause.replicas))
         for name, shape in engine.assembly.shapes.items()
-        for kind, whole in [*kept(name, shape), ("weight", shape)]
+        for kind, whole in [*kept(name, shape), ("weight", shape), (COUNT, ())]
     ]
-    count_alike(optimizer, parts, pause.replicas[replica].optimizer_steps)
     running = weights_of(engine.assembly.statistics)
     tensors += [(f"replica-{number}.{p.name}", p.shape) for number in range(len(pause.replicas)) for p in running]
     mine = []
     if writes:
         mine = [*moments_of(optimizer, parts), *pieces_of(parts, vectors), *weights_of(parts), *running]
+        mine += counts_of(optimizer, parts)
     publish(directory / PAUSED, engine.ranks, tensors, of_replica(replica, [p for p in mine if not p.copy]), pause)
 
 

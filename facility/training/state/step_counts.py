@@ -1,17 +1,51 @@
 """How many steps Adam's moments have seen, which they are corrected for bias by.
 
-A state directory has one count for all parameters, and the decays (beta1, beta2) that the moments were made with.
-Corrected for bias, m / (1 - beta^t), no moment here changes: only what it is stored as.
+What a round leaves has one count for all parameters, and the decays (beta1, beta2) that the moments were made with.
+Corrected for bias, m / (1 - beta^t), no moment here changes: only what it is stored as. A pause in the middle of a
+round keeps the count of each parameter, so that the round ends in the same bits.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.training.optimizers.adamw import even_out, redecay
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
+
+COUNT = "step"
+"""In a pause: of each parameter's moments, the steps that they have seen."""
+
+
+def counts_of(optimizer: Optimizer, parts: Sequence[LocalShard]) -> list[LocalShard]:
+    """Steps that the moments of each parameter have seen, a number with the rank of its first row; 0 where nothing
+    counts them."""
+    return [
+        dataclasses.replace(
+            part,
+            name=f"{COUNT}.{part.name}",
+            shape=(),
+            tensor=optimizer.state[part.tensor].get("step", torch.zeros(())),
+        )
+        for part in parts
+        if part.first == 0 and (part.tensor.numel() or not part.shape)
+    ]
+
+
+def fill_counts(
+    optimizer: Optimizer, parts: Sequence[LocalShard], steps: int, stored: Checkpoint, prefix: str = ""
+) -> None:
+    """Let each parameter's moments be those of `steps` steps, or of its own count where one is stored, under
+    `prefix`."""
+    for part in parts:
+        if "step" in (held := optimizer.state[part.tensor]):
+            own = f"{prefix}{COUNT}.{part.name}"
+            held["step"].fill_(float(stored.read(own) if own in stored.tensors else steps))
 
 
 def count_alike(optimizer: Optimizer, parts: Sequence[LocalShard], steps: int) -> None:
