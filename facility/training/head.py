@@ -115,10 +115,10 @@ class ChunkedHead:
         with torch.autocast(kind, enabled=False):
             flat, wanted = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
             if not torch.is_grad_enabled():
-                return walk(flat, weight, bias, wanted, self.rows, (False, False, False))[0].reshape(1)
+                return walk(flat, weight, bias, wanted, self.rows, (False, False, False))[0]
             fused = self.softmax if kind == "cuda" else softmax
-            loss = ChunkedCrossEntropy.apply(flat, weight, bias, wanted, self.rows, self.later, fused)
-        return loss.reshape(1)
+            loss: torch.Tensor = ChunkedCrossEntropy.apply(flat, weight, bias, wanted, self.rows, self.later, fused)
+        return loss
 
 
 def softmax(
@@ -164,7 +164,8 @@ def walk(
     wanted: tuple[bool, bool, bool],
     fused: Softmax = softmax,
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """The summed loss, and its gradients by hidden, weight and bias where `wanted`; one chunk's logits at a time.
+    """The summed loss, of one element, and its gradients by hidden, weight and bias where `wanted`; one chunk's logits
+    at a time.
 
     loss = sum over positions of log(sum(exp(x))) - x[target], x = hidden weight^T + bias, in float32; its gradient by x
     is softmax(x) - onehot(target), zero where the target is `IGNORED`. Chunks of a half-precision product are added in
@@ -173,7 +174,7 @@ def walk(
     by_hidden = torch.empty_like(hidden) if wanted[0] else None
     by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
     by_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted[2] else None
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    total = torch.zeros(1, dtype=torch.float32, device=hidden.device)  # no view of it: FSDP warns of views
     whole, on_gpu = hidden.dtype == torch.float32, hidden.device.type == "cuda"
     buffer = torch.empty((rows, len(weight)), dtype=hidden.dtype, device=hidden.device)  # one for all: no page faults
     for first in range(0, len(hidden), rows):

@@ -66,12 +66,14 @@ def run_rounds(rank: int, world: int, cases: list[tuple[str, list[str]]]) -> lis
 
 
 def rounds_in(cases: list[tuple[str, list[str]]], *, ranks: int = 1, expect: int | None = 0) -> dict[str, list[str]]:
-    """Run the cases on so many ranks; what every rank said, by case. Every rank must end every case with `expect`."""
+    """Run the cases on so many ranks; what every rank said, by case. Every rank must end every case with `expect`, and
+    none with a warning of a library among its lines."""
     results = [run_rounds(0, 1, cases)] if ranks == 1 else run_distributed(run_rounds, ranks, cases, timeout=240)
     said: dict[str, list[str]] = {name: [] for name, _ in cases}
     for of_rank in results:
         for name, code, text in of_rank:
             assert expect is None or code == expect, f"{name} ended with {code}:\n{text}"
+            assert "Warning" not in text, f"{name} shows its users:\n{text}"
             said[name].append(text)
     return said
 
