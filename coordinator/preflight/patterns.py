@@ -11,6 +11,7 @@ from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import InputError
+from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
 
 CHECK = "patterns"
@@ -47,17 +48,22 @@ def check_patterns(federation: Federation) -> list[Row]:
         found = "aggregation.include and exclude leave no tensor to average"
         rows.append(fail(ME, CHECK, found, f"let them leave some; tensors have names such as {averaged[0]}"))
     for one in federation.facilities:
-        if _all_frozen(one.training, figures):
+        trained, frozen = _frozen(one.training, figures)
+        if frozen and len(frozen) == len(trained):
             found = f"training.freeze of {one.name} leaves no parameter to train, so that its jobs would end at once"
             rows.append(fail(ME, CHECK, found, "freeze fewer"))
+        elif frozen and one.training.lora.rank:
+            found = f"training.freeze of {one.name} {of_adapters(frozen)}"
+            rows.append(fail(ME, CHECK, found, "leave it out, and name training.lora.targets"))
     return rows or [ok(ME, CHECK, "each matches some tensor")]
 
 
-def _all_frozen(training: TrainingSettings, figures: ModelFigures) -> bool:
-    """Whether `freeze` matches all that would be trained; of adapters, by the names that they have in peft's model."""
+def _frozen(training: TrainingSettings, figures: ModelFigures) -> tuple[list[str], list[str]]:
+    """All that would be trained but for `freeze`, and what that matches of it; of adapters, by the names that they have
+    in peft's model."""
     names = [name for name, _ in figures.trained_tensors(dataclasses.replace(training, freeze=[]))]
     within = [f"{name.removesuffix('weight')}default.weight" if is_adapter(name) else name for name in names]
-    return bool(names) and all(matches(name, training.freeze) for name in within)
+    return within, [name for name in within if matches(name, training.freeze)]
 
 
 def _averaged(federation: Federation, figures: ModelFigures) -> list[str]:

@@ -11,7 +11,10 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.patterns import check_patterns
 from coordinator.preflight.row import Row
+from facility.exchange.exit_codes import ExitCode
 from tests.federations import write_federation
+from tests.training.federation import write_settings
+from tests.training.layouts import run_rounds
 
 
 def rows_of(root: Path, **changes: Any) -> list[Row]:
@@ -66,6 +69,21 @@ def test_what_leaves_nothing_to_train_ends_a_run_before_a_job_finds_out(
     rows = rows_of(tmp_path, training={"freeze": freeze} | lora)
     found = [row.found.partition(",")[0] for row in rows if row.verdict == "fail"]
     assert found == ([f"training.freeze of {name} leaves no parameter to train" for name in "ab"] if fails else [])
+
+
+@pytest.mark.parametrize("freeze", ["*layers.0*", "*lora_A*", "lm_head*"])
+def test_a_frozen_part_of_the_adapters_is_refused_where_the_next_round_would_lack_it(tmp_path: Path, freeze: str):
+    """As the trainer refuses it, in the same words; what adapters leave as it is may be named."""
+    lora = {"rank": 2, "modules_to_save": ["lm_head"]}
+    row, other = rows_of(tmp_path, training={"freeze": [freeze], "lora": lora})
+    assert (row.verdict, other.verdict) == ("fail", "fail") and "of the adapters, such as" in row.found
+    settings = write_settings(tmp_path / "settings.json", freeze=[freeze], lora=lora)
+    given = ["--model", tmp_path / "model", "--dataset", tmp_path / "sites/a/dataset", "--settings", settings]
+    ((_, code, said),) = run_rounds(0, 1, [("one", [*map(str, given), "--round", "0", "--out", str(tmp_path / "out")])])
+    count = row.found.partition(" matches ")[2].partition(" tensor")[0]
+    assert code == ExitCode.INPUT and f"matches {count} tensor" in said and "of the adapters, such as" in said
+    base = {"freeze": ["*embed*", "*norm*"], "lora": lora}
+    assert [one.verdict for one in rows_of(tmp_path / "base", training=base)] == ["ok"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from annotated_types import Ge, Lt
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.one_of import either
 from facility.exchange.schedules.registry import SCHEDULES
-from facility.exchange.text import Line
+from facility.exchange.text import Line, number_of
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
 
 QUANTIZES = "bitsandbytes>=0.50"
@@ -142,6 +143,14 @@ class LoraSettings:
                 raise ConfigurationError(
                     f"lora.{key} is {getattr(self, key)!r} beside lora.quantize_base {self.quantize_base!r}: {why}"
                 )
+
+
+def of_adapters(frozen: Sequence[str]) -> str:
+    """What is wrong with a `training.freeze` that matches these tensors of adapters."""
+    return (
+        f"matches {number_of(len(frozen), 'tensor')} of the adapters, such as {frozen[0]!r}: an adapter is trained and "
+        "sent whole; what of the model has adapters, training.lora.targets says"
+    )
 
 
 @validated(frozen=True, kw_only=True)

@@ -145,7 +145,8 @@ class TrainingSettings:
     images: ImageSettings = field(default_factory=ImageSettings)
     """How images are augmented; without effect for other tasks."""
     freeze: list[Pattern] = field(default_factory=list)
-    """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`."""
+    """Parameters that stay as received: shell patterns over their names, for instance `*.layers.[0-3].*`. None of
+    adapters, of which `lora.targets` says where they are."""
     limits: LimitSettings = field(default_factory=LimitSettings)
     """When a round stops early, and how much memory it may use."""
     tracker: Line = ""

@@ -18,6 +18,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import Grid
+from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
 from facility.training.batch_norm import check_batch_norms, statistics_names
@@ -77,11 +78,13 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     check_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes)
     if settings.lora.rank:
         lora.inject(skeleton, settings.lora, classifies=task.answers)
-    for name, parameter in skeleton.named_parameters():
-        if matches(name, settings.freeze):
-            parameter.requires_grad_(False)
+    frozen = [name for name, one in skeleton.named_parameters() if one.requires_grad and matches(name, settings.freeze)]
+    for name in frozen:
+        skeleton.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
         raise ConfigurationError(f"training.freeze {settings.freeze} leaves no parameter to train; freeze fewer")
+    if frozen and settings.lora.rank:
+        raise ConfigurationError(f"training.freeze {settings.freeze} {of_adapters(frozen)}")
     check_quantized(skeleton, settings)
     return skeleton
 
