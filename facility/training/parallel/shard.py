@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -32,6 +33,8 @@ def shard(
         at_root["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=torch.float32, output_dtype=root_output
         )
+    # Of outputs that are views, as of a head with a bias: nothing here or in a model writes into its output afterwards.
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor", UserWarning)
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=reshard, **policy)
     fully_shard(root, mesh=mesh, reshard_after_forward=False, **at_root)
