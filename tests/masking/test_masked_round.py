@@ -19,9 +19,10 @@ from coordinator.steps import roster as roster_step
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError
+from facility.exchange.files.checksum import checksum_of
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import read_manifest, sha256_of
+from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.masking.private_keys import PrivateKeys
@@ -258,7 +259,7 @@ def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_tol
 ):
     """Its digest is made of what is written: no weights are read for it once more."""
     again: list[str] = []
-    monkeypatch.setattr(sealed, "sha256_of", lambda path: again.append(path.name) or sha256_of(path))
+    monkeypatch.setattr(sealed, "checksum_of", lambda path: again.append(path.name) or checksum_of(path))
     federation = Masking(root=tmp_path, signers=signers)
     roster = federation.roster([federation.keys(name) for name in federation.names])
     state, plain = federation.state("alpha"), federation.plain("alpha", steps(federation.names)["alpha"])

@@ -87,6 +87,8 @@ class Site:
     """Answers by end of the endpoint, in place of the true ones."""
     attacks: dict[str, Callable[[Any], None]] = field(default_factory=dict)
     """What is done to the connection in place of an answer, by a part of the endpoint's path."""
+    attacked: int = 0
+    """Requests that an attack answered; they are not among `requests`."""
     sent: int = 0
     """Bytes of attacks that the other side took."""
     requests: list[str] = field(default_factory=list)
@@ -197,6 +199,7 @@ class Handler(BaseHTTPRequestHandler):
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         if attack := next((act for end, act in self.site.attacks.items() if end in parts.path), None):
             self.close_connection = True
+            self.site.attacked += 1
             with suppress(OSError):
                 attack(self)
             return
