@@ -339,10 +339,11 @@ def _blame(part: _Part, piece: slice, dtype: str) -> None:
         values, bits = base + row, np.empty(len(row), np.uint32)
         if not narrow(values, dtype, np.empty(len(row), STORAGE[dtype]), bits):
             raise NotFinite(part.name, dtype, number)
-    largest = np.abs(steps).max(axis=1)
-    most = FAR * np.finfo(np.float16 if dtype == "F16" else np.float32).max
+    largest, most = np.abs(steps).max(axis=1), float("inf")
+    if len(steps) > 1:  # of one alone it is told that the server's learning rate may be too large
+        most = FAR * float(np.finfo(np.float16 if dtype == "F16" else np.float32).max)
     if part.slots:  # a finite step whose square, which an optimizer keeps, may not be finite
-        most = min(most, np.sqrt(np.finfo(steps.dtype).max))
+        most = min(most, float(np.sqrt(np.finfo(steps.dtype).max)))
     raise NotFinite(part.name, dtype, int(largest.argmax()) if largest.max() > most else None)
 
 
