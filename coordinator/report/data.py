@@ -371,7 +371,7 @@ def _headline(data: Mapping[str, Any], rows: Sequence[Row], found: Sequence[Segm
         "tokens": sum(row["tokens"] for row in rows),
         "samples": sum(row.get("samples", 0) for row in rows),
         "perplexity_first": curve[0] if curve else None,
-        "perplexity_last": curve[-1] if curve else None,
+        "perplexity_last": curve[-1] if len(curve) > 1 else None,
         "wall_seconds": round(max(one.end for one in found) - min(one.begin for one in found), 3) if found else 0.0,
         "lost_seconds": round(sum(one.seconds for one in found if one.kind == "lost"), 3),
         "bytes": sum(one["to_bytes"] + one["from_bytes"] for one in data["traffic"].values()),

@@ -83,7 +83,7 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [(f"{words.count(head):,}", f"{words.unit} trained on")]
     if head["perplexity_first"] is not None:
         ends = [words.figure(head[key]) for key in ("perplexity_first", "perplexity_last")]
-        change = " → ".join("" if one is None else f"{one:.4g}" for one in ends)
+        change = " → ".join(f"{one:.4g}" for one in ends if one is not None)
         found.insert(0, (change, f"{words.metric} of the global model"))
     found.append((span(head["wall_seconds"]), "from the first event to the last"))
     for key, label in (

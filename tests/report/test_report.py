@@ -21,7 +21,7 @@ from coordinator.comparison.matrix import forgotten
 from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ticks, timeline, whole_ticks
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
-from coordinator.report.page import MOST_ROWS, last_artefacts, last_rounds, page
+from coordinator.report.page import MOST_ROWS, figures, last_artefacts, last_rounds, page
 from coordinator.report.redaction import published, redacted
 from coordinator.report.timeline import KINDS, STAGES, segments, totals
 from coordinator.report.write import FORMATS, write_report
@@ -359,6 +359,16 @@ def test_who_did_not_evaluate_the_final_model_missed_no_round_beyond_the_last(tm
     assert (told["round"], told["done"]) == ("final", "the final model was not evaluated on its data")
     assert data["cost"]["facilities"]["facility-00"]["rounds"] == 1, "that of the round; the other reported nothing"
     assert "<td>final</td>" in page(data) and "| final | facility-00 |" in markdown(data)
+
+
+def test_a_model_that_nobody_received_yet_is_not_told_to_be_as_good_as_the_one_before(tmp_path: Path):
+    """After the first round the initial model's figure stood on both sides of an arrow."""
+    archive = made_archive(tmp_path / "a", facilities=2, rounds=1)
+    (archive.path / "evaluation.json").unlink(missing_ok=True)
+    ((shown, _), *_) = figures(data_of(archive))
+    assert "→" not in shown and float(shown) > 1
+    ((shown, _), *_) = figures(data_of(made_archive(tmp_path / "b", facilities=2, rounds=2)))
+    assert len(shown.split(" → ")) == 2
 
 
 def test_versions_that_a_facility_tells_are_versions(tmp_path: Path):
