@@ -75,6 +75,6 @@ def test_the_table_and_the_report_say_which_replica_was_lost_when() -> None:
     Console(file=shown, width=400).print(table({"rounds": [entry], "final_evaluation": []}))
     said = "replica 1 lost after step 7 (its connection closed): 14 of its blocks trained, 26 not"
     assert said in shown.getvalue() and "[red]two lines" in shown.getvalue() and "\x1b" not in shown.getvalue()
-    north, south = failures(rows, [entry], [])
+    north, south = failures(rows, {"rounds": [entry], "final_evaluation": []}, [])
     assert (north["facility"], north["status"], north["reason"]) == ("north", "replica lost", said)
     assert "[red]two lines?[0m" in south["reason"]
