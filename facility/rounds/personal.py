@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,9 +48,10 @@ class Personal:
     def put_in(self, received: Path, round: int) -> Path:
         """The received model with this facility's own tensors; `received` itself where there are none yet."""
         kept = self.latest(round)
-        if not self.any or kept is None:
+        own = open_checkpoint(kept) if self.any and kept is not None else None
+        if own is None or not own.tensors:
             return received
-        own, model = open_checkpoint(kept), open_checkpoint(received)
+        model = open_checkpoint(received)
         shutil.rmtree(self.model, ignore_errors=True)
         with new_directory(self.model) as temporary:
             copy_companions(received, temporary, leave=())
@@ -62,12 +63,23 @@ class Personal:
         """Keep the update's personal tensors here, and leave in the update only what is federated."""
         if not self.any:
             return
-        trained, manifest = open_checkpoint(update), read_manifest(update)
+        trained = open_checkpoint(update)
         names = [name for name in trained.tensors if not self.patterns.federated(name)]
         shutil.rmtree(self.directory / f"round-{round}", ignore_errors=True)
         with new_directory(self.directory / f"round-{round}") as temporary:
             save_tensors(temporary, ((name, trained.read(name)) for name in names))
             seal(temporary)
+        if names:
+            self._leave_out(names, update, received)
+        else:  # of adapters, where the patterns are for the model beneath: they stay in a file of their own
+            self.name_received(update, received)
+        for number, old in by_round(self.directory).items():
+            if number < round - 1 or number > round:  # later ones are of rounds that were set aside, or of another run
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _leave_out(self, names: Collection[str], update: Path, received: Path) -> None:
+        """Replace the update by one without the tensors `names`."""
+        trained, manifest = open_checkpoint(update), read_manifest(update)
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
         with new_directory(slim) as temporary:
@@ -85,12 +97,9 @@ class Personal:
             )
         shutil.rmtree(update)
         slim.rename(update)
-        for number, old in by_round(self.directory).items():
-            if number < round - 1 or number > round:  # later ones are of rounds that were set aside, or of another run
-                shutil.rmtree(old, ignore_errors=True)
 
     def name_received(self, evaluated: Path, received: Path) -> None:
-        """Let an evaluation of the model with this facility's own tensors say which model was received."""
+        """Let what was made of the model with this facility's own tensors say which model was received."""
         if self.any:
             manifest = dataclasses.replace(read_manifest(evaluated), base_sha256=read_manifest(received).content_sha256)
             store_manifest(evaluated, manifest)

@@ -10,10 +10,12 @@ from typing import Any, cast
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.disk import facility_disk
-from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
+from facility.exchange.checkpoints.adapters import PREFIX
+from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint, save_tensors
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from facility.exchange.messages.settings import TrainingSettings
@@ -150,3 +152,20 @@ def test_the_bound_on_disk_is_what_is_there_as_an_update_is_divided(tmp_path: Pa
     parts = facility_disk(model_figures(received), TrainingSettings(), federated=HEAD).parts
     names = ("a model with its own tensors", "its own tensors", "update", "with its own tensors")
     assert most == pytest.approx(sum(parts[name] for name in names), rel=0.05)
+
+
+def test_patterns_for_the_model_beneath_leave_adapters_as_they_were_written(tmp_path: Path):
+    """In a file of their own: an update of one file for all was taken for a whole model, and its difference to the
+    received one could not be sent. And nothing is kept, for which each round copied the model that came."""
+    received, personal = model(tmp_path / "received"), Personal(tmp_path / "state", Patterns(exclude=("*norm*",)))
+    update = tmp_path / "update"
+    update.mkdir()
+    adapter = {f"{PREFIX}model.layers.0.self_attn.q_proj.lora_{half}.weight": torch.ones(2, 2) for half in "AB"}
+    save_file(adapter, update / ADAPTER)
+    write_manifest(update, Manifest(kind="update", federation="f", facility="a", round=0))
+    content = (update / ADAPTER).read_bytes()
+    personal.take_out(update, received, 0)
+    assert [file.name for file in update.glob("*.safetensors")] == [ADAPTER]
+    assert (update / ADAPTER).read_bytes() == content
+    assert verify_manifest(update).base_sha256 == read_manifest(received).content_sha256
+    assert personal.put_in(received, 1) == received
