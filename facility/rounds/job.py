@@ -114,7 +114,7 @@ class Job:
     def model(self) -> Path:
         """The model to train: as received, or with this facility's own tensors in it."""
         own = self.personal
-        return own.model if own.any and own.latest(self.goes_on_at) else self.received
+        return self.received if own.kept(self.goes_on_at) is None else own.model
 
 
 @dataclass(frozen=True, kw_only=True)

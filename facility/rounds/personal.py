@@ -41,15 +41,16 @@ class Personal:
         """Where `put_in` leaves the model to train."""
         return self.directory / "model"
 
-    def latest(self, round: int) -> Path | None:
-        """What the facility kept after the last round before `round`."""
-        return latest_before(self.directory, round)
+    def kept(self, round: int) -> Checkpoint | None:
+        """The facility's own tensors after the last round before `round`; None where there are none."""
+        latest = latest_before(self.directory, round) if self.any else None
+        found = None if latest is None else open_checkpoint(latest)
+        return found if found is not None and found.tensors else None
 
     def put_in(self, received: Path, round: int) -> Path:
         """The received model with this facility's own tensors; `received` itself where there are none yet."""
-        kept = self.latest(round)
-        own = open_checkpoint(kept) if self.any and kept is not None else None
-        if own is None or not own.tensors:
+        own = self.kept(round)
+        if own is None:
             return received
         model = open_checkpoint(received)
         shutil.rmtree(self.model, ignore_errors=True)

@@ -79,8 +79,8 @@ def test_a_round_done_again_starts_from_the_round_before(tmp_path: Path):
     for number, move in ((0, 0.25), (1, 0.5), (1, 0.5)):
         update = write_update(tmp_path / f"update{number}", received, "a", round=number, move=move)
         personal.take_out(update, received, number)
-        kept = personal.latest(1)
-        assert kept is not None and kept.name == "round-0"
+        kept = personal.kept(1)
+        assert kept is not None and kept.directory.name == "round-0"
         shutil.rmtree(update)
 
 
@@ -101,10 +101,9 @@ def test_what_is_evaluated_has_the_newest_tensors_where_rounds_was_lowered_below
         **dict.fromkeys(("tasks", "notes", "meter"), cast(Any, None)),
     )
     personal.put_in(job.received, job.goes_on_at)
-    kept = personal.latest(3)
-    assert kept is not None and kept.name == "round-2"
-    found, own = open_checkpoint(job.model), open_checkpoint(kept)
-    assert torch.equal(found.read("lm_head.weight"), own.read("lm_head.weight"))
+    kept = personal.kept(3)
+    assert kept is not None and kept.directory.name == "round-2"
+    assert torch.equal(open_checkpoint(job.model).read("lm_head.weight"), kept.read("lm_head.weight"))
 
 
 def test_rounds_that_were_set_aside_leave_no_tensors_to_later_ones(tmp_path: Path):
@@ -114,8 +113,8 @@ def test_rounds_that_were_set_aside_leave_no_tensors_to_later_ones(tmp_path: Pat
     for number in (3, 4, 1):
         update = write_update(tmp_path / f"update{number}", received, "a", round=number, move=0.1 * number)
         personal.take_out(update, received, number)
-    kept = personal.latest(5)
-    assert kept is not None and kept.name == "round-1"
+    kept = personal.kept(5)
+    assert kept is not None and kept.directory.name == "round-1"
 
 
 def test_without_patterns_nothing_is_touched(tmp_path: Path):
