@@ -15,7 +15,7 @@ from facility.exchange.errors import ConfigurationError
 from tests.rounds.by_steps import BySteps, Refused
 from tests.rounds.drawn import Drawn, draw
 
-SEEDS = range(*map(int, os.environ.get("CROSSFED_DRAWN", "0:20").split(":")))
+SEEDS = range(*map(int, os.environ.get("CROSSFED_DRAWN", "10:30").split(":")))
 """`CROSSFED_DRAWN=1000:1200` draws others."""
 LEAST_RUN = 0.15
 """Of those drawn, such as are run: fewer would mean that next to nothing is looked at."""
