@@ -58,6 +58,7 @@ def test_joules_of_jobs_are_in_the_round_files_the_report_and_the_card(tmp_path:
                 (folder / file).write_text(text)
                 if file.startswith("intel-rapl"):
                     (folder / file).with_name("max_energy_range_uj").write_text(f"{RANGE}\n")
+                    (folder / file).with_name("name").write_text("package-0\n")
     write(read_federation(path))
     tool = tmp_path / "cwl" / "tools" / "train.cwl"
     tool.write_text(tool.read_text().replace("facility.round", "tests.rounds.metered", 1))
