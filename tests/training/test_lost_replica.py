@@ -84,7 +84,7 @@ def finished_without(run: Run, replica: int) -> dict[str, Any]:
     report = read_report(run.out)
     assert report.loss_returned < report.loss_received
     (lost,) = report.details["lost_replicas"]
-    assert lost["replica"] == replica and 1 <= lost["step"] < STEPS
+    assert lost["replica"] == replica and 0 <= lost["step"] < STEPS  # 0: nobody waits for it, and its core was busy
     assert 0 <= lost["blocks_trained"] <= 2 * lost["step"] + 2
     assert lost["blocks_trained"] + lost["blocks_not_trained"] == 2 * STEPS
     assert report.samples >= 2 * STEPS + lost["blocks_trained"]
