@@ -155,7 +155,7 @@ def draw(seed: int) -> Drawn:
         "aggregation": some_of(AGGREGATION, chance),
     } | some_of(WHOLE, chance)
     rarely = chance.choice([0.0, 0.0, 0.2])
-    return Drawn(
+    found = Drawn(
         names=names,
         training=training,
         settings=settings,
@@ -163,3 +163,7 @@ def draw(seed: int) -> Drawn:
         own=chance.choice(OWN) if chance.random() < 0.3 else {},
         absent={(number, name) for number in range(count) for name in names if chance.random() < rarely},
     )
+    if "alone" in settings.get("evaluation", {}):  # of a facility that was in no round there is nothing to train alone
+        never = {name for name in names if {(number, name) for number in range(count)} <= found.absent}
+        found.absent.difference_update({(number, name) for number in range(count) for name in never})
+    return found
