@@ -175,7 +175,7 @@ def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str
 
 def renewed_by(round: Commit) -> Renewed:
     """Whose validation data were changed, by round, this one with them."""
-    return renewed_in([*(entry.changes for entry in round.history), changes_told(round.archive)])
+    return renewed_in(round.history, changes_told(round.archive))
 
 
 def counts_work(round: Commit) -> bool:

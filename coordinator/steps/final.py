@@ -48,7 +48,7 @@ def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -
 def close_evaluation(archive: Archive, history: Sequence[RoundFile], arrived: Arrived, rows: list[FacilityRow]) -> None:
     """Note what the facilities found of the final model, which the rounds in `history` made."""
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
-    renewed = renewed_in([*(entry.changes for entry in history), changes_told(archive)])
+    renewed = renewed_in(history, changes_told(archive))
     archive.write_note(
         "evaluation",
         {

@@ -100,11 +100,13 @@ def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, f
 def losses_known(history: Sequence[RoundFile]) -> list[float | None]:
     """The global loss of each round in `history`, including what late updates reported of its model since."""
     reported = plausible(losses_by_model([entry.facilities for entry in history]))
-    return global_losses(reported, renewed_in([entry.changes for entry in history]))
+    return global_losses(reported, renewed_in(history))
 
 
-def renewed_in(changes: Sequence[Iterable[str]]) -> list[set[str]]:
-    """Whose validation data are others from each round on, by what its file says that changed (`RoundFile.changes`)."""
+def renewed_in(history: Sequence[RoundFile], *now: Iterable[str]) -> list[set[str]]:
+    """Whose validation data are others from each round on, by what its file says that changed (`RoundFile.changes`).
+    `now`: the same of a round that has no file yet."""
+    changes = [*(entry.changes for entry in history), *now]
     return [{match[1] or ALL for one in told if (match := OF_DATA.match(one))} for told in changes]
 
 

@@ -112,7 +112,7 @@ def reopen(archive: Archive, settings: CoordinatorSettings, history: Sequence[Ro
     if not history or not history[-1].ended or archive.read_note(LIMITED).get("after_round") == history[-1].round:
         return
     reported = plausible(losses_by_model([entry.facilities for entry in history]))
-    if decide_after(settings, reported, renewed_in([entry.changes for entry in history])).proceed:
+    if decide_after(settings, reported, renewed_in(history)).proceed:
         archive.write_note(REOPENED, {"after_round": history[-1].round})
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpcore
 import httpx
+from httpx._utils import URLPattern
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.strict_json import parse_json
@@ -145,8 +146,8 @@ def bound(session: httpx.Client, patience: Patience) -> None:
     """Bound the time of every answer of a new client, and refuse those that are compressed. What is not encrypted, and
     so for this machine, goes there directly: a proxy of the environment would read secrets and tokens of it."""
     session.headers["Accept-Encoding"] = "identity"
-    direct = httpx.Client(mounts={"http://": httpx.HTTPTransport()}, trust_env=False)._mounts
-    session._mounts = dict(sorted({**session._mounts, **direct}.items()))  # by how much a pattern says
+    mounts = {**session._mounts, URLPattern("http://"): httpx.HTTPTransport()}
+    session._mounts = dict(sorted(mounts.items()))  # by how much a pattern says
     for transport in {session._transport, *session._mounts.values()} - {None}:
         pool = getattr(transport, "_pool", None)
         if not isinstance(getattr(pool, "_network_backend", None), httpcore.NetworkBackend):

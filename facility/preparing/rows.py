@@ -10,7 +10,7 @@ import numpy
 from facility.dataset import DatasetError
 from facility.preparing.encoding import EncodedBatch
 from facility.preparing.packing import RowWriter
-from facility.preparing.said_of_records import name_of
+from facility.preparing.said_of_records import first_of, name_of
 from facility.preparing.sources import Document
 
 MOST_DIGITS = 400
@@ -60,8 +60,7 @@ def class_names(
 
 def _few(labels: list[str]) -> str:
     """The first labels, and how many more there are: a field that was taken for the label may hold documents."""
-    more = [f"{len(labels) - MOST_NAMED:,} more"] * (len(labels) > MOST_NAMED)
-    return ", ".join([*map(name_of, labels[:MOST_NAMED]), *more]) or "(none)"
+    return first_of([*map(name_of, labels)], MOST_NAMED) or "(none)"
 
 
 class LabelledRows:

@@ -5,7 +5,7 @@ Messages go into logs, and what `crossfed setup` shows of a facility is read whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from facility.exchange.text import KINDS, number_of
@@ -37,6 +37,11 @@ def name_of(value: Any) -> str:
 def names_in(names: Iterable[Any]) -> str:
     """The names of fields in one line; of a long one its length, and of many the first ones."""
     listed = [str(name) for name in names]
-    shown = [name if len(name) <= MOST_CHARACTERS else f"({kind_of(name)})" for name in listed[:MOST_NAMES]]
-    more = [f"{len(listed) - MOST_NAMES:,} more"] * (len(listed) > MOST_NAMES)
-    return ", ".join([*shown, *more]) or "no field"
+    shown = [name if len(name) <= MOST_CHARACTERS else f"({kind_of(name)})" for name in listed]
+    return first_of(shown, MOST_NAMES) or "no field"
+
+
+def first_of(words: Sequence[str], most: int) -> str:
+    """The first words in one line, and how many more there are; empty where there are none."""
+    more = [f"{len(words) - most:,} more"] * (len(words) > most)
+    return ", ".join([*words[:most], *more])

@@ -71,16 +71,15 @@ class Personal:
             save_tensors(temporary, ((name, trained.read(name)) for name in names))
             seal(temporary)
         if names:
-            self._leave_out(names, update, received)
+            self._leave_out(names, trained, update, received)
         else:  # of adapters, where the patterns are for the model beneath: they stay in a file of their own
             self.name_received(update, received)
         for number, old in by_round(self.directory).items():
             if number < round - 1 or number > round:  # later ones are of rounds that were set aside, or of another run
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _leave_out(self, names: Collection[str], update: Path, received: Path) -> None:
-        """Replace the update by one without the tensors `names`."""
-        trained, manifest = open_checkpoint(update), read_manifest(update)
+    def _leave_out(self, names: Collection[str], trained: Checkpoint, update: Path, received: Path) -> None:
+        """Replace the update, opened as `trained`, by one without the tensors `names`."""
         slim = update.with_name(f".{update.name}.federated")
         shutil.rmtree(slim, ignore_errors=True)
         with new_directory(slim) as temporary:
@@ -90,7 +89,7 @@ class Personal:
             write_manifest(
                 temporary,
                 dataclasses.replace(
-                    manifest,
+                    read_manifest(update),
                     base_sha256=read_manifest(received).content_sha256,
                     dtypes=remaining.dtypes(),
                     parameters=remaining.parameters,

@@ -174,7 +174,7 @@ def walk(
     by_hidden = torch.empty_like(hidden) if wanted[0] else None
     by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
     by_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted[2] else None
-    total = torch.zeros(1, dtype=torch.float32, device=hidden.device)  # no view of it: FSDP warns of views
+    total = torch.zeros(1, dtype=torch.float32, device=hidden.device)
     whole, on_gpu = hidden.dtype == torch.float32, hidden.device.type == "cuda"
     buffer = torch.empty((rows, len(weight)), dtype=hidden.dtype, device=hidden.device)  # one for all: no page faults
     for first in range(0, len(hidden), rows):

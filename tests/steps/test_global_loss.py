@@ -97,8 +97,8 @@ def test_what_a_rounds_file_says_of_validation_data_is_understood():
         one["dataset"] = f"/other/{number}" if number == 0 else one["dataset"]
     first = next(iter(now["facilities"]))
     told = [str(change) for change in changes_of(before, now, done=1)]
-    assert renewed_in([[], told, ["rounds: 3 -> 4; x", "no dataset: here"]]) == [set(), {ALL, first}, set()]
-    assert renewed_in([[f"facilities[{first}].training.evaluation_sequences: 1 -> 2; x"]]) == [{first}]
+    assert renewed_in([], [], told, ["rounds: 3 -> 4; x", "no dataset: here"]) == [set(), {ALL, first}, set()]
+    assert renewed_in([], [f"facilities[{first}].training.evaluation_sequences: 1 -> 2; x"]) == [{first}]
 
 
 @pytest.mark.parametrize("names", ["ab", "abc", "abcde"])
