@@ -1,4 +1,4 @@
-"""Does the model that the jobs build fit the initial checkpoint, and each facility's adapters that model?"""
+"""Does the model that the jobs build fit the initial checkpoint, and each facility's adapters and layout that model?"""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ from facility.exchange.checkpoints.adapter_targets import parameters_of, targets
 from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal_for
+from facility.exchange.checkpoints.layouts import (
+    refusal_of_batch_norms,
+    refusal_of_router_loss,
+    refusal_of_stages,
+)
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
 from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
@@ -37,7 +42,12 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
         names, model = _names(path, task)
         rows.append(names)
         for one in federation.facilities:
-            if model is not None and tasks[one.name] == task and one.training.lora.rank:
+            if model is None or tasks[one.name] != task:
+                continue
+            if federation.trainer_of(one).built_in:
+                private = federation.privacy is not None and federation.privacy.differential is not None
+                rows += _layout(one, model, private=private)
+            if one.training.lora.rank:
                 rows += _adapters(one.name, one.training.lora, model, federation.aggregation.federated)
     return rows + [row for one in federation.facilities for row in _without_effect(one, tasks[one.name])]
 
@@ -48,6 +58,21 @@ def _without_effect(facility: Facility, task: Task | None) -> list[Row]:
         return []
     found = f"training.preference has no effect: the dataset was prepared for {task}"
     return [warning(facility.name, "preference", found, "prepare it with --task preference, or leave the setting out")]
+
+
+def _layout(facility: Facility, model: Any, *, private: bool) -> list[Row]:
+    """A row where the facility's job would refuse the model in its layout, with adapters or with noise, in its words.
+
+    A layout of a plan lies at the facility: how many stages it has is not known here."""
+    layout = facility.training.layout
+    pipeline, recomputes = layout.stages > 1 and not layout.plan, layout.activation_checkpointing != "none"
+    reason = (
+        refusal_of_router_loss(model.config, pipeline=pipeline, private=private)
+        or refusal_of_batch_norms(model, adapters=bool(facility.training.lora.rank), recomputes=recomputes)
+        or (refusal_of_stages(model) if pipeline else "")
+    )
+    advice = "every job of it would end so: correct its `training:` in federation.yml, or the initial model"
+    return [fail(facility.name, "layout", reason, advice)] if reason else []
 
 
 def task_in(word: Any) -> Task | None:

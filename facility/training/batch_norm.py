@@ -16,21 +16,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from facility.exchange.checkpoints.layouts import batch_norms
 from facility.exchange.checkpoints.running_statistics import AVERAGED, VARIANCE
-from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.errors import InputError
 from facility.training.processes.ranks import Ranks
 from facility.training.shards import LocalShard
-
-
-def batch_norms(model: nn.Module) -> dict[str, _BatchNorm]:
-    """The batch norms that keep running statistics, by name."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, _BatchNorm) and module.track_running_stats
-    }
 
 
 def statistics_names(model: nn.Module) -> set[str]:
@@ -49,26 +40,6 @@ def keeping_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for module in trained:
             module.train()
-
-
-def check_batch_norms(model: nn.Module, *, adapters: bool, recomputes: bool) -> None:
-    """Refuse batch norms whose statistics would be lost or wrong. Raises `ConfigurationError` or `InputError`."""
-    found = batch_norms(model)
-    if found and adapters:
-        raise ConfigurationError(
-            f"training.lora sends adapters alone, and {type(model).__name__} has running statistics of batch "
-            "normalisation, which change in training: train the whole model"
-        )
-    if found and recomputes:
-        raise ConfigurationError(
-            f"layout.activation_checkpointing runs blocks twice, and the running statistics of {type(model).__name__} "
-            "would count every batch twice: set it to none"
-        )
-    if odd := next((name for name, module in found.items() if module.momentum is None), None):
-        raise InputError(
-            f"{odd} is a batch norm without momentum: its running statistics depend on a counter that is not "
-            "averaged; give it a momentum"
-        )
 
 
 def check_variances(statistics: Sequence[LocalShard]) -> None:

@@ -10,6 +10,8 @@ import torch
 
 from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.layouts import refusal_of_router_loss
+from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
 from facility.training import account, memory
@@ -34,7 +36,6 @@ from facility.training.processes.ranks import Ranks, from_environment, together
 from facility.training.processes.rendezvous import start
 from facility.training.replicas import order_of
 from facility.training.request import RoundRequest
-from facility.training.router_loss import check_router_loss
 from facility.training.shards import load_shards
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,8 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
         layout = arrange.layout_of_plan(request.plan, ranks, training, blocks=inputs.blocks, block_tokens=tokens)
     else:
         layout = arrange.layout_of_settings(ranks, training, blocks=inputs.blocks, block_tokens=tokens)
-    check_router_loss(inputs.config, pipeline=bool(layout.units))
+    if reason := refusal_of_router_loss(inputs.config, pipeline=bool(layout.units), private=False):
+        raise ConfigurationError(reason)
     attention = inputs.attention.name
     # A pair's loss is not a sum over positions; a record's own gradient needs its logits; classes are few.
     whole = isinstance(task, Preference | ImageClassification) or request.settings.differential is not None

@@ -12,23 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.errors import ConfigurationError
-
-
-def asks_for_router_loss(config: Any) -> bool:
-    """Whether the model's configuration switches its router's auxiliary loss on."""
-    return bool(getattr(config.get_text_config(), "output_router_logits", False))
-
-
-def check_router_loss(config: Any, *, pipeline: bool) -> None:
-    """Raise `ConfigurationError` where a stage of a pipeline would leave the auxiliary loss out."""
-    if pipeline and asks_for_router_loss(config):
-        raise ConfigurationError(
-            "the model's config.json has output_router_logits true: the router's auxiliary loss needs the routers of "
-            "all blocks in one forward pass; train with layout.stages 1, or set output_router_logits to false in the "
-            "initial model"
-        )
-
 
 def router_loss(model: nn.Module, output: Any) -> torch.Tensor | None:
     """The scaled auxiliary loss of a forward pass; None where the model computes none."""

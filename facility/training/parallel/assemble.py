@@ -15,13 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
+from facility.exchange.checkpoints.layouts import refusal_of_batch_norms
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.grid import Grid
 from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
-from facility.training.batch_norm import check_batch_norms, statistics_names
+from facility.training.batch_norm import statistics_names
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
 from facility.training.model import Attention, Names, build, names_of
@@ -75,7 +76,8 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     """The whole model without memory: adapters in, what is frozen marked."""
     skeleton = build(config, task.factory, attention)
     recomputes = settings.layout.activation_checkpointing != "none"
-    check_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes)
+    if reason := refusal_of_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes):
+        raise ConfigurationError(reason)
     if settings.lora.rank:
         lora.inject(skeleton, settings.lora, classifies=task.answers)
     frozen = [name for name, one in skeleton.named_parameters() if one.requires_grad and matches(name, settings.freeze)]

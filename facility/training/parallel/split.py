@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from facility.exchange.checkpoints.blocks import find_blocks
+from facility.exchange.checkpoints.layouts import refusal_of_stages
 from facility.exchange.errors import InputError
 from facility.training.head import ChunkedHead
 from facility.training.parallel.structure import (
@@ -26,7 +27,7 @@ from facility.training.parallel.structure import (
     forward_without_values,
     watch_forward,
 )
-from facility.training.parallel.without_values import build_without_values, check_batch_norm, sentence
+from facility.training.parallel.without_values import build_without_values, sentence
 
 
 def inspect_model(
@@ -43,7 +44,8 @@ def inspect_model(
     config.use_cache = False
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = build_without_values(config, factory, attention, initialised=image is None)
-        check_batch_norm(model)
+        if reason := refusal_of_stages(model):
+            raise InputError(reason)
         name, blocks = find_blocks(model)
         check_sharing(model, name)
         ran = watch_forward(model, name, blocks[0])

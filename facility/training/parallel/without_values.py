@@ -6,7 +6,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
 
 from facility.exchange.errors import InputError
 
@@ -32,15 +31,6 @@ def build_without_values(config: Any, factory: Any, attention: str, *, initialis
             f"{type(model).__name__} cannot be split into stages: looked for its base model under `base_model_prefix`"
         )
     return model
-
-
-def check_batch_norm(model: nn.Module) -> None:
-    """Refuse batch normalisation: a stage would take its statistics over one micro-batch after the other."""
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
-        raise InputError(
-            f"{type(model).__name__} cannot be split into stages: it normalises over the batch, of which a stage sees "
-            "one micro-batch at a time; train it with layout.stages 1"
-        )
 
 
 def sentence(error: Exception) -> str:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from facility.dataset import IMAGES
+from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
@@ -35,7 +36,6 @@ from facility.training.privacy.units import Units, evaluated_units, units_of
 from facility.training.processes.exchange import broadcast_json
 from facility.training.processes.ranks import Ranks, together
 from facility.training.request import RoundRequest
-from facility.training.router_loss import asks_for_router_loss
 
 log = logging.getLogger(__name__)
 
@@ -55,11 +55,8 @@ class PrivateTraining:
             )
         if request.bundle is not None:
             raise InputError("models are compared block by block, without the noise that the settings promise: refused")
-        if asks_for_router_loss(inputs.config):
-            raise InputError(
-                "config.json of the model has output_router_logits true: the loss that balances experts is one over "
-                "all records of a batch, so no gradient is of one alone; differential privacy needs it false"
-            )
+        if reason := refusal_of_router_loss(inputs.config, pipeline=False, private=True):
+            raise InputError(reason)
         self.bound = math.log(inputs.dataset.manifest.vocabulary_size)
         if inputs.dataset.manifest.task == "classification":
             self.bound = math.log(max(2, len(inputs.dataset.manifest.classes)))
