@@ -86,9 +86,10 @@ class Progress:
 
     @property
     def heading(self) -> str:
-        """How far all of it is."""
+        """How far all of it is: as rounds are numbered from 0, how many are complete is said beside the number."""
         after_all = self.round is not None and self.round >= self.rounds
-        return self.title if after_all else f"{self.title} of {self.rounds}"
+        complete = self.done if self.round is None else self.round
+        return self.title if after_all else f"{self.title} ({complete} of {self.rounds} complete)"
 
     @property
     def title(self) -> str:

@@ -48,7 +48,7 @@ def test_a_console_is_never_quiet_for_longer_than_it_promises():
     away = FacilityState(state="waiting", away=1.0)
     run = Snapshot(
         federation="f",
-        heading="round 0 of 2",
+        heading="round 0 (0 of 2 complete)",
         coordinator="waiting for the facilities",
         time=0.0,
         facilities={"here": FacilityState(state="done"), "far": away},
@@ -64,7 +64,7 @@ def test_a_console_is_never_quiet_for_longer_than_it_promises():
             spoken += [now[0]] if out.tell() > before else []
     assert spoken == [0, 30, 60, 70, 100, 130, 160, 190]
     lines = [line.partition(" ")[2] for line in out.getvalue().splitlines()]
-    assert lines[0] == "round 0 of 2: waiting for the facilities; far: does not answer for 29 s", lines
+    assert lines[0] == "round 0 (0 of 2 complete): waiting for the facilities; far: does not answer for 29 s", lines
 
 
 def test_what_can_be_written_is(tmp_path: Path):

@@ -293,7 +293,7 @@ def test_a_small_terminal_shows_every_facility_whole(at_work: int, seconds: floa
     training = FacilityState(state="training", since=since, stage="training", step=steps - 1, steps=steps, loss=6.851)
     training = dataclasses.replace(training, tokens_per_second=79400.0, seconds_left=seconds, heard=1998.0)
     states = {f"{name}{n}": training if n < at_work else queued for n in range(3)}
-    snapshot = Snapshot(federation="", heading="round 0 of 9", coordinator="x", time=2000.0, facilities=states)
+    snapshot = Snapshot(federation="", heading="round 0 (0 of 9)", coordinator="x", time=2000.0, facilities=states)
     lines = on_a_terminal(snapshot, 80)
     assert len(lines) < 24 and all(line.rstrip()[-1] in "┓┃┩│┘" for line in lines[1:]), lines
     text = "\n".join(lines)

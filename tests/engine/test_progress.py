@@ -45,9 +45,9 @@ def test_a_round_as_it_happens():
 
 
 def test_a_run_that_goes_on_begins_after_the_rounds_that_are_complete():
-    assert Progress(["a"], rounds=3).heading == "before the first round of 3"
-    assert Progress(["a"], rounds=3, done=2).heading == "after round 1 of 3"
-    assert Progress(["a"], rounds=3, done=3).heading == "after round 2 of 3"
+    assert Progress(["a"], rounds=3).heading == "before the first round (0 of 3 complete)"
+    assert Progress(["a"], rounds=3, done=2).heading == "after round 1 (2 of 3 complete)"
+    assert Progress(["a"], rounds=3, done=3).heading == "after round 2 (3 of 3 complete)"
 
 
 def test_a_late_facility_is_told_once_a_round_and_shown_with_what_its_job_says():
