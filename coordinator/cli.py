@@ -9,7 +9,7 @@ import typer
 
 from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F401 (each adds its commands)
 from coordinator.commands.app import PANELS, Interrupted, app
-from facility.exchange.errors import exit_on_error, shown
+from facility.exchange.errors import InputError, exit_on_error, shown
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.interrupts import WORD
 
@@ -40,6 +40,14 @@ def called() -> int:
         return ExitCode.INTERRUPTED
     except Interrupted:
         raise KeyboardInterrupt from None
+    except ModuleNotFoundError as error:  # a facility's environment has the command, and not the coordinator's packages
+        missing = str(error.name).partition(".")[0]
+        if missing in ("coordinator", "facility"):
+            raise
+        raise InputError(
+            f"the environment {sys.prefix} has no package {missing!r}, expected those of the coordinator: install them "
+            "by `pip install 'crossfed[coordinator]'` there, or by coordinator/setup.sh of a checkout"
+        ) from None
     return result if isinstance(result, int) else 0
 
 
