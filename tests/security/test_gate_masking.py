@@ -206,7 +206,9 @@ def test_an_answer_needs_settings_that_a_signed_order_named(site: MaskingGate, m
     assert site.ask(site.step("unmask", "u", f" --request {site.workdir}/asked"))[0] == 0
     assert "-m facility.unmask --request " in ran[0] and f"{site.workdir}/asked" not in ran[0], "a copy as well"
     assert f"--settings {site.home}/gate/settings-" in ran[0], "a copy, which the coordinator cannot exchange"
-    assert ran[0].startswith(f"#!/bin/bash\n. '{site.home}/env.sh'\n"), "not the job template"
+    assert ran[0].startswith(f"#!/bin/bash\nunset SSH_CLIENT SSH2_CLIENT\n. '{site.home}/env.sh'\n"), (
+        "not the job template"
+    )
 
 
 @pytest.mark.parametrize("what", ["directory", "file", "link"])

@@ -88,6 +88,20 @@ def test_the_command_runs_in_the_environment(machine, tmp_path: Path, template: 
     assert run(machine, tmp_path, template, **environment) == entered
 
 
+@pytest.mark.parametrize("template", ["slurm", "leonardo", "pbs", "flux", "gridengine", "ssh"])
+def test_a_bashrc_does_not_come_before_the_environment_where_a_login_starts_the_job(
+    machine, tmp_path: Path, template: str
+):
+    """As below sshd, or in a queue to which the login's environment is handed on (`-V`): bash reads ~/.bashrc there."""
+    home = Path(machine["HOME"])
+    (home / ".bashrc").write_text('export ENTERED="$ENTERED, then bashrc"\n')
+    login = machine | {"SSH_CLIENT": "10.0.0.1 4444 22", "SHLVL": "0"}
+    read = subprocess.run(["bash", "-c", 'echo "$ENTERED"'], env=login, capture_output=True, text=True).stdout
+    if "then bashrc" not in read:
+        pytest.skip("this bash is built to read no ~/.bashrc below sshd")
+    assert run(login, tmp_path, template) == "home"
+
+
 @pytest.mark.parametrize("template", ["slurm", "pbs"])
 def test_modules_are_loaded_before_what_needs_them(machine, tmp_path: Path, template: str):
     (Path(machine["HOME"]) / "crossfed" / "env.sh").write_text('export ENTERED="$ENTERED, then home"\n')

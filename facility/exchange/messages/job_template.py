@@ -25,6 +25,9 @@ MODULES = "command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profi
 """A job's shell reads no profile; a task of PBS, or a job that a gate submitted, gets no function of another shell."""
 ENTER = re.compile(r"^\. '<home>/env\.sh'$", re.MULTILINE)
 """The line that enters the facility's environment."""
+NO_LOGIN = "unset SSH_CLIENT SSH2_CLIENT"
+"""Below a login by ssh, as these tell it, bash reads ~/.bashrc for a command too, the last one of a script included,
+whose PATH (conda's, pyenv's) would come before that of the environment."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -80,7 +83,7 @@ def fill_template(text: str, *, fill: dict[str, str], environment: Environment, 
             key=f"fill.{unknown[0]}",
         )
     values = {"home": environment.home} | fill
-    text = ENTER.sub(lambda _: enter(environment), text)
+    text = ENTER.sub(lambda _: "\n".join(filter(None, [NO_LOGIN, enter(environment)])), text)
     if environment.image:
         if START not in text:
             raise ConfigurationError(

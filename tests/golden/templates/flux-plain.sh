@@ -7,6 +7,7 @@
 #flux: --time-limit=2h
 #flux: --signal=SIGUSR1@300s
 exec >crossfed-job.log 2>&1 # StreamFlow takes what a Flux job prints for the path of a file
+unset SSH_CLIENT SSH2_CLIENT
 . ''"$HOME"'/crossfed/env.sh'
 export CROSSFED_HOSTS="$(flux hostlist --expand --delimiter=, instance)"
 IFS= read -r -d '' command <<'CROSSFED' || true

@@ -8,6 +8,7 @@
 #$ -l h_rt=02:00:00
 #$ -notify
 trap : USR1 USR2
+unset SSH_CLIENT SSH2_CLIENT
 . '/scratch/it'\''s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>/env.sh'
 IFS= read -r -d '' command <<'CROSSFED' || true
 trap : USR1 USR2 TERM

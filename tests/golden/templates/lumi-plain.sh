@@ -10,6 +10,7 @@
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
 #SBATCH --signal=USR1@300
+unset SSH_CLIENT SSH2_CLIENT
 . ''"$HOME"'/crossfed/env.sh'
 export NCCL_SOCKET_IFNAME=hsn0,hsn1,hsn2,hsn3 GLOO_SOCKET_IFNAME=hsn0 NCCL_NET_GDR_LEVEL=3 FI_CXI_DEFAULT_CQ_SIZE=131072
 # A name that nobody guesses: kernels are loaded from there, and whoever makes the directory first fills it.

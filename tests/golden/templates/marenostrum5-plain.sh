@@ -10,6 +10,7 @@
 #SBATCH --exclusive
 #SBATCH --time=02:00:00
 #SBATCH --signal=USR1@300
+unset SSH_CLIENT SSH2_CLIENT
 . ''"$HOME"'/crossfed/env.sh'
 export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"

@@ -8,6 +8,7 @@
 hosts=$(paste -sd, "$PBS_NODEFILE")
 start=$(date +%s)-$$ # another one where PBS runs the job again
 IFS= read -r -d '' launch <<'CROSSFED' || true
+unset SSH_CLIENT SSH2_CLIENT
 . '/scratch/it'\''s a "home"; touch pwned $(touch pwned) `touch pwned` ü&|<x>/env.sh'
 exec bash -c "$command"
 CROSSFED

@@ -8,6 +8,7 @@
 hosts=$(paste -sd, "$PBS_NODEFILE")
 start=$(date +%s)-$$ # another one where PBS runs the job again
 IFS= read -r -d '' launch <<'CROSSFED' || true
+unset SSH_CLIENT SSH2_CLIENT
 . ''"$HOME"'/crossfed/env.sh'
 exec bash -c "$command"
 CROSSFED

@@ -1,6 +1,7 @@
 #!/bin/bash
 # No queue: the command runs on the host itself, with as many ranks as the facility's settings say
 # (`training: {ranks: N}`); the host must be yours for as long as a round takes.
+unset SSH_CLIENT SSH2_CLIENT
 . ''"$HOME"'/crossfed/env.sh'
 ulimit -n "$(ulimit -Hn)"
 IFS= read -r -d '' command <<'CROSSFED' || true
