@@ -63,13 +63,6 @@ def peak_flops(name: str) -> float | None:
     return next((value for prefix, value in PEAK_FLOPS.items() if name.startswith(prefix)), None)
 
 
-def attention_operations(config: Any, tokens: int) -> float:
-    """Floating-point operations of attention on one token of a block of so many: 6 L H T (causal: half of 12 L H T;
-    Chowdhery et al. 2022, arXiv 2204.02311, appendix B)."""
-    text = config.get_text_config()
-    return 6.0 * getattr(text, "num_hidden_layers", 0) * getattr(text, "hidden_size", 0) * tokens
-
-
 def bubble_theory(schedule: str, stages: int, virtual: int, micro_batches: int) -> float:
     """Share of a pipeline step in which a rank idles, for equal stages.
 
@@ -114,10 +107,9 @@ def details(
     (FSDP2) of forward and backward, `reduce_scatter` (FSDP2) and `all_reduce` (gradients between replicas that step
     together, by DDP or FSDP2) of backward, in a pipeline all three of `pipeline`.
     """
-    operations = held.weight_operations + attention_operations(config, layout.block_tokens)
     # Operations of a convolution are not its parameters'.
-    known = bool(getattr(config.get_text_config(), "hidden_size", 0)) and math.isfinite(operations)
-    rate = operations * positions / seconds if known else math.nan
+    known = bool(getattr(config.get_text_config(), "hidden_size", 0)) and math.isfinite(held.operations)
+    rate = held.operations * positions / seconds if known else math.nan
     whole_peak = sum(given_peak or peak_flops(r["device"]) or math.nan for r in per_rank)
     result: dict[str, Any] = {
         "layout": layout.to_json(),

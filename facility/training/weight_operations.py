@@ -18,14 +18,14 @@ def weight_operations(model: nn.Module) -> float:
     """Floating-point operations on one token of the weights of a whole model: 6 for each that multiplies, 4 where it is
     frozen and no gradient of it is made. NaN where it is not known how many of its experts a token is given to.
 
-    An embedding is looked up and multiplies nothing, unless the output layer is the same weight. Of fused experts those
-    count that a token is given to.
+    An embedding, of tokens or of positions, is looked up and multiplies nothing, unless the output layer is the same
+    weight. Of fused experts those count that a token is given to.
     """
     chosen = experts_of_a_token(getattr(model, "config", None))
     looked_up = _looked_up(model)
     total = 0.0
     for name, parameter in model.named_parameters():
-        if parameter is looked_up:
+        if id(parameter) in looked_up:
             continue
         share = chosen / parameter.shape[0] if EXPERTS.search(name) and parameter.dim() == 3 else 1.0
         total += (6.0 if parameter.requires_grad else 4.0) * share * parameter.numel()
@@ -38,12 +38,9 @@ def experts_of_a_token(config: Any) -> float:
     return float(next((value for name in CHOSEN if (value := getattr(text, name, None))), math.nan))
 
 
-def _looked_up(model: nn.Module) -> nn.Parameter | None:
-    """The embedding of tokens, where it is no output layer too."""
-    try:
-        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    except (AttributeError, NotImplementedError):
-        return None
-    if not isinstance(embedding, nn.Embedding) or embedding.weight is getattr(head, "weight", None):
-        return None
-    return embedding.weight if isinstance(embedding.weight, nn.Parameter) else None
+def _looked_up(model: nn.Module) -> set[int]:
+    """The weights (`id`) that embeddings alone hold, and no output layer too."""
+    held: dict[bool, set[int]] = {True: set(), False: set()}
+    for module in model.modules():
+        held[isinstance(module, nn.Embedding)].update(map(id, module.parameters(recurse=False)))
+    return held[True] - held[False]

@@ -22,6 +22,7 @@ from facility.exchange.grid import Grid
 from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training import lora
+from facility.training.attention_operations import attention_operations
 from facility.training.batch_norm import statistics_names
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
@@ -68,8 +69,8 @@ class Assembly:
     """Ranks that hold this replica together; None: all."""
     parameters: int
     trained: int
-    weight_operations: float
-    """Of the whole model on one token (`facility.training.weight_operations`)."""
+    operations: float
+    """Of the whole model on one token, floating-point ones of weights and attention; NaN: not known."""
 
 
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
@@ -107,7 +108,8 @@ def assemble(
     found = names_of(skeleton, checkpoint)
     names = found.disk
     trained = {names[n]: tuple(p.shape) for n, p in skeleton.named_parameters() if p.requires_grad}
-    parameters, operations = sum(p.numel() for p in skeleton.parameters()), weight_operations(skeleton)
+    parameters = sum(p.numel() for p in skeleton.parameters())
+    operations = weight_operations(skeleton) + attention_operations(skeleton, sharder.layout.block_tokens)
     running = {found.conversion.same.get(lora.name_on_disk(name)) for name in statistics_names(skeleton)}
     quantize_layers(skeleton, sharder.settings)
     layout, ranks, stall = sharder.layout, sharder.ranks, sharder.settings.stall_seconds
@@ -144,7 +146,7 @@ def assemble(
         model_group=model_group(layout.grid, ranks, stall),
         parameters=parameters,
         trained=sum(torch.Size(s).numel() for s in trained.values()),
-        weight_operations=operations,
+        operations=operations,
     )
 
 
