@@ -34,7 +34,11 @@ FORMAT = 1
 
 @validated(frozen=True, kw_only=True)
 class StopSettings:
-    """When a federation ends early. With several facilities, each rule must also hold with any one of them left out."""
+    """When a federation ends early. With several facilities, each rule must also hold with any one of them left out.
+
+    Under differential privacy each must hold beyond three standard deviations of the noise in the losses, so that noise
+    ends nothing: below a target by that much, or, for `patience`, the mean of the losses since the best one above it by
+    that much. A loss that has only stopped to fall ends no such federation."""
 
     target_perplexity: NonNegative[float] = 0.0
     """Stop once the global model's perplexity (geometric mean over facilities) is at or below this; 0 is off."""

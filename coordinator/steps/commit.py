@@ -21,7 +21,7 @@ from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
-from coordinator.archive.privacy import told_deviations
+from coordinator.archive.privacy import deviations_by_model, told_deviations
 from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
 from coordinator.archive.rewind import told as rewind_told
 from coordinator.archive.rounds import CLIPS, FacilityRow, RoundFile
@@ -279,10 +279,11 @@ def describe_round(round: Commit, directory: Path) -> None:
     message = make_message(directory, round.model, settings.sending)
     before = history[-1] if history else None
     rows = with_work(round, rows_of(round, round.weights, round.left_out, before))
-    reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
+    every = [*(entry.facilities for entry in history), rows]
+    reported = plausible(losses_by_model(every))
     renewed = renewed_by(round)
     losses = round.losses = global_losses(reported, renewed)
-    decision = round.decision = decide_after(settings, reported, renewed)
+    decision = round.decision = decide_after(settings, reported, renewed, deviations_by_model(every))
     limited, now = round.capped.reasons, time.time()
     round.round_file = RoundFile(
         round=number,

@@ -68,8 +68,10 @@ def global_losses(reported: Sequence[Told], renewed: Renewed = ()) -> list[float
     return losses
 
 
-def without_each(reported: Sequence[Told], renewed: Renewed = (), *, latest: bool = False) -> list[list[float | None]]:
-    """The global losses as they were without one facility, for each whose absence leaves another in the last round.
+def without_each(
+    reported: Sequence[Told], renewed: Renewed = (), *, latest: bool = False
+) -> dict[str, list[float | None]]:
+    """The global losses as they were without one facility, by each whose absence leaves another in the last round.
 
     `latest`: each up to its newest figure instead, as where most figures come late.
     """
@@ -77,7 +79,7 @@ def without_each(reported: Sequence[Told], renewed: Renewed = (), *, latest: boo
     others = ([{name: one[name] for name in one if name != out} for one in reported] for out in names)
     series = [global_losses(one, renewed) for one in others]
     series = [until_known(losses) for losses in series] if latest else series
-    return [losses for losses in series if losses[-1] is not None]
+    return {name: losses for name, losses in zip(names, series, strict=True) if losses[-1] is not None}
 
 
 def until_known(losses: Sequence[float | None]) -> list[float | None]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
+from coordinator.archive.privacy import deviations_by_model
 from coordinator.archive.rewind import finish, tell_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
@@ -111,8 +112,9 @@ def reopen(archive: Archive, settings: CoordinatorSettings, history: Sequence[Ro
     there now does not."""
     if not history or not history[-1].ended or archive.read_note(LIMITED).get("after_round") == history[-1].round:
         return
-    reported = plausible(losses_by_model([entry.facilities for entry in history]))
-    if decide_after(settings, reported, renewed_in(history)).proceed:
+    rows = [entry.facilities for entry in history]
+    reported = plausible(losses_by_model(rows))
+    if decide_after(settings, reported, renewed_in(history), deviations_by_model(rows)).proceed:
         archive.write_note(REOPENED, {"after_round": history[-1].round})
 
 
