@@ -88,6 +88,7 @@ def privacy_summary(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[s
             first[row["facility"]] = row["privacy"]
     return {
         "epsilon": max(one["spent"] for one in reports.values()),
+        "epsilon_of_validation": max(one["spent_on_validation"] for one in reports.values()),
         "delta": max(one["delta"] for one in reports.values()),
         "stated": max(one["epsilon"] for one in reports.values()),
         "stated_first": max(one["epsilon"] for one in first.values()),
@@ -100,7 +101,7 @@ def sentence(name: str, one: Mapping[str, Any], without: Sequence[int] = ()) -> 
     """A facility's budget for a person. `without`: rounds in which it trained without one."""
     return (
         f"privacy of {name}: epsilon {one['spent']:.3g} of {one['epsilon']:g} (delta {one['delta']:g}, unit "
-        f"{one['unit']}) after {one['steps']:,} noised steps, noise multiplier {one['noise_multiplier']:.3g}; its "
-        f"losses have noise of {one['validation_deviation']:.2g} nats"
-        + (f"; {nothing_promised(without)}" if without else "")
+        f"{one['unit']}) after {one['steps']:,} noised steps, noise multiplier {one['noise_multiplier']:.3g}; epsilon "
+        f"{one['spent_on_validation']:.3g} of its validation data, by losses with noise of "
+        f"{one['validation_deviation']:.2g} nats" + (f"; {nothing_promised(without)}" if without else "")
     )

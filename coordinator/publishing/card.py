@@ -241,7 +241,8 @@ def _budget(data: Mapping[str, Any]) -> str:
         f"Training was differentially private (DP-SGD, Poisson sampling, up to {steps:,} noised steps a facility): "
         f"ε = {budget['epsilon']:.3g}, δ = {budget['delta']:g} for adding or removing one {' or '.join(units)} of the "
         f"training data, the largest over the facilities, whose data are taken to be disjoint. The budget stated "
-        f"before training was ε = {first:g}{changed}.{without}"
+        f"before training was ε = {first:g}{changed}. Validation losses were noised as well: up to the last round "
+        f"ε = {budget['epsilon_of_validation']:.3g} for one of the validation data.{without}"
     )
 
 

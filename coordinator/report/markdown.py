@@ -161,12 +161,15 @@ def privacy(data: Mapping[str, Any]) -> list[str]:
             one["unit"],
             number(one["noise_multiplier"]),
             one["steps"],
+            number(one["spent_on_validation"]),
+            number(one["validation_deviation"]),
         ]
         for name, one in data["privacy"].get("facilities", {}).items()
     ]
     without = data["privacy"].get("without_budget", {})
     gaps = [f"{name}: {nothing_promised(rounds)}." for name, rounds in without.items()]
     titles = ["facility", "epsilon so far", "at the end", "delta", "unit", "noise multiplier", "steps"]
+    titles += ["epsilon so far, validation data", "noise in losses, nats"]
     masks = [f"{masked_sentence(data['masking'])}.".capitalize(), ""] if data["masking"] else []
     told = [*table(titles, budgets), *(line for gap in gaps for line in (gap, ""))] if budgets else []
     return ["## Privacy", "", *told, *masks] if budgets or masks else []

@@ -82,7 +82,8 @@ def test_many_out_for_one_reason_are_one_line_and_other_reasons_are_counted():
 
 
 def test_remarks_of_many_are_sums_and_those_that_need_attention():
-    budget = {"delta": 1e-5, "unit": "example", "steps": 10, "noise_multiplier": 1.0, "validation_deviation": 0.1}
+    budget = {"delta": 1e-5, "unit": "example", "steps": 10, "noise_multiplier": 1.0}
+    budget |= {"spent_on_validation": 1.0, "validation_deviation": 0.1}
     rows = [row(n, privacy=budget | {"epsilon": 8.0, "spent": n / 64}) for n in range(256)]
     entry = {"round": 0, "facilities": rows, "next_steps": {f"site{n}": 10 + n for n in range(256)}}
     waited = {f"site{n}": 36.0 * n for n in range(256)}

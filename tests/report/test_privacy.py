@@ -41,7 +41,11 @@ def data(tmp_path: Path) -> dict[str, Any]:
         path = archive.round_directory(number) / "round.json"
         record = json.loads(path.read_text())
         for place, spent in ((0, 1.5), (1, 1.25)):
-            record["facilities"][place]["privacy"] = BUDGET | {"spent": spent * (number + 1), "steps": 100 * number}
+            record["facilities"][place]["privacy"] = BUDGET | {
+                "spent": spent * (number + 1),
+                "spent_on_validation": spent + number,
+                "steps": 100 * number,
+            }
         path.write_text(json.dumps(record))
     found = gather(archive, federation="made", settings={"rounds": 2})
     found["rows"] = remarks(summary(archive))
@@ -55,11 +59,16 @@ def test_the_latest_budget_of_each_facility_is_shown(data: dict[str, Any]):
     text = markdown(data)
     assert "## Privacy" in text and "| facility-01 | 2.5" in text
     assert 'id="privacy"' in page(data)
+    assert data["privacy"]["epsilon_of_validation"] == 2.5
+    assert any("epsilon 2.5 of its validation data" in line for line in data["rows"]), "whose documents are others"
+    sections = text.split("## Privacy")[1].split("##")[0], page(data).split('id="privacy"')[1].split("<h2")[0]
+    assert all("2.25" in section for section in sections)
 
 
 def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, Any]):
     told = privacy(data)
     assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
+    assert "up to the last round ε = 2.5 for one of the validation data" in told
     assert "1 of 3 facilities told no budget" in told
     assert "the coordinator, which can see each of them" in told
     assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
