@@ -30,6 +30,7 @@ from facility.exchange.checkpoints.adapters import (
     is_magnitude,
     read_adapter_config,
 )
+from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import ADAPTER, FLOATS, SINGLE, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow
 from facility.exchange.checkpoints.writer import Layout as FileLayout
@@ -38,9 +39,10 @@ from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.messages.layout import LoraSettings
 
 
-def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Checkpoint, bool]:
-    """The adapters that updates are compared with, and whether they are new: then at `scratch`, factors of zeros,
-    modules that are saved whole as in the base, and magnitudes (DoRA) as the rows of the base's weights."""
+def adapter_base(base: Checkpoint, layout: Layout, scratch: Path, seed: int | None) -> tuple[Checkpoint, bool]:
+    """The adapters that updates are compared with, and whether they are new: then at `scratch`, factors as facilities
+    draw them from the federation's `seed`, modules that are saved whole as in the base, and magnitudes (DoRA) as the
+    rows of the base's weights. None: factors of zeros, so that an update's step is all that it holds."""
     own = {name: entry for name, entry in base.tensors.items() if is_adapter(name)}
     if own:
         return dataclasses.replace(base, tensors=own), False
@@ -50,7 +52,10 @@ def adapter_base(base: Checkpoint, layout: Layout, scratch: Path) -> tuple[Check
             if is_magnitude(one.name):
                 if (lengths := first_magnitudes(base, one.name)) is not None:
                     _write(writer, one.name, lengths)
-            elif not is_factor(one.name) and (held := stored_parameter(base, one.name.removeprefix(PREFIX))):
+            elif is_factor(one.name):
+                if seed is not None:
+                    _write(writer, one.name, begun_factor(seed, one.name, one.shape))
+            elif held := stored_parameter(base, one.name.removeprefix(PREFIX)):
                 _write(writer, one.name, held.values())
     return dataclasses.replace(open_checkpoint(scratch), directory=base.directory), True
 

@@ -44,7 +44,8 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
         aggregation.check_enough(found)
         if request.unmasking is not None:  # whole numbers travel; what they stand for is float32
             layout = {name: (dtype if dtype in FLOATS else "F32", shape) for name, (dtype, shape) in layout.items()}
-        aggregation.source, begun = adapter_base(whole, layout, scratch)
+        drawn = request.seed if request.unmasking is None else None  # masked, what is begun with is part of the step
+        aggregation.source, begun = adapter_base(whole, layout, scratch, drawn)
         if begun:  # there is no step yet that a server optimizer could take
             aggregation.settings = settings.without_optimizer()
     patterns = settings.federated

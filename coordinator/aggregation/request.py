@@ -38,6 +38,8 @@ class Request:
     """0: automatic."""
     adapters: LoraSettings | None = None
     """What the facilities were asked to train; None: not known, the base model and the majority decide."""
+    seed: int | None = None
+    """The federation's, from which facilities draw the first adapters; None: not known."""
     unmasking: Unmasking | None = None
     """What takes the masks off; None: the updates are not masked."""
     drop_refused: bool = False

@@ -258,6 +258,7 @@ def write_model(round: Commit, directory: Path) -> None:
             state_in=round.archive.state_for(round.number),
             state_out=directory / "state",
             adapters=settings.lora,
+            seed=settings.seed,
             drop_refused=round.unmasking is None,
             minimum_updates=settings.minimum_facilities,
             unmasking=round.unmasking,
