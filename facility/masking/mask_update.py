@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from facility.exchange.checkpoints.adapters import is_adapter
+from facility.exchange.checkpoints.adapters import is_adapter, is_factor
+from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import MOMENTS, copy_companions
 from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
-from facility.exchange.checkpoints.floats import widen
+from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files.checksum import Checksum
@@ -58,12 +59,23 @@ class Source:
     point: FixedPoint
     place: int
     """First element in the mask streams."""
+    begun: Array | None = None
+    """What a new adapter began with, flat, so that a clip shortens what it moved alone; None: with zeros."""
 
 
 def mask_update(
-    update: Path, *, received: Path, out: Path, residual_out: Path, member: Member, settings: MaskingSettings
+    update: Path,
+    *,
+    received: Path,
+    out: Path,
+    residual_out: Path,
+    member: Member,
+    settings: MaskingSettings,
+    seed: int | None = None,
 ) -> tuple[Manifest, dict[str, str]]:
     """Write the masked form of `update`, trained from `received`, and what it leaves to send.
+
+    `seed`: the federation's, from which new adapters began; None: they began with zeros.
 
     Returns its manifest, and a checksum of each file of what it leaves, made of what is written (`Checksum`:
     sha256 would take as long as the masks). Neither `out` nor `residual_out` may exist. Raises `InputError` where the
@@ -74,7 +86,9 @@ def mask_update(
         directory = stack.enter_context(new_directory(out))
         rest_directory = stack.enter_context(new_directory(residual_out))
         base = open_checkpoint(received)
-        done = mask_tensors(open_checkpoint(update), base, directory, rest_directory, member=member, settings=settings)
+        done = mask_tensors(
+            open_checkpoint(update), base, directory, rest_directory, member=member, settings=settings, seed=seed
+        )
         made = complete(update, received, directory, done, member=member, settings=settings)
     return made, done.left
 
@@ -101,15 +115,16 @@ def mask_tensors(
     *,
     member: Member,
     settings: MaskingSettings,
+    seed: int | None = None,
 ) -> MaskedTensors:
     """Write the masked tensors of `update`, stored or in memory, and their shares to `directory`, and what they leave
-    to `rest_directory`; both exist.
+    to `rest_directory`; both exist. `seed`: see `mask_update`.
 
     Its own seed is drawn here, for these tensors alone: two messages under one seed would tell their difference.
     """
     roster, bits = member.roster, member.roster.agreement.bits
     weights = roster.weights(settings.weights, settings.maximum_share)
-    sources = sources_of(update, base, roster, weights)
+    sources = sources_of(update, base, roster, weights, seed if settings.clip_norm else None)
     factor = clip_factor(sources.values(), settings.clip_norm)
     own = draw_seed()
     masks, weight = signed_seeds(member, own), weights[member.facility]
@@ -122,7 +137,9 @@ def mask_tensors(
         masker = Masker(masks, piece=piece, bits=bits, weight=weight, factor=factor)
         for name, source in sources.items():
             for start, update_part, base_part in pieces_of(source, piece):
-                sent, rest, squared = masker.mask(update_part, base_part, source.point, source.place + start)
+                whole = factor == 1 or source.begun is None
+                part = update_part if whole else shortened(source, start, update_part, factor)
+                sent, rest, squared = masker.mask(part, base_part, source.point, source.place + start, clips=whole)
                 check_finite(source, squared)
                 looked_at = rest[: -(-len(rest) // LOOKED_AT)]
                 cut_off += beyond(looked_at, source.point.scale / weight)
@@ -189,7 +206,9 @@ def check_base(roster: Roster, received: Path) -> None:
         )
 
 
-def sources_of(update: Checkpoint, base: Checkpoint, roster: Roster, weights: dict[str, float]) -> dict[str, Source]:
+def sources_of(
+    update: Checkpoint, base: Checkpoint, roster: Roster, weights: dict[str, float], seed: int | None
+) -> dict[str, Source]:
     """The floating-point tensors of an update, in the order of their names. Raises `CheckpointError`."""
     entries = {name: entry for name, entry in sorted(update.tensors.items()) if entry.dtype in FLOATS}
     places = places_of({name: entry.elements for name, entry in entries.items()})
@@ -201,7 +220,10 @@ def sources_of(update: Checkpoint, base: Checkpoint, roster: Roster, weights: di
         agreement = roster.agreement
         clip = clip_of(name, entry.shape, clips=agreement.clips, default=agreement.default_clip, new=before is None)
         point = fixed_point(agreement.bits, clip, weights)
-        found[name] = Source(update=entry, base=before, point=point, place=places[name])
+        begun = None
+        if before is None and is_factor(name) and seed is not None:
+            begun = begun_factor(seed, name, entry.shape).reshape(-1)
+        found[name] = Source(update=entry, base=before, point=point, place=places[name], begun=begun)
     return found
 
 
@@ -224,7 +246,7 @@ def pieces_of(source: Source, piece: int = PART) -> Iterator[tuple[int, Stored, 
 def squares_of(source: Source) -> Iterator[float]:
     """The sum of squares of each piece of update - model, in float32."""
     block, scratch = np.empty(PART, np.float32), np.empty(PART, np.float32)
-    for _, update, base in pieces_of(source):
+    for start, update, base in pieces_of(source):
         step = block[: len(update.values)]
         if base is None:
             widen(update.values, update.dtype, step)
@@ -232,7 +254,17 @@ def squares_of(source: Source) -> Iterator[float]:
         else:
             squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
         check_finite(source, squared)
+        if source.begun is not None:
+            step -= source.begun[start : start + len(step)]
         yield float(np.vdot(step, step))
+
+
+def shortened(source: Source, start: int, update: Stored, factor: float) -> Stored:
+    """A piece of a new adapter whose distance from what it began with is multiplied by `factor`."""
+    assert source.begun is not None
+    begun, moved = source.begun[start : start + len(update.values)], np.empty(len(update.values), np.float32)
+    widen(update.values, update.dtype, moved)
+    return Stored(values=begun + np.float32(factor) * (moved - begun), dtype="F32")
 
 
 def check_finite(source: Source, squared: float) -> None:

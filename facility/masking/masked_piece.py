@@ -47,19 +47,22 @@ class Masker:
         self._step, self._scratch = np.empty(piece, np.float32), np.empty(piece, np.float32)
         self._left = np.empty(piece, np.float32)
 
-    def mask(self, update: Stored, base: Stored | None, point: FixedPoint, place: int) -> tuple[Array, Array, float]:
+    def mask(
+        self, update: Stored, base: Stored | None, point: FixedPoint, place: int, *, clips: bool = True
+    ) -> tuple[Array, Array, float]:
         """What is sent, what it leaves of the step (stored as `RESTS` says), and the sum of squares of update - base.
 
-        `base` None: the step is the update. `place`: the piece's first element in the streams. Both arrays are
-        overwritten by the next call.
+        `base` None: the step is the update. `place`: the piece's first element in the streams. `clips`: the step is
+        multiplied by the factor. Both arrays are overwritten by the next call.
         """
         count = len(update.values)
         streams = self._streams.read_all(self.seeds, place, count)
         sent, rest = self._sent[:count], self._rest[:count]
         kinds = native.KINDS
+        factor = self.factor if clips else np.float32(1)
         found = native.library()
         if found is None or update.dtype not in kinds or (base is not None and base.dtype not in kinds):
-            return sent, rest, self._in_passes(update, base, point, streams, sent, rest)
+            return sent, rest, self._in_passes(update, base, point, streams, sent, rest, factor)
         function = found.crossfed_masked16 if self.bits == 16 else found.crossfed_masked32
         squared = function(
             count,
@@ -67,7 +70,7 @@ class Masker:
             kinds[update.dtype],
             None if base is None else native.address(base.values),
             0 if base is None else kinds[base.dtype],
-            float(self.factor),
+            float(factor),
             point.clip,
             self.weight / point.scale,
             point.scale / self.weight,
@@ -81,7 +84,14 @@ class Masker:
         return sent, rest, float(squared)
 
     def _in_passes(
-        self, update: Stored, base: Stored | None, point: FixedPoint, streams: Array, sent: Array, rest: Array
+        self,
+        update: Stored,
+        base: Stored | None,
+        point: FixedPoint,
+        streams: Array,
+        sent: Array,
+        rest: Array,
+        factor: np.float32,
     ) -> float:
         """Mask a piece without a compiler: the law in tests/masking holds both ways to the same bits."""
         step, scratch = self._step[: len(sent)], self._scratch[: len(sent)]
@@ -90,8 +100,8 @@ class Masker:
             squared = float(np.vdot(step, step))
         else:
             squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
-        if self.factor != 1:
-            np.multiply(step, self.factor, out=step)
+        if factor != 1:
+            np.multiply(step, factor, out=step)
         left = self._left[: len(sent)]
         point.encode(step, self.weight, left, sent)
         narrow(left, RESTS[self.bits], rest, scratch.view(np.uint32))

@@ -58,15 +58,18 @@ def is_held(update: Path) -> bool:
 
 
 def write_held(
-    state: Path, round: int, update: Checkpoint, received: Path, *, member: Member, settings: MaskingSettings
+    state: Path, round: int, update: Checkpoint, received: Path, *, member: Member, settings: MaskingSettings, seed: int
 ) -> None:
-    """Mask an update that is in memory. What an earlier attempt left must have been removed (`drop_held`)."""
+    """Mask an update that is in memory. What an earlier attempt left must have been removed (`drop_held`).
+
+    `seed`: the federation's.
+    """
     pending = pending_residual(state)
     with new_directory(_place(state)) as place:
         (place / SENT).mkdir()
         with new_directory(pending) as rest:
             base = open_checkpoint(received)
-            done = mask_tensors(update, base, place / SENT, rest, member=member, settings=settings)
+            done = mask_tensors(update, base, place / SENT, rest, member=member, settings=settings, seed=seed)
         seal(pending, done.left)
         value = {
             "round": round,

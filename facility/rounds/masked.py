@@ -73,7 +73,13 @@ class Masked:
             residual = residual_path(self.state, round)
             shutil.rmtree(residual, ignore_errors=True)
             _, left = mask_update(
-                update, received=received, out=out, residual_out=residual, member=self.member, settings=masking
+                update,
+                received=received,
+                out=out,
+                residual_out=residual,
+                member=self.member,
+                settings=masking,
+                seed=self.settings.seed,
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
@@ -84,7 +90,8 @@ class Masked:
         """Mask an `update` that is in memory; what travels stays in the state until `make` sends it."""
         assert self.settings.masking is not None
         round = self.member.roster.agreement.round
-        write_held(self.state, round, update, received, member=self.member, settings=self.settings.masking)
+        masking, seed = self.settings.masking, self.settings.seed
+        write_held(self.state, round, update, received, member=self.member, settings=masking, seed=seed)
 
     def can_make(self, update: Path) -> bool:
         """Whether the finished `update` is here, whole or masked."""

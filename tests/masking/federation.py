@@ -165,6 +165,7 @@ class Masking:
             residual_out=out.with_name("residual"),
             member=member,
             settings=self.masking,
+            seed=self.settings.seed,
         )
         return out
 

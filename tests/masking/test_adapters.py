@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import Factors, read_factors, write_factors
 from facility.exchange.files.durable import write_json
@@ -47,7 +48,7 @@ def masked_round(federation: Masking, trained: dict[str, make.Tensors], number: 
     for name, tensors in trained.items():
         if name != lost:
             update = federation.masked(name, roster, adapter_update(federation, name, tensors, number), number)
-            assert {entry.dtype for entry in open_checkpoint(update).tensors.values()} == {"U16"}
+            assert {entry.dtype for entry in open_checkpoint(update).tensors.values()} == {f"U{federation.bits}"}
             received[name] = federation.receive(name, update, number)
     request = federation.settle(roster, received, number)
     answers = [federation.answer(name, request) for name in federation.names if name != lost]
@@ -94,3 +95,24 @@ def test_two_rounds_of_masked_adapters_are_the_plain_means(
                 assert np.allclose(found, np.mean(each, axis=0), rtol=2e-7, atol=0), key
         assert shared.keys() == {A, B}
         before = {key: after[key].float() for key in (A, B)}
+
+
+def test_a_clip_shortens_what_new_adapters_moved_and_not_what_they_began_with(
+    tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A's first values are many times as long as a step: a clip of the whole took them from every facility."""
+    monkeypatch.setattr(federations, "SHAPES", {"layer.weight": (OUT, IN)})
+    changes = {"lora": LoraSettings(rank=RANK, targets=["layer"]), "seed": 7}
+    limit = {"clip_norm": 0.01}
+    federation = Masking(root=tmp_path, signers=signers, changes=changes, largest_step=0.02, bits=32, privacy=limit)
+    shapes = {A: (RANK, IN), B: (OUT, RANK)}
+    begun = {key: torch.from_numpy(begun_factor(7, key, shape)) for key, shape in shapes.items()}
+    names = federation.names
+    steps = {name: make.random_tensors(i, shapes, torch.float32, 1e-3) for i, name in enumerate(names)}
+    masked_round(federation, {name: {key: begun[key] + steps[name][key] for key in shapes} for name in names}, 0)
+    after = make.read_all(federation.archive.round_directory(0) / "state" / "master")
+    lengths = {name: sum(float(one.square().sum()) for one in steps[name].values()) ** 0.5 for name in names}
+    assert min(lengths.values()) > 0.02, "all of them are clipped"
+    for key in shapes:
+        mean = sum(0.01 / lengths[name] * steps[name][key] for name in names) / len(names)
+        torch.testing.assert_close(after[key], begun[key] + mean, rtol=0, atol=1e-7)
