@@ -21,6 +21,7 @@ from facility.exchange.messages.comparison import (
 )
 from facility.exchange.messages.evaluation import HELD_OUT
 from facility.exchange.task_words import TEXT, TaskWords, capital
+from facility.exchange.text import number_of
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
 MASKED = (
@@ -29,6 +30,9 @@ MASKED = (
 )
 OWN_UPDATE, TRAINED_ALONE = "its own last update", "training alone"
 """What a facility has of its own to compare the global model with."""
+LEAST_BLOCKS = 6
+"""Of fewer validation blocks no two models are told apart, whatever an interval of resamples says: of two models that
+are alike, one is better on each of five blocks in 1 case of 16, and of a single block an interval is a point."""
 SHADES = "; the stronger the colour, the better within its row"
 """Of the caption: for a matrix that is drawn."""
 Row = dict[str, Any]
@@ -151,7 +155,7 @@ def _against_own(name: str, figures: Sequence[Row]) -> dict[str, Mapping[str, fl
     found: dict[str, Mapping[str, float]] = {}
     for folder, what in ((f"{UPDATE_OF}{name}", OWN_UPDATE), (f"{ALONE_OF}{name}", TRAINED_ALONE)):
         if (one := own.get(folder)) is not None and (less := one["against"].get(GLOBAL)) is not None:
-            found[what] = _negated(less)
+            found[what] = _negated(less) | {"blocks": one["blocks"]}
     return found
 
 
@@ -163,11 +167,13 @@ def _verdicts(name: str, figures: Sequence[Row], nats: str) -> list[str]:
 
 def forgotten(figures: Sequence[Row], held_out: str, nats: str = TEXT.nats) -> list[str]:
     """Sentences that compare the global model with the initial one on held-out data."""
-    found = {one["model"]: one["against"] for one in figures if one["held_out"]}
-    less = found.get(GLOBAL, {}).get(INITIAL)
-    if less is None and (more := found.get(INITIAL, {}).get(GLOBAL)) is not None:
-        less = _negated(more)
-    if less is None:
+    found = {one["model"]: one for one in figures if one["held_out"]}
+    against = {model: one["against"] for model, one in found.items()}
+    if (own := against.get(GLOBAL, {}).get(INITIAL)) is not None:
+        less = dict(own) | {"blocks": found[GLOBAL]["blocks"]}
+    elif (more := against.get(INITIAL, {}).get(GLOBAL)) is not None:
+        less = _negated(more) | {"blocks": found[INITIAL]["blocks"]}
+    else:
         return []
     return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one', nats)}."]
 
@@ -186,7 +192,7 @@ def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:
 
 
 def _direction(less: Mapping[str, float]) -> str:
-    if less["low"] <= 0 <= less["high"]:
+    if less["blocks"] < LEAST_BLOCKS or less["low"] <= 0 <= less["high"]:
         return "not told apart"
     return "worse" if less["low"] > 0 else "better"
 
@@ -200,7 +206,9 @@ def _compared(less: Mapping[str, float], what: str, nats: str) -> str:
     ends = f"[{less['low']:+.4f}, {less['high']:+.4f}]"
     words = _direction(less)
     joined = f"{words} from {what}" if words == "not told apart" else f"{words} than {what}"
-    return f"{joined}: {less['value']:+.4f} {nats} {ends}"
+    blocks = int(less["blocks"])
+    few = "" if blocks >= LEAST_BLOCKS else f", of {number_of(blocks, 'validation block')}: too few to tell"
+    return f"{joined}: {less['value']:+.4f} {nats} {ends}{few}"
 
 
 def _alone(account: Account) -> dict[str, Row]:

@@ -291,11 +291,23 @@ def test_what_was_forgotten_is_told_whichever_of_both_models_was_evaluated_first
         [{"model": "global", "against": {}}, {"model": "initial", "against": {"global": less}}],
         [{"model": "initial", "against": {}}, {"model": "global", "against": {"initial": more}}],
     ):
-        (line,) = forgotten([one | {"held_out": True} for one in models], "wikitext")
+        (line,) = forgotten([one | {"held_out": True, "blocks": 200} for one in models], "wikitext")
         assert line == (
             "wikitext, which nobody trained on: the global model is better than the initial one: "
             "-0.9000 nats per token [-1.0000, -0.8000]."
         )
+
+
+@pytest.mark.parametrize(
+    ("blocks", "told"), [(1, "not told apart from"), (5, "not told apart from"), (6, "better than")]
+)
+def test_a_few_validation_blocks_tell_no_models_apart(blocks: int, told: str):
+    """The interval of resamples of one block is a point, and one that leaves 0 out of five blocks is often chance."""
+    less = {"value": -0.1, "low": -0.1, "high": -0.1}
+    figure = {"model": "global", "held_out": True, "blocks": blocks, "against": {"initial": less}}
+    (line,) = forgotten([figure], "wikitext")
+    assert f"the global model is {told} " in line and "the initial one: -0.1000" in line
+    assert ("too few to tell" in line) == (blocks < 6)
 
 
 def test_markdown_has_scores_on_tasks_carbon_and_versions_and_speaks_of_no_colour(tmp_path: Path):
