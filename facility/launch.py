@@ -22,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError, exit_on_error
+from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import number_of
 from facility.launching.devices import Devices, cleaned, detect
@@ -73,6 +74,7 @@ def launch(
         _refuse_taken(where)
     changes, cleaning = cleaned(os.environ, devices.kind)
     _say(where, f"{why}; {devices.reason}" + (f"; {cleaning}" if cleaning else ""))
+    changes |= compiled_code_place()
     environments = [_environment(where, index, changes) for index in range(len(where.local_ranks))]
     several = tasks.tasks > 1 and tasks.scheduler != TORCHRUN.name
 

@@ -18,6 +18,7 @@ import gc
 import os
 from pathlib import Path
 
+from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
 
 
@@ -99,6 +100,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run one round on this rank; returns its exit code."""
     arguments = parser().parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"  # a round needs nothing of the hub; bitsandbytes would fetch code from there
+    os.environ.update(compiled_code_place())
     from facility.training.train_round import train_round  # imports torch and transformers, which takes seconds
 
     return train_round(arguments)

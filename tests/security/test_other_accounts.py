@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import facility.train
 from coordinator.bundle import bundle
 from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import failing_here
@@ -22,6 +25,7 @@ from coordinator.testbed.layout import MARK, load
 from facility.dataset import DatasetError
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import owners
+from facility.exchange.files.compiled_code import VARIABLE, compiled_code_place
 from facility.exchange.files.owners import not_ours
 from facility.exchange.messages.progress import FILE, JobProgress, write_progress
 from facility.exchange.messages.settings import read_facility_settings
@@ -253,3 +257,37 @@ def test_a_link_in_place_of_a_report_leads_nowhere(tmp_path: Path):
     (tmp_path / "report.html").symlink_to(tmp_path / "theirs")
     write_report({}, tmp_path / "report.html", "json")
     assert not (tmp_path / "report.html").is_symlink() and (tmp_path / "theirs").read_text() == "as it was"
+
+
+KEPT_IN = f"import os; print('kept in', os.environ.get('{VARIABLE}', '/tmp/torchinductor_root'))"
+"""The other is torch's own choice."""
+
+
+@pytest.mark.parametrize("first", [f"crossfed-compiled-{os.geteuid()}", ""])
+def test_torch_keeps_nothing_that_it_runs_where_another_account_could_exchange_it(reached: Path, first: str):
+    """It loads compiled code and pickled graphs again, from a folder whose name everybody knows."""
+    (shared := reached / "tmp").mkdir()
+    shared.chmod(0o1777)
+    if first:
+        strangers(shared / first)
+    command = [sys.executable, "-m", "facility.launch", "--cpu", "--shared", str(reached), "--", "-c", KEPT_IN]
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE} | {"TMPDIR": str(shared)}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    kept = Path((said.stdout + said.stderr).partition("kept in ")[2].split()[0])
+    assert kept.parent == shared and kept.name != first
+    assert kept.stat().st_uid == os.geteuid() and stat.S_IMODE(kept.stat().st_mode) == 0o700
+
+
+def test_a_trainer_that_is_started_alone_does_not_either_and_in_a_jobs_own_folder_torch_chooses(
+    reached: Path, monkeypatch
+):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(reached))
+    assert compiled_code_place() == {}
+    monkeypatch.setattr(tempfile, "tempdir", str(strangers(reached / "tmp", 0o1777)))
+    monkeypatch.setattr("facility.training.train_round.train_round", lambda arguments: 0)
+    paths = [word for name in ("model", "dataset", "settings", "out") for word in (f"--{name}", "x")]
+    assert facility.train.main([*paths, "--round", "0"]) == 0
+    assert os.environ[VARIABLE] == str(reached / "tmp" / f"crossfed-compiled-{os.geteuid()}")
+    monkeypatch.setenv(VARIABLE, "elsewhere")
+    assert compiled_code_place() == {}, "what a person chose"
