@@ -122,7 +122,7 @@ class GridEngine(BatchScheduler):
             name = part.split()[0] if part.split() else ""
             offered = re.search(r"^pe_list +(.*)$", part, re.MULTILINE)
             slots = re.search(r"^slots +(\d+)", part, re.MULTILINE)
-            limit = re.search(r"^h_rt +(\d+):(\d\d):\d\d", part, re.MULTILINE)
+            limit = re.search(r"^h_rt +(\d{1,6}):(\d\d):\d\d", part, re.MULTILINE)
             usable = [pe for pe in words(offered[1]) if pe in environments] if offered else []
             if WORD.fullmatch(name):
                 found.append(

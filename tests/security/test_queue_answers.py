@@ -49,6 +49,7 @@ ANSWERS = [
     "A" * LONG,
     "Queue: x\n" + " \n" * LONG,
     "pe_name x\n" * LONG,
+    *(f"qname x\nslots 4\npe_list smp\nh_rt {digits}:00:00\n" for digits in ("9" * 400, "9" * 5000)),
 ]
 
 
