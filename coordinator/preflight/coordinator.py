@@ -10,8 +10,8 @@ import importlib.metadata
 import os
 import shlex
 import shutil
-import stat
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 from coordinator.archive.rewind import ASIDE
@@ -28,8 +28,9 @@ from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsew
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import can_link
-from facility.exchange.files.owners import not_ours, of_another
+from facility.exchange.files.owners import not_ours, of_another, written_by_all
 from facility.exchange.files.paths import shipped
+from facility.exchange.messages.template_inheritance import find_template
 
 
 def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
@@ -95,12 +96,21 @@ def _written_by_all(place: Path) -> str:
 
 def _open_to_all(federation: Federation) -> list[Row]:
     """A warning where every user of this host may decide what a run does, as under a umask of 000; none otherwise."""
-    for place in (federation.file, federation.file.parent):
-        mode = place.stat().st_mode
-        if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
-            fix = f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077"
-            return [warning(ME, "permissions", _written_by_all(place), fix)]
-    return []
+    if (place := next(filter(None, map(written_by_all, _decisive(federation))), None)) is None:
+        return []
+    fix = f"chmod o-w {shlex.quote(str(place))}; set umask 022 or 077"
+    return [warning(ME, "permissions", _written_by_all(place), fix)]
+
+
+def _decisive(federation: Federation) -> Iterator[Path]:
+    """Files and folders that say what is run, here and at facilities, and what is believed."""
+    yield federation.file
+    for facility in federation.facilities:
+        if facility.deployment.template:
+            yield find_template(facility.deployment.template, federation.file.parent)
+    if federation.aggregation.allowed_signers:
+        yield federation.path(federation.aggregation.allowed_signers)
+    yield from (federation.archive_path, federation.workdir_path)
 
 
 def failing_here(federation: Federation) -> list[Row]:

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 import facility.train
 from coordinator.bundle import bundle
 from coordinator.config.federation import read_federation
-from coordinator.preflight.coordinator import failing_here
+from coordinator.preflight.coordinator import check_here, failing_here
 from coordinator.preflight.facility import _room
 from coordinator.preflight.probe_answer import _disk
 from coordinator.remote_setup import set_up
@@ -250,6 +251,35 @@ def test_no_run_begins_in_one_that_every_account_may_write(reached: Path, key: s
     (row,) = failing_here(federation)
     assert (row.check, row.fix) == (key, f"chmod o-w {place}")
     assert f"every user of this host may write {place}," in row.found
+
+
+@pytest.mark.parametrize("named", ["template", "allowed_signers", "archive"])
+def test_a_check_warns_of_whatever_else_every_account_may_exchange(reached: Path, named: str):
+    """A template's text is run at facilities, in the account of whoever runs the federation."""
+    (shared := reached / "shared").mkdir()
+    (template := shared / "site.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
+    (signers := shared / "signers").write_text("")
+    (archive := shared / "ours" / "archive").mkdir(parents=True)
+    federation = read_federation(write_federation(reached / "federation", ["a"]))
+    (facility,) = federation.facilities
+    far = replace(facility.deployment, type="ssh", host="far", workdir="/work", template=str(template))
+    federation = replace(
+        federation,
+        archive=str(archive),
+        facilities=(replace(facility, deployment=far),),
+        aggregation=replace(federation.aggregation, allowed_signers=str(signers)),
+    )
+
+    def told() -> list[str]:
+        return [row.found for row in check_here(federation)[0] if row.check == "permissions"]
+
+    assert not told()
+    place = {"template": template, "allowed_signers": signers, "archive": shared}[named]
+    place.chmod(0o1777 if place.is_dir() else 0o666)
+    if named == "archive":
+        assert not told(), "nobody removes another's entry there"
+        place.chmod(0o777)
+    assert told() and f"every user of this host may write {place}," in told()[0]
 
 
 def test_a_link_in_place_of_a_report_leads_nowhere(tmp_path: Path):

@@ -44,6 +44,18 @@ def first_not_ours(folders: Iterable[Path]) -> str:
     return next(filter(None, map(not_ours, folders)), "")
 
 
+def written_by_all(path: Path) -> Path | None:
+    """What every account may write of `path`, its folder, and the folders above that others reach, links resolved:
+    there `path` can be exchanged. None where nobody else may."""
+    real = Path(os.path.realpath(path))
+    for number, place in enumerate((real, *real.parents)):
+        mode = os.stat(place).st_mode if os.path.exists(place) else 0
+        if mode & stat.S_IWOTH and not (stat.S_ISDIR(mode) and mode & stat.S_ISVTX):
+            if number < 2 or _reached_by_all(place):
+                return place
+    return None
+
+
 def account(user: int) -> str:
     """`account bob`, or by its number where the system has no name for it."""
     try:
