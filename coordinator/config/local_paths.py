@@ -21,6 +21,7 @@ def check_paths(federation: Federation) -> None:
         for key, path in (
             ("layout.plan", training.layout.plan),
             ("lora.base", training.lora.base),
+            ("preference.reference", training.preference.reference),
             ("sync.emulation.trace", training.sync.emulation.trace),
         ):
             if facility.deployment.type == "local" and path and not federation.path(path).exists():

@@ -281,6 +281,7 @@ def _training(federation: Federation, facility: Facility) -> TrainingSettings:
         signing_key=here(training.signing_key),
         layout=dataclasses.replace(training.layout, plan=here(training.layout.plan)),
         lora=dataclasses.replace(training.lora, base=here(training.lora.base)),
+        preference=dataclasses.replace(training.preference, reference=here(training.preference.reference)),
         sync=dataclasses.replace(training.sync, emulation=emulation),
     )
 

@@ -238,6 +238,7 @@ def test_streamflow_accepts_every_name_that_we_accept(tmp_path: Path, name: str)
 def test_paths_in_settings_are_those_of_the_machine_that_reads_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     keys = {"layout": {"plan": "~/plan.json"}, "lora": {"base": "../base"}, "sync": {"emulation": {"trace": "/t.json"}}}
+    keys |= {"preference": {"reference": "../reference"}}
     path = write_federation(tmp_path, ["here", "far"], training=keys)
     described = yaml.safe_load(path.read_text())
     described["facilities"][1]["deployment"] = {"type": "ssh", "host": "h", "workdir": "/w"}
@@ -246,10 +247,16 @@ def test_paths_in_settings_are_those_of_the_machine_that_reads_them(tmp_path: Pa
 
     def found(name: str) -> list[str]:
         training = json.loads(files[f"workflow/facilities/{name}.json"])["training"]
-        return [training["layout"]["plan"], training["lora"]["base"], training["sync"]["emulation"]["trace"]]
+        named = [training["layout"]["plan"], training["lora"]["base"], training["sync"]["emulation"]["trace"]]
+        return [*named, training["preference"]["reference"]]
 
-    assert found("here") == [str(tmp_path / "plan.json"), str(tmp_path / "base"), "/t.json"]
-    assert found("far") == ["~/plan.json", "../base", "/t.json"]
+    assert found("here") == [
+        str(tmp_path / "plan.json"),
+        str(tmp_path / "base"),
+        "/t.json",
+        str(tmp_path / "reference"),
+    ]
+    assert found("far") == ["~/plan.json", "../base", "/t.json", "../reference"]
 
 
 def test_keys_and_signers_are_relative_to_federation_yml_as_other_paths_are(tmp_path: Path):
