@@ -44,7 +44,7 @@ TOLD = {"drift": "reason", "scores": "problem"}
 CHANGE_OF_A_SITE = re.compile(
     r"((?:from round \d+ on: )?(?:facilities\[[^\]]*\]\.)?"
     r"(?:(?:deployment|dataset|evaluation|model|notify|submit_ahead|trackers|workdir)\b"
-    r"|(?:\w+\.)+(?:base|signing_key|allowed_signers|peer_signers)\b)[^:]*): .*"
+    r"|(?:\w+\.)+(?:base|plan|trace|reference|signing_key|allowed_signers|peer_signers)\b)[^:]*): .*"
 )
 """A change of what is not published of anybody: its key, then its values."""
 IN_ITS_OWN_WORDS = ("reason", "note", "problem", "uncorrected")

@@ -92,6 +92,8 @@ def _portable(training: Mapping[str, Any]) -> dict[str, Any]:
         portable["layout"] = {key: value for key, value in layout.items() if key != "plan"}
     if isinstance(sync := portable.get("sync"), dict) and isinstance(slowed := sync.get("emulation"), dict):
         portable["sync"] = sync | {"emulation": {key: value for key, value in slowed.items() if key != "trace"}}
+    if isinstance(preference := portable.get("preference"), dict):  # its reference is the initial model, as without it
+        portable["preference"] = {key: value for key, value in preference.items() if key != "reference"}
     return portable
 
 

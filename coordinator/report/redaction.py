@@ -26,6 +26,8 @@ SECRET = (
     "workdir",
 )
 """Keys that are left out wherever they are: how a person logs in and signs, and addresses."""
+PATHS = ("base", "plan", "reference", "trace")
+"""Keys of training whose values are paths of a facility, however short."""
 DIRECTORIES = ("/", "~", "./", "../")
 """How a path begins."""
 DEEP = re.compile(r"[\w.@+~-]+(/[\w.@+~-]+){2,}/?")
@@ -37,7 +39,10 @@ OF_A_FACILITY = ("name", "training", "trainer")
 def redacted(value: Any) -> Any:
     """No hosts, users, keys and addresses, and of paths the last part only."""
     if isinstance(value, dict):
-        return {name: redacted(one) for name, one in value.items() if name not in SECRET and one not in (None, "")}
+        kept = {name: one for name, one in value.items() if name not in SECRET and one not in (None, "")}
+        return {
+            name: redacted(Path(one) if name in PATHS and isinstance(one, str) else one) for name, one in kept.items()
+        }
     if isinstance(value, list | tuple):
         return [redacted(one) for one in value]
     if isinstance(value, Path) or (isinstance(value, str) and (value.startswith(DIRECTORIES) or DEEP.fullmatch(value))):

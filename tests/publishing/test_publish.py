@@ -333,6 +333,27 @@ def test_no_path_of_a_facility_that_is_named_or_of_a_key_is_published(federation
         assert part not in whole, part
 
 
+def test_no_path_that_settings_of_training_may_hold_is_published(federation: Path, tmp_path: Path):
+    """Whatever key it is of, however it is written, and what it was before."""
+    keys = ("lora.base", "layout.plan", "preference.reference", "sync.emulation.trace", "signing_key")
+    changes, training = [], dict[str, Any]()
+    for key in keys:
+        *above, last = key.split(".")
+        place = training
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = f"veiled/{last}.x" if last == "plan" else f"/home/veiled/{last}.x"
+        changes.append(f"training.{key}: veiled/old -> veiled/new; holds from the next round on")
+    described = yaml.safe_load(federation.read_text())
+    described["training"] = {"lora": training.pop("lora") | {"rank": 4}}
+    described["facilities"][1]["training"] = training
+    federation.write_text(yaml.safe_dump(described))
+    changed_rows(tmp_path, lambda record: record.update(changes=changes))
+    told = told_by(publish(federation, tmp_path / "out"))
+    at = told.find("veiled")
+    assert at < 0, told[max(0, at - 300) : at + 60]
+
+
 def test_changes_tell_nothing_of_what_is_published_of_nobody(federation: Path, tmp_path: Path):
     lines = [
         "facilities[facility-00].deployment.options.account: EUHPC_D01 -> EUHPC_D02; its jobs start",
