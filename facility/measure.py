@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.seeds import check_seed
 from facility.measuring.names import DISTRIBUTIONS, TASKS
@@ -88,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
         if not 0 < (number := getattr(options, name)) < math.inf:
             raise ConfigurationError(f"--{name.replace('_', '-')} is {number:g}, expected a number above 0")
     check_seed(options.seed)
+    os.environ.update(compiled_code_place())
     from facility.measuring.allocation import measure_allocation  # imports torch and transformers, which takes seconds
 
     return measure_allocation(options)

@@ -20,6 +20,7 @@ from facility.exchange.checkpoints.checkpoint import ADAPTER, open_checkpoint
 from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.child import end_with_parent
 from facility.exchange.errors import CrossFedError, InputError, TransientError
+from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.files.paths import resolve
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.comparison import with_tasks
@@ -76,6 +77,7 @@ def evaluate(
         links = {"model": whole(model, base, Path(folder)), "tokenizer": tokenizer}
         words = command(settings, Path(folder), named(Path(folder), links), device=device)
         environment = {name: value for name, value in os.environ.items() if name not in LAUNCHED} | OFFLINE
+        environment |= compiled_code_place()
         (empty := Path(folder) / "empty").mkdir()
         with open(Path(folder) / "log", "w+b") as output:
             process = subprocess.Popen(

@@ -8,12 +8,13 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import facility.measure
 import facility.train
 from coordinator.bundle import bundle
 from coordinator.config.federation import read_federation
@@ -28,6 +29,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import owners
 from facility.exchange.files.compiled_code import VARIABLE, compiled_code_place
 from facility.exchange.files.owners import not_ours
+from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.progress import FILE, JobProgress, write_progress
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.strict_json import Fields
@@ -35,9 +37,11 @@ from facility.gating.policy import read_policy
 from facility.preparing.output import finish_replacement, published
 from facility.preparing.resuming import part_of
 from facility.probe import disk
+from facility.rounds.evaluation import evaluate
 from facility.rounds.kept import state_directory
 from facility.rounds.workdir_check import check_workdir
 from tests.federations import write_dataset, write_federation
+from tests.pico import save_pico
 from tests.rounds import test_remote_setup
 from tests.rounds.test_bundle_tasks import wheels_appear
 from tests.rounds.test_setup import setup
@@ -308,16 +312,38 @@ def test_torch_keeps_nothing_that_it_runs_where_another_account_could_exchange_i
     assert kept.stat().st_uid == os.geteuid() and stat.S_IMODE(kept.stat().st_mode) == 0o700
 
 
-def test_a_trainer_that_is_started_alone_does_not_either_and_in_a_jobs_own_folder_torch_chooses(
-    reached: Path, monkeypatch
+def asked_to_train() -> None:
+    paths = [word for name in ("model", "dataset", "settings", "out") for word in (f"--{name}", "x")]
+    facility.train.main([*paths, "--round", "0"])
+
+
+def asked_to_measure() -> None:
+    facility.measure.main(["--model", "x", "--out", "x"])
+
+
+def asked_to_evaluate() -> None:
+    evaluate(save_pico(Path(tempfile.mkdtemp()) / "model"), EvaluationSettings(tasks=("t",)), dataset=Path("x"))
+
+
+@pytest.mark.parametrize("asked", [asked_to_train, asked_to_measure, asked_to_evaluate])
+def test_nor_does_what_is_started_by_hand_and_in_a_jobs_own_folder_torch_chooses(
+    reached: Path, monkeypatch, asked: Callable[[], None]
 ):
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(tempfile, "tempdir", str(reached))
     assert compiled_code_place() == {}
     monkeypatch.setattr(tempfile, "tempdir", str(strangers(reached / "tmp", 0o1777)))
-    monkeypatch.setattr("facility.training.train_round.train_round", lambda arguments: 0)
-    paths = [word for name in ("model", "dataset", "settings", "out") for word in (f"--{name}", "x")]
-    assert facility.train.main([*paths, "--round", "0"]) == 0
-    assert os.environ[VARIABLE] == str(reached / "tmp" / f"crossfed-compiled-{os.geteuid()}")
+    told: list[str] = []
+
+    def begins(*_: object, env: Mapping[str, str] = os.environ, **__: object) -> int:
+        told.append(env[VARIABLE])
+        raise InputError("it has begun")
+
+    monkeypatch.setattr("facility.training.train_round.train_round", begins)
+    monkeypatch.setattr("facility.measuring.allocation.measure_allocation", begins)
+    monkeypatch.setattr("facility.rounds.evaluation.subprocess.Popen", begins)
+    with pytest.raises(InputError, match="it has begun"):
+        asked()
+    assert told == [str(reached / "tmp" / f"crossfed-compiled-{os.geteuid()}")]
     monkeypatch.setenv(VARIABLE, "elsewhere")
     assert compiled_code_place() == {}, "what a person chose"
