@@ -24,7 +24,7 @@ import facility
 from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files import present
-from facility.exchange.files.owners import not_ours
+from facility.exchange.files.owners import not_ours, written_by_all
 from facility.exchange.files.paths import resolve
 from facility.exchange.hints import keys_of
 from facility.exchange.logs import add_log_options
@@ -134,6 +134,8 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     }
     if reason := not_ours(path):
         answer["shared"] = reason
+    elif (above := written_by_all(path)) is not None:
+        answer["above"] = str(above)
     answer["quotas"] = (
         [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in quotas(folder)]
         if answer["writable"]

@@ -16,7 +16,7 @@ from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run
-from coordinator.preflight.row import Row, fail, ok
+from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.versions import check_versions
 from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.labels import classes_digest, unnamed
@@ -328,5 +328,10 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
             "room",
             f"{size(need.bytes)} could not be reserved at {workdir}: {answer['refused']}",
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
+        )
+    if "above" in answer:
+        found = f"every account of the host may write {answer['above']}, and exchange what lies there, {workdir} too"
+        return warning(
+            name, "workdir", found, "choose another `workdir:`, or have `chmod o-w` or `chmod +t` done there"
         )
     return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {need}")

@@ -101,7 +101,7 @@ def _disk(fields: Fields) -> dict[str, Any]:
         "free": fields.whole("free"),
         "quotas": fields.items("quotas", 100, lambda items, key: _quota(items.inside(key))),
     }
-    texts = ("refused", "shared")
+    texts = ("refused", "shared", "above")
     return answer | {name: fields.words(name, longest=LONGEST) for name in texts if name in fields.raw}
 
 

@@ -19,6 +19,7 @@ import facility.train
 from coordinator.bundle import bundle
 from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import check_here, failing_here
+from coordinator.preflight.disk import Disk
 from coordinator.preflight.facility import _room
 from coordinator.preflight.probe_answer import _disk
 from coordinator.remote_setup import set_up
@@ -140,6 +141,20 @@ def test_crossfed_check_names_whose_workdir_it_is(tmp_path: Path):
     row = _room("a", answer, str(tmp_path / "work"), need=None)  # type: ignore[arg-type]
     assert row.verdict == "fail" and row.check == "workdir" and f"user {STRANGER}" in row.found
     assert "shared" not in disk(tmp_path, 0)
+
+
+@pytest.mark.parametrize("made", [True, False])
+def test_crossfed_check_names_a_folder_above_a_workdir_in_which_every_account_may_exchange_it(
+    reached: Path, made: bool
+):
+    work = reached / "scratch" / "alice" / "work"
+    (work if made else reached / "scratch").mkdir(parents=True)
+    for mode, named in ((0o755, False), (0o1777, False), (0o777, True)):
+        (reached / "scratch").chmod(mode)
+        answer = _disk(Fields(raw=disk(work, 0), where="the answer"))
+        row = _room("a", answer, str(work), need=Disk(parts={}))
+        found = f"every account of the host may write {reached / 'scratch'}, and exchange"
+        assert ((row.verdict, row.check) == ("warning", "workdir") and row.found.startswith(found)) is named, row
 
 
 def test_what_is_prepared_does_not_grow_in_a_folder_of_another_account(tmp_path: Path):
