@@ -285,7 +285,7 @@ def test_a_check_warns_of_whatever_else_every_account_may_exchange(reached: Path
     federation = replace(
         federation,
         archive=str(archive),
-        facilities=(replace(facility, deployment=far),),
+        facilities=[replace(facility, deployment=far)],
         aggregation=replace(federation.aggregation, allowed_signers=str(signers)),
     )
 
@@ -337,7 +337,7 @@ def asked_to_measure() -> None:
 
 
 def asked_to_evaluate() -> None:
-    evaluate(save_pico(Path(tempfile.mkdtemp()) / "model"), EvaluationSettings(tasks=("t",)), dataset=Path("x"))
+    evaluate(save_pico(Path(tempfile.mkdtemp()) / "model"), EvaluationSettings(tasks=["t"]), dataset=Path("x"))
 
 
 @pytest.mark.parametrize("asked", [asked_to_train, asked_to_measure, asked_to_evaluate])
