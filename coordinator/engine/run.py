@@ -54,6 +54,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import make_parents
 from facility.exchange.files.storage import unwritable
+from facility.exchange.logs import visible
 from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
@@ -251,9 +252,9 @@ class Run:
         return unwritable([folder for folder in folders if folder.exists()])
 
     def write_line(self, line: str) -> None:
-        """Append a line to StreamFlow's log."""
+        """Append a line to StreamFlow's log, in which facilities' jobs are quoted, as text for whoever looks at it."""
         with suppress(OSError):  # a log that cannot be written stops no federation
-            self.sink.write(line + "\n")
+            self.sink.write(visible(line) + "\n")
             self.sink.flush()
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from coordinator.config.federation import Facility, FederationFile
 from coordinator.engine.history import History
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.progress import Progress
-from coordinator.engine.run import _picture
+from coordinator.engine.run import Run, _picture
 from coordinator.events.event import Event, quoted
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
@@ -198,6 +199,14 @@ def test_a_log_shows_what_others_wrote_as_text(
     logger.warning("a library said: %s\tthen\nthis", COMMANDS)
     said = capsys.readouterr().err
     assert said.endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\nthis\n")
+
+
+def test_the_engines_log_shows_what_jobs_printed_as_text():
+    """StreamFlow quotes them, and `tail -f` shows the file that a run names first."""
+    sink = io.StringIO()
+    run = SimpleNamespace(sink=sink)
+    Run.write_line(run, f"2026-01-01 00:00:00.000 ERROR    FAILED Job /a: {COMMANDS}\tthen")  # type: ignore[arg-type]
+    assert sink.getvalue().endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\n")
 
 
 def test_the_login_of_a_sites_tracker_is_in_no_log_and_no_failure_of_a_job(
