@@ -4,6 +4,10 @@ The arrays of a data set grow in `.NAME.part` beside it; every `SAVE_SECONDS` th
 says how far they came. The next run of the same request reads the sources from their beginning again, which costs
 little, and encodes only what is not written yet. A request that differs, or sources that changed, start
 again from nothing.
+
+One process at a time writes there: it holds the lock of `.NAME.part.lock`, which is a file, since NFS locks no folder,
+and beside it, since NFS keeps a folder in which a file is open. Where nothing can be locked the process that began last
+has made that file anew; the one before finds another file in its place, and ends without touching what is there.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -34,8 +39,8 @@ STATE = "state.json"
 class Part:
     """The folder of a run, and what an earlier one left there."""
 
-    def __init__(self, directory: Path, request: str) -> None:
-        self.directory, self.request = directory, request
+    def __init__(self, directory: Path, request: str, turn: Turn) -> None:
+        self.directory, self.request, self.turn = directory, request, turn
         self.batches = 0
         """Batches that are written."""
         self.writers: dict[str, dict[str, Any] | None] = dict.fromkeys(SPLITS, None)
@@ -63,6 +68,7 @@ class Part:
             return
         if not all(hasattr(writer, "state") for writer in writers.values()):
             return  # labelled rows and pairs of answers: small data, which begins anew
+        self.turn.check()
         state = {split: writer.state() for split, writer in writers.items()}
         lengths = {split: sorted(counts.items()) for split, counts in self.lengths.items()}
         found = {"request": self.request, "batches": batches, "writers": state, "lengths": lengths}
@@ -70,7 +76,9 @@ class Part:
         self._saved = time.monotonic()
 
     def deliver(self, directory: Path) -> None:
-        """Move the arrays to the data set's directory; from then on there is nothing to go on from."""
+        """Move the arrays to the data set's directory; from then on there is nothing to go on from. Raises
+        `DatasetError` where another process has made arrays in their place."""
+        self.turn.check()
         (self.directory / STATE).unlink(missing_ok=True)
         for path in sorted(self.directory.glob("*.npy")):
             os.rename(path, directory / path.name)
@@ -88,43 +96,81 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
     words = json.dumps(wanted, sort_keys=True, default=vars)
     request = hashlib.sha256(words.encode()).hexdigest() if known else f"not known {time.time_ns()}"
     made = [folder for folder in directory.parents if not folder.exists()]
-    lock = _locked(directory)
+    turn = Turn(directory)
     try:
+        directory.mkdir(mode=0o700, exist_ok=True)
         try:
-            yield Part(directory, request)
+            yield Part(directory, request, turn)
         except TransientError:
             raise  # the same command goes on from here
-        except Exception:
+        except Exception as error:
+            turn.check(error)
             shutil.rmtree(directory, ignore_errors=True)
+            turn.end()
             with suppress(OSError):  # another dataset is in one of them
                 for folder in made:
                     folder.rmdir()
             raise
-        shutil.rmtree(directory, ignore_errors=True)
+        if turn.holds():
+            shutil.rmtree(directory, ignore_errors=True)
+            turn.end()
     finally:
-        os.close(lock)
+        turn.close()
 
 
-def _locked(directory: Path) -> int:
-    """The descriptor of the folder, made where it is missing, whose lock this process holds. Raises `DatasetError`."""
-    while True:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            continue  # another process has just ended
-        try:
-            if reason := not_ours(directory):
+class Turn:
+    """This process's turn to write in a folder, from its making to `close`."""
+
+    def __init__(self, directory: Path) -> None:
+        """Raises `DatasetError` where another process has it, or another account made the folder."""
+        self.directory, self.path = directory, directory.with_name(f"{directory.name}.lock")
+        for place in (directory, self.path):
+            if reason := not_ours(place):
                 raise DatasetError(
                     f"{reason}, and what is prepared would grow there: remove it, or choose another --out"
                 )
-            with suppress(OSError):  # a file system without locks: then nothing keeps two of them apart
-                if not take_lock(lock, directory, wait=False):
-                    raise DatasetError(f"{directory} is written by another process: wait for it, or end it")
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.stat(directory)):
-                    return lock
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)  # removed by another process, which ended before the lock was held
+        self._file = self._locked()
+
+    def _locked(self) -> int:
+        """The descriptor of the file whose lock this process holds, or which it made where there are no locks."""
+        while True:
+            self.path.parent.mkdir(parents=True, exist_ok=True)  # another process's error removes folders that it made
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                if not take_lock(file, self.path, wait=False):
+                    raise DatasetError(f"{self.directory} is written by another process: wait for it, or end it")
+            except OSError:  # no locks
+                os.close(file)
+                return self._made_anew()
+            except BaseException:
+                os.close(file)
+                raise
+            if self.holds(file):
+                return file
+            os.close(file)  # removed by another process, which ended before the lock was held
+
+    def _made_anew(self) -> int:
+        file, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name}.")
+        os.replace(name, self.path)
+        return file
+
+    def holds(self, file: int | None = None) -> bool:
+        """Whether the file, by default that of this process, is still the one in its place."""
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file if file is None else file), os.stat(self.path))
+        return False
+
+    def check(self, error: Exception | None = None) -> None:
+        """Raise `DatasetError` where another process has begun meanwhile. `error`: what may have come of that."""
+        if not self.holds():
+            raise DatasetError(
+                f"another process began to write {self.directory}, where nothing can be locked: this one ends, and "
+                "that one goes on from what is written"
+            ) from error
+
+    def end(self) -> None:
+        """Nothing is left to go on from, and no file that says whose turn it is."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self._file)

@@ -117,7 +117,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
     }
     if (found := _there(request, wanted)) is not None:
         return found
-    with part_of(request.out, {}, known=False):  # nothing is gone on from: it holds the lock
+    with part_of(request.out, {}, known=False) as part:  # nothing is gone on from: it holds the lock
         finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
@@ -132,6 +132,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
                 **wanted, vocabulary_size=len(parts["classes"]), documents="joined", **parts, versions=versions
             )
             write_json(directory / NAME, dataclasses.asdict(manifest))
+            part.turn.check()
     return Prepared(dataset=open_dataset(request.out), reused=False)
 
 
