@@ -12,8 +12,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 from streamflow.core.deployment import LocalTarget
+
+from facility.exchange.files.durable import locked_sibling, remove_abandoned
 
 
 def install() -> None:
@@ -34,12 +37,15 @@ def in_own_folder(original: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def engine_folder() -> str:
-    """A folder that only this account can enter; the end of this process removes it, that of a fork does not."""
-    folder, maker = tempfile.mkdtemp(prefix="crossfed-engine-"), os.getpid()
+    """A folder that only this account can enter; the end of this process removes it, that of a fork does not. What
+    killed runs left goes first."""
+    place, maker = Path(tempfile.gettempdir()) / "crossfed-engine", os.getpid()
+    remove_abandoned(place)
+    folder, _ = locked_sibling(place)  # the lock is held to the end of this process
 
     def remove() -> None:
         if os.getpid() == maker:
             shutil.rmtree(folder, ignore_errors=True)
 
     atexit.register(remove)
-    return folder
+    return str(folder)

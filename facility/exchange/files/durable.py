@@ -167,7 +167,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
         raise FileExistsError(f"{path} exists already; remove it or choose another name")
     make_parents(path)
     remove_abandoned(path)
-    temporary, lock = _locked_sibling(path)
+    temporary, lock = locked_sibling(path)
     os.chmod(temporary, as_umask_allows(mode))
     try:
         with naming(path):
@@ -186,7 +186,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
 def scratch_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path` that is gone at the end; what killed processes left of one goes first."""
     remove_abandoned(path)
-    temporary, lock = _locked_sibling(path)
+    temporary, lock = locked_sibling(path)
     try:
         yield temporary
     finally:
@@ -206,7 +206,7 @@ def _fsync_files(directory: Path) -> None:
         fsync_directory(Path(folder))
 
 
-def _locked_sibling(path: Path) -> tuple[Path, int]:
+def locked_sibling(path: Path) -> tuple[Path, int]:
     """A new temporary directory beside `path`, and the descriptor whose lock says that its maker lives."""
     while True:
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
