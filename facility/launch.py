@@ -25,6 +25,7 @@ from facility.exchange.errors import ConfigurationError, TransientError, exit_on
 from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import number_of
+from facility.launching.compiled import place_of_compiled
 from facility.launching.devices import Devices, cleaned, detect
 from facility.launching.notes import Notes
 from facility.launching.place import Place, Tasks, attempt_of, master_port, place, read_tasks
@@ -82,10 +83,10 @@ def launch(
         others = [note for note in notes.failures() if note.get("task") != tasks.task]
         return f"another node failed first: {others[0].get('reason')}" if others else ""
 
-    with private_directory(tasks, notes, MEETING_SECONDS) as meeting:
+    with private_directory(tasks, notes, MEETING_SECONDS) as meeting, place_of_compiled(os.environ) as compiled:
         ending = supervise(
             [sys.executable, *arguments],
-            [environment | meeting for environment in environments],
+            [environment | meeting | compiled for environment in environments],
             limits=limits,
             elsewhere=elsewhere if several else None,
             directory=Path(meeting[DIRECTORY]) if DIRECTORY in meeting else None,

@@ -25,6 +25,7 @@ from facility.exchange.files.locks import take_lock, temporary_place
 from facility.exchange.files.storage import is_storage, sentence
 from facility.exchange.messages.progress import FILE, read_progress
 from facility.gating import ledger as gate_ledger
+from facility.launching.compiled import VARIABLE, place_of_compiled
 from facility.launching.notes import Notes
 from facility.launching.place import read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
@@ -168,6 +169,19 @@ def test_ranks_meet_where_files_can_be_locked(no_locks_in_tmpdir: Path, tmp_path
         assert place.parent == Path(locks.IN_MEMORY) and place.stat().st_mode & 0o777 == 0o700
     assert not place.exists() and agents_directory().parent == Path(locks.IN_MEMORY)
     shutil.rmtree(agents_directory())
+
+
+def test_torch_compiles_where_files_can_be_locked(no_locks_in_tmpdir: Path, monkeypatch: pytest.MonkeyPatch):
+    """It failed below TMPDIR, unless the job's template named a folder."""
+    with place_of_compiled({}) as compiled:
+        place = Path(compiled[VARIABLE])
+        assert place.parent == Path(locks.IN_MEMORY) and place.stat().st_mode & 0o777 == 0o700
+    assert not place.exists()
+    with place_of_compiled({VARIABLE: "/named"}) as compiled:
+        assert compiled == {}
+    monkeypatch.setattr(tempfile, "tempdir", str(no_locks_in_tmpdir.parent))
+    with place_of_compiled({}) as compiled:
+        assert compiled == {}
 
 
 def test_files_that_are_locked_stay_in_tmpdir_where_it_has_locks_and_where_nothing_has(

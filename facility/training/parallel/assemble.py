@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import tempfile
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.layouts import refusal_of_batch_norms
 from facility.exchange.checkpoints.patterns import matches
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.files.locks import temporary_place
 from facility.exchange.grid import Grid
 from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
@@ -266,11 +268,22 @@ def prepare_blocks(model: nn.Module, settings: TrainingSettings) -> None:
     """Activation checkpointing and compilation of every block, before the model is cut and sharded."""
     from facility.training.parallel.recompute import recompute_in_backward
 
+    if settings.layout.compile:
+        leave_out_locked_headers()
     for block in layers_of(find_blocks(model)[1]):
         if settings.layout.activation_checkpointing != "none":
             recompute_in_backward(block, selective=settings.layout.activation_checkpointing == "selective")
         if settings.layout.compile:
             block.compile()
+
+
+def leave_out_locked_headers() -> None:
+    """Where TMPDIR has no locks, let torch precompile no C++ headers: it does so there, under a lock, wherever else it
+    keeps what it compiles (`facility.launching.compiled`)."""
+    if temporary_place() != tempfile.gettempdir():
+        import torch._inductor.config
+
+        torch._inductor.config.cpp_cache_precompile_headers = False
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
