@@ -27,6 +27,7 @@ from coordinator.aggregation.state import make_way
 from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
 from facility.exchange.errors import InputError, TransientError, UpdateRefused
+from facility.exchange.files.durable import scratch_directory
 from facility.exchange.files.storage import sentence
 
 
@@ -40,9 +41,10 @@ def aggregate(request: Request) -> RoundRecord:
     if request.threads < 0:
         raise InputError(f"threads is {request.threads}, expected 1 or more, or 0 for automatic")
     aggregation = Aggregation(request=request, settings=request.settings)
-    with _clear_about_space(request.out), tempfile.TemporaryDirectory(prefix=".adapters.") as scratch:
+    temporary = Path(tempfile.gettempdir()) / "crossfed-adapters"
+    with _clear_about_space(request.out), scratch_directory(temporary) as scratch:
         make_way(request.state_out, request.out)
-        open_round(aggregation, Path(scratch))
+        open_round(aggregation, scratch)
         opened = aggregation.settings
         while True:
             try:

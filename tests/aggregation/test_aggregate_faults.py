@@ -417,7 +417,8 @@ def test_an_error_in_one_thread_ends_the_round(tmp_path: Path, monkeypatch: pyte
 
 def test_sigkill_at_any_moment_leaves_nothing_half(large: list[str], tmp_path: Path):
     out, state = tmp_path / "out", tmp_path / "state"
-    command = [*large, "--out", str(out), "--state-out", str(state)]
+    (temporary := tmp_path / "tmp").mkdir()
+    command = ["env", f"TMPDIR={temporary}", *large, "--out", str(out), "--state-out", str(state)]
     began = time.monotonic()
     subprocess.run(command, check=True, capture_output=True)
     whole, wanted = time.monotonic() - began, read_manifest(out).content_sha256
@@ -437,4 +438,4 @@ def test_sigkill_at_any_moment_leaves_nothing_half(large: list[str], tmp_path: P
     assert done.returncode == 0, done.stderr
     assert verify_manifest(out).content_sha256 == wanted
     assert verify_manifest(state).kind == "state"
-    assert not list(tmp_path.glob(".*")), "litter of killed runs is removed"
+    assert not [*tmp_path.glob(".*"), *temporary.iterdir()], "litter of killed runs is removed"
