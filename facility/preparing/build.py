@@ -34,6 +34,7 @@ from facility.preparing.output import (
     Prepared,
     check_apart,
     check_out,
+    clear_after_kill,
     finish_replacement,
     in_few,
     published,
@@ -199,6 +200,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         chat = chat_encoding(tokenizer, request.tokenizer, request.chat_template, request.loss)
         wanted |= {"template": "", "chat_template_sha256": chat.template.sha256}
     if (found := _there(request, wanted)) is not None:
+        clear_after_kill(request.out)
         return found
     tokenizer = tokenizer or load_tokenizer(request.tokenizer)
     encoding = _checked_encoding(request, template, tokenizer, chat)

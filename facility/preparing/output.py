@@ -18,6 +18,7 @@ from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, Source
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.owners import account, not_ours
+from facility.preparing.resuming import clear_after
 from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
 
@@ -113,6 +114,11 @@ def _open_as(before: os.stat_result | None, directory: Path) -> None:
     with suppress(OSError):
         os.chown(directory, -1, before.st_gid)
         os.chmod(directory, stat.S_IMODE(before.st_mode) | stat.S_IRWXU)
+
+
+def clear_after_kill(out: Path) -> None:
+    """Remove what a run left that was killed once `out` was in its place."""
+    clear_after(out, _beside(Path(os.path.realpath(out)))[1])
 
 
 def finish_replacement(out: Path) -> None:

@@ -118,29 +118,49 @@ def part_of(out: Path, wanted: Mapping[str, Any], *, known: bool) -> Iterator[Pa
         turn.close()
 
 
+def clear_after(out: Path, replaced: Path) -> None:
+    """Remove what a run left that was killed once `out` was in its place: its folder, and `replaced`, the data set
+    before. Nothing where another process is at work, or nothing can be locked."""
+    out = Path(os.path.realpath(out))
+    directory = out.with_name(f".{out.name}.part")
+    with suppress(DatasetError, OSError):  # no file to lock: nothing is left
+        turn = Turn(directory, anew=False)
+        try:
+            for left in (directory, replaced):
+                if not not_ours(left):
+                    shutil.rmtree(left, ignore_errors=True)
+            turn.end()
+        finally:
+            turn.close()
+
+
 class Turn:
     """This process's turn to write in a folder, from its making to `close`."""
 
-    def __init__(self, directory: Path) -> None:
-        """Raises `DatasetError` where another process has it, or another account made the folder."""
+    def __init__(self, directory: Path, *, anew: bool = True) -> None:
+        """Not `anew`: the file is there, and can be locked, or raises `OSError`. Raises `DatasetError` where another
+        process has the turn, or another account made the folder."""
         self.directory, self.path = directory, directory.with_name(f"{directory.name}.lock")
         for place in (directory, self.path):
             if reason := not_ours(place):
                 raise DatasetError(
                     f"{reason}, and what is prepared would grow there: remove it, or choose another --out"
                 )
-        self._file = self._locked()
+        self._file = self._locked(anew)
 
-    def _locked(self) -> int:
+    def _locked(self, anew: bool) -> int:
         """The descriptor of the file whose lock this process holds, or which it made where there are no locks."""
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)  # another process's error removes folders that it made
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            how = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_CREAT if anew else 0)
+            file = os.open(self.path, how, 0o600)
             try:
                 if not take_lock(file, self.path, wait=False):
                     raise DatasetError(f"{self.directory} is written by another process: wait for it, or end it")
             except OSError:  # no locks
                 os.close(file)
+                if not anew:
+                    raise
                 return self._made_anew()
             except BaseException:
                 os.close(file)

@@ -124,6 +124,36 @@ def test_a_worker_that_died_costs_only_what_was_not_written(request_: Request, m
     prepare(request_).dataset.verify()
 
 
+@pytest.mark.parametrize("where", ["before the data set replaced goes", "before the folder goes"])
+def test_what_a_run_left_that_was_killed_once_all_was_delivered_goes_with_the_next(
+    request_: Request, monkeypatch: pytest.MonkeyPatch, where: str
+):
+    """The next recognised the data set and did nothing: a whole copy of the one before stayed for ever."""
+    prepare(dataclasses.replace(request_, block_tokens=request_.block_tokens + 1))
+    again, remove = dataclasses.replace(request_, replace=True), shutil.rmtree
+
+    def killed(path: Path, **options: Any) -> None:
+        if Path(path).name == (".out.old" if "replaced" in where else ".out.part"):
+            raise Killed
+        remove(path, **options)
+
+    with monkeypatch.context() as context:
+        context.setattr(shutil, "rmtree", killed)
+        with pytest.raises(Killed):
+            prepare(again)
+    left = {one.name for one in request_.out.parent.iterdir() if one.name.startswith(".")}
+    assert left == {".out.part", ".out.part.lock", *([".out.old"] if "replaced" in where else [])}
+    with resuming.part_of(request_.out.with_name("other"), {}, known=True):
+        assert prepare(again).reused
+    assert [one.name for one in request_.out.parent.iterdir() if one.name.startswith(".")] == []
+
+
+def test_what_another_process_is_at_work_on_stays_when_its_out_is_recognised(request_: Request):
+    prepare(request_)
+    with resuming.part_of(request_.out, {}, known=True) as part:
+        assert prepare(request_).reused and part.directory.is_dir() and part.turn.holds()
+
+
 def test_what_killed_replacements_left_is_removed(request_: Request, monkeypatch: pytest.MonkeyPatch):
     prepare(request_)
     left = [request_.out.with_name(name) for name in (".out.old", ".out.new", "..out.new.abc.tmp")]

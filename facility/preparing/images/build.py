@@ -38,6 +38,7 @@ from facility.preparing.output import (
     Prepared,
     check_apart,
     check_out,
+    clear_after_kill,
     finish_replacement,
     published,
     recognised,
@@ -116,6 +117,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
         "sources": entries,
     }
     if (found := _there(request, wanted)) is not None:
+        clear_after_kill(request.out)
         return found
     with part_of(request.out, {}, known=False) as part:  # nothing is gone on from: it holds the lock
         finish_replacement(request.out)
