@@ -2,8 +2,9 @@
 
 A fast tokenizer keeps some 200 bytes for each character while it encodes a text. A text is therefore cut where the
 tokenizer itself ends a word: there the ids of the whole are the ids of the left part followed by those of the right.
-Every cut is verified on the characters around it. A tokenizer without a pre-tokenizer merges across words, so its
-texts stay whole, and so does text without white space.
+Every cut is verified on the characters around it: at white space, else at punctuation, for Chinese or Japanese text has
+no white space. A tokenizer without a pre-tokenizer merges across words, so its texts stay whole, and so does text that
+has neither.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ WINDOW_CHARACTERS = 1_000
 """Characters on each side of a cut that are encoded to verify it."""
 CANDIDATES = 20
 """Word ends that are tried before a piece is allowed to grow."""
-WORD_END = re.compile(r"\S(?=\s)")
+WORD_ENDS = (re.compile(r"\S(?=\s)"), re.compile(r"\w(?=[^\w\s])|[^\w\s](?=\w)"))
+"""Where a cut is looked for, first and second."""
 
 
 def split_text(text: str, tokenizer: Any) -> list[str]:
@@ -79,8 +81,12 @@ def _batches(parts: Iterable[tuple[str, bool]]) -> Iterator[tuple[bool, list[str
 
 def _last_cut(text: str, low: int, high: int, tokenizer: Any) -> int | None:
     """The last verified cut in text[low:high]; None where none of the last word ends is one."""
-    ends = [match.end() for match in WORD_END.finditer(text, low, high)]
-    return next((end for end in reversed(ends[-CANDIDATES:]) if _separates(text, end, tokenizer)), None)
+    for word_end in WORD_ENDS:
+        ends = [match.end() for match in word_end.finditer(text, low, high)]
+        for end in reversed(ends[-CANDIDATES:]):
+            if _separates(text, end, tokenizer):
+                return end
+    return None
 
 
 def _separates(text: str, cut: int, tokenizer: Any) -> bool:
