@@ -18,8 +18,11 @@ from facility.exchange.messages.manifest import (
     with_run,
     write_manifest,
 )
+from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_failure, read_report
+from facility.launching.supervise import Ending
 from facility.round import main
+from facility.rounds import alone
 from facility.rounds import job as jobs
 from facility.rounds.alone import OwnModel
 from tests.training.federation import largest_difference, write_dataset, write_settings
@@ -81,6 +84,20 @@ def test_a_round_alone_takes_the_steps_that_its_round_took(tmp_path: Path, pico_
         with_extra(sent, STEPS, {"north": [5, steps]})
         found = read_report(job(tmp_path / f"job-{number}", sent, dataset, settings))
         assert (found.steps, found.samples) == (taken, 4 * taken)
+
+
+@pytest.mark.parametrize("wanted, dtype", [(1, "bfloat16"), (2, "float32")])
+def test_the_model_is_rounded_after_the_last_round_alone_only(
+    tmp_path: Path, pico_llama: Path, monkeypatch: pytest.MonkeyPatch, wanted: int, dtype: str
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(alone, "start_ranks", lambda *_: Ending(code=Outcome.INPUT, reason="not trained"))
+    settings = write_settings(tmp_path / "settings.json", rounds=2, export_dtype="bfloat16")
+    sent = order(tmp_path / "sent", wanted, model=pico_llama)
+    left = job(tmp_path / "job", sent, write_dataset(tmp_path / "data"), settings)
+    assert "not trained" in str(read_failure(left))
+    asked = json.loads((tmp_path / "kept" / "alone" / "settings.json").read_text())
+    assert asked["training"]["export_dtype"] == dtype
 
 
 def test_without_the_initial_model_the_reason_is_told_and_another_run_begins_anew(tmp_path: Path, pico_llama: Path):
