@@ -91,6 +91,9 @@ def put(raw, path, value):
     return raw
 
 
+UPLINK = {"name": "uplink", "bandwidth_gbit_per_s": 1, "sources": [0], "destinations": [1]}
+
+
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
@@ -101,12 +104,16 @@ def put(raw, path, value):
         (("devices", 0, "memory_bytes"), 3, "give one of them"),
         (("devices", 0, "slowdown"), 0.0, "slowdown .* of device 'd0' is 0"),
         (("devices", 0, "slowdown"), float("nan"), "slowdown is not a number"),
+        (("devices", 0, "slowdown_by_kind"), {"block": 0.0}, "slowdown .block. of device 'd0' is 0"),
+        (("devices", 0, "price"), 0, "price of device 'd0' is 0"),
         (("devices", 1, "id"), "d0", "two devices are called 'd0'"),
         (("links", "latency_ms", 0), [0, 1], "unequal length"),
         (("links", "bandwidth_gbit_per_s", 1, 0), 0.0, "bandwidth from 'd1' to 'd0' is 0"),
         (("links", "bandwidth_gbit_per_s", 1, 0), None, "not a number"),
         (("links", "latency_ms", 1, 0), float("inf"), "no route from 'd1' to 'd0'"),
         (("links", "latency_ms"), KeyError, "links lacks latency_seconds"),
+        (("links", "shared"), [UPLINK | {"bandwidth_gbit_per_s": 0}], "shared link 'uplink' has bandwidth 0"),
+        (("links", "shared"), [UPLINK | {"destinations": [4]}], "'uplink' names device 4; there are 0..3"),
         (("links", "speed"), 1, "unknown key links.speed"),
         (("units",), KeyError, "lacks units"),
         (("units", 1, "forward_ms"), -1, "forward_seconds is -0.001"),
