@@ -22,6 +22,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, WithJsonSchema
 
+from coordinator.config.deployment_names import CONNECTION, INTERFACE, deployment_name
 from coordinator.config.firecrest import API, FIRECREST, FirecrestAccess
 from coordinator.config.options import check_fill, check_options
 from coordinator.schedulers.none import MARK
@@ -56,8 +57,6 @@ GATED = ("ssh", "slurm", "pbs", "flux")
 GATE, SYSTEM = "gate", "system-ssh"
 """Types in streamflow.yml of a gated facility's ssh deployment, and of one that goes through the system's ssh."""
 SERVICE, PREFIX = "train", "crossfed-"
-FACILITY = "facility-"
-"""Prefix of facilities' deployment names in streamflow.yml, and of no others: data from these is not trusted."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -303,17 +302,20 @@ def streamflow_deployments(
 
     `template`: path of the rendered job template as seen from streamflow.yml. `workdir`: of a local facility.
     """
-    name = f"{FACILITY}{facility}"
+    name = deployment_name(facility)
     if deployment.type == "local":
         return {name: {"type": "local", "config": {}, "workdir": deployment.workdir or workdir}}, {"deployment": name}
     place = {"workdir": deployment.workdir or workdir}
     result: dict[str, Any] = {}
     if deployment.type == FIRECREST:
         patience = {"retries": deployment.retries, "retryDelay": deployment.retry_seconds}
-        result[f"{name}-api"] = {"type": API, "config": deployment.firecrest.streamflow() | patience} | place
+        result[deployment_name(facility, INTERFACE)] = {
+            "type": API,
+            "config": deployment.firecrest.streamflow() | patience,
+        } | place
     if deployment.host:
         services = {SERVICE: template} if deployment.type == "ssh" else {}
-        ssh_name = name if deployment.type == "ssh" else f"{name}-ssh"
+        ssh_name = name if deployment.type == "ssh" else deployment_name(facility, CONNECTION)
         result[ssh_name] = {
             "type": GATE if deployment.gate else SYSTEM if deployment.ssh == "system" else "ssh",
             "config": _ssh(deployment) | ({"services": services} if services else {}),
@@ -325,8 +327,8 @@ def streamflow_deployments(
         "pollingInterval": deployment.polling_seconds,
         "services": {SERVICE: {"file": template, "jobName": job_name(federation, facility)} | deployment.options},
     }
-    inner = f"{name}-ssh" if deployment.host else f"{name}-api" if deployment.type == FIRECREST else ""
-    wraps = {"wraps": inner} if inner else {}
+    inner = CONNECTION if deployment.host else INTERFACE if deployment.type == FIRECREST else ""
+    wraps = {"wraps": deployment_name(facility, inner)} if inner else {}
     result[name] = {"type": deployment.type, "config": queue} | wraps | place
     return result, {"deployment": name, "service": SERVICE}
 

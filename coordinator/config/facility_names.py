@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from coordinator.config.deployment_names import CONNECTION, INTERFACE, LOGIN_NODE
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.comparison import GLOBAL
 
-MADE = {"-ssh": "connection", "-api": "connection", "-ahead": "jobs ahead of their model", "-login": "login commands"}
+MADE = {
+    CONNECTION: "connection",
+    INTERFACE: "connection",
+    "-ahead": "jobs ahead of their model",
+    LOGIN_NODE: "login commands",
+}
 """What is made for a facility under its own name and a suffix: in streamflow.yml, in its queue, beside its template."""
 TAKEN = ("engine", "failing-check.json", "live.json", "logins", "outputs", "queues.yml", "run.lock", "streamflow.log")
 """What a run itself makes, empties and removes in the federation's work directory, where a facility on this machine

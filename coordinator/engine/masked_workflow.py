@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from coordinator.config.deployments import FACILITY, Deployment
+from coordinator.config.deployment_names import CONNECTION, LOGIN_NODE, deployment_name
+from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.masked_moments import masked_moments
 from coordinator.engine.own_files import LOGIN_SUFFIX
@@ -66,14 +67,14 @@ def login_template(deployment: Deployment) -> str:
 
 def login_target(deployments: dict[str, Any], deployment: Deployment, facility: str, *, workdir: str) -> dict[str, Any]:
     """The target of a facility's commands without a queue; adds what it needs to streamflow.yml's `deployments`."""
-    name = f"{FACILITY}{facility}"
+    name = deployment_name(facility)
     if deployment.type == "local":
         return {"deployment": name}
     if not deployment.host:  # the queue of this machine: its login node is here
-        local = f"{name}-login"
+        local = deployment_name(facility, LOGIN_NODE)
         deployments[local] = {"type": "local", "config": {}, "workdir": deployment.workdir or workdir}
         return {"deployment": local}
-    ssh = name if deployment.type == "ssh" else f"{name}-ssh"
+    ssh = name if deployment.type == "ssh" else deployment_name(facility, CONNECTION)
     deployments[ssh]["config"].setdefault("services", {})[LOGIN_SERVICE] = f"jobs/{facility}{LOGIN_SUFFIX}"
     return {"deployment": ssh, "service": LOGIN_SERVICE}
 

@@ -214,7 +214,7 @@ class Progress:
         return f"round {event['round']} is asked for again: {event['reason']}"
 
     def _on_login_refused(self, event: Event) -> str:
-        name = self._facility(event)
+        name = str(event["facility"])
         self._set_away(name, 0.0)
         self._before_login[name] = self.states.get(name, "")
         self._set(name, WAITS_FOR_LOGIN)
@@ -225,21 +225,21 @@ class Progress:
         )
 
     def _on_login_works(self, event: Event) -> str:
-        name = self._facility(event)
+        name = str(event["facility"])
         before = self._before_login.pop(name, "")
         if self.states.get(name) == WAITS_FOR_LOGIN:
             self._set(name, before)
         return f"{name}: the login works again, going on"
 
     def _on_away(self, event: Event) -> str | None:
-        return self.find_away(self._facility(event), self.words_of_away(event))
+        return self.find_away(str(event["facility"]), self.words_of_away(event))
 
     def _on_back(self, event: Event) -> str | None:
-        return self.find_back(self._facility(event))
+        return self.find_back(str(event["facility"]))
 
     def words_of_away(self, event: Event) -> str:
         """Who does not answer, and why."""
-        return f"{self._facility(event)} {SILENT}: {event['reason']}"
+        return f"{event['facility']} {SILENT}: {event['reason']}"
 
     def words_of_back(self, name: str) -> str:
         """Who answers again."""
@@ -272,13 +272,6 @@ class Progress:
     def _at_work(self) -> str:
         evaluates = (self.round or 0) >= self.rounds and self.phase != COMPARING["alone"]
         return "evaluating" if evaluates else "training"
-
-    def _facility(self, event: Event) -> str:
-        return self.facility(str(event["facility"]))
-
-    def facility(self, name: str) -> str:
-        """Whose deployment it is: what a queue is wrapped around is named after the facility, then `-ssh` or `-api`."""
-        return name if name in self.facilities else name.removesuffix("-ssh").removesuffix("-api")
 
     def _on_problem(self, event: Event) -> str:
         self.problems.append(event["text"])

@@ -143,7 +143,7 @@ class Recorder:
 
     def _on_waited(self, event: Event) -> None:
         detail = {key: event[key] for key in ("job", "seconds", "nodes", "handed")}
-        until, name = float(event["until"]), self.progress.facility(str(event["facility"]))
+        until, name = float(event["until"]), str(event["facility"])
         self.journal.append("waited", time=until, facility=name, round=self.progress.round, **detail)
 
     def _on_began(self, event: Event) -> None:
@@ -171,7 +171,7 @@ class Recorder:
         if event["what"] in DIRECTORIES:
             kind = "sent" if event["way"] == "to" else "transferred"
             figures = {key: event[key] for key in ("what", "bytes", "seconds")}
-            self._append(kind, event, self.progress.facility(str(event["facility"])), **figures)
+            self._append(kind, event, str(event["facility"]), **figures)
 
     def _on_received(self, event: Event) -> None:
         self._append("verified", event, event["facility"])
@@ -199,13 +199,13 @@ class Recorder:
         self._append("repeated", event, reason=event["reason"])
 
     def _on_login_refused(self, event: Event) -> None:
-        name = self.progress.facility(str(event["facility"]))
+        name = str(event["facility"])
         self._append("login_refused", event, name, reason=event["reason"])
         text = f"{name} refuses the login ({event['reason']}): `crossfed login {name}`"
         self.notifier.tell("login", text, facility=name, once="refused")
 
     def _on_login_works(self, event: Event) -> None:
-        name = self.progress.facility(str(event["facility"]))
+        name = str(event["facility"])
         self._append("login_works", event, name)
         self.notifier.forget("login", name)
 
@@ -213,7 +213,7 @@ class Recorder:
         self._append("problem", event, text=self.progress.words_of_away(event))
 
     def _on_back(self, event: Event) -> None:
-        name = self.progress.facility(str(event["facility"]))
+        name = str(event["facility"])
         self._append("problem", event, text=self.progress.words_of_back(name))
 
     def _on_problem(self, event: Event) -> None:

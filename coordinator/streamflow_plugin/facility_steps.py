@@ -32,7 +32,7 @@ from streamflow.log_handler import logger
 from streamflow.workflow.step import ScheduleStep
 from streamflow.workflow.utils import get_job_token
 
-from coordinator.config.deployments import FACILITY
+from coordinator.config.deployment_names import is_facility
 from coordinator.events.event import quoted
 from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
@@ -70,11 +70,6 @@ def ours(error: Exception) -> bool:
 
 UNSTAGED: dict[str, str] = {}
 """Jobs of facilities whose directories could not be made there, or whose inputs could not be copied, and why."""
-
-
-def is_facility(deployment: str) -> bool:
-    """True for the deployments of facilities, as `crossfed render` names them; also for those on this machine."""
-    return deployment.startswith(FACILITY)
 
 
 class NoFile:

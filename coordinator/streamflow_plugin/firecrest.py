@@ -26,18 +26,18 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.base import BaseConnector, copy_same_connector
 from streamflow.log_handler import logger
 
-from coordinator.config.deployments import FACILITY
-from coordinator.events.event import emit
+from coordinator.config.deployment_names import INTERFACE, facility_of
 from coordinator.schedulers.firecrest import NO_ANSWER, SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN, OUTPUT_BYTES
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin import firecrest_files as files
 from coordinator.streamflow_plugin.bounded_http import FILE_BYTES
+from coordinator.streamflow_plugin.copied import largest_update, report_copy
 from coordinator.streamflow_plugin.firecrest_client import Api, NotThere, Rejected, Unreachable
 from coordinator.streamflow_plugin.gate import STORAGE, request_of
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
-from coordinator.streamflow_plugin.ssh import JOBS, largest_update
+from coordinator.streamflow_plugin.ssh import JOBS
 
 CALLS = 8
 """Calls at once, and pieces of work with files at once."""
@@ -79,7 +79,7 @@ class FirecrestConnector(BaseConnector):
         )
         self.nodes = {system: system}
         self.retries, self.retryDelay = retries, retryDelay
-        self.facility = deployment_name.removeprefix(FACILITY).removesuffix("-api")
+        self.facility = facility_of(deployment_name, INTERFACE)
         self._login = PatientLogin(facility=self.facility, files=[clientSecretFile]) if waits_for_login else None
         self._calls = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest")
         self._work = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest-files")
@@ -299,7 +299,7 @@ class FirecrestConnector(BaseConnector):
             size = await self._in_thread(lambda call: files.push(self.api, call, Path(src), dst))
         except (TransferFailed, Rejected) as error:
             raise TransferFailed(f"copying {Path(src).name} to {self.deployment_name} failed: {error}") from error
-        self._moved("to", src, size, start)
+        report_copy(self.facility, "to", src, size, start)
 
     async def copy_remote_to_local(
         self, src: str, dst: str, location: ExecutionLocation, read_only: bool = False
@@ -309,7 +309,7 @@ class FirecrestConnector(BaseConnector):
             size = await self._in_thread(lambda call: files.pull(self.api, call, src, Path(dst), most_bytes=most))
         except (TransferFailed, NotThere, Rejected) as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
-        self._moved("from", src, size, start)
+        report_copy(self.facility, "from", src, size, start)
 
     async def copy_remote_to_remote(
         self,
@@ -330,10 +330,6 @@ class FirecrestConnector(BaseConnector):
         )
         if left:
             raise WorkflowExecutionException(f"{self.deployment_name} takes no files from another facility")
-
-    def _moved(self, way: str, path: str, size: int, start: float) -> None:
-        seconds = round(time.monotonic() - start, 3)
-        emit("moved", facility=self.facility, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     # The engine
 

@@ -14,7 +14,7 @@ from streamflow.core.scheduling import Hardware
 from streamflow.deployment.connector.local import LocalConnector
 
 from coordinator.archive.audit import VARIABLE as LOG
-from coordinator.config.deployments import FACILITY
+from coordinator.config.deployment_names import facility_of, is_facility
 from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
@@ -56,7 +56,7 @@ class TellingLocalConnector(LocalConnector):
             return await super().run(location, command, *args, job_name=job_name, **rest)
         step = step_of(job_name)
         emit("executing", step=step)
-        if not self.deployment_name.startswith(FACILITY):
+        if not is_facility(self.deployment_name):
             answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
         else:
             workdir = rest.get("workdir") or (args[1] if len(args) > 1 else ".")
@@ -65,7 +65,7 @@ class TellingLocalConnector(LocalConnector):
                 answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
             said, code = answer if answer is not None else ("", 0)
             emit("ended", step=step, job="", code=code, problem="")
-            if words := words_of_job(self.deployment_name.removeprefix(FACILITY), code, said or ""):
+            if words := words_of_job(facility_of(self.deployment_name), code, said or ""):
                 emit("problem", text=note_failed(words))
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             reason = last_words(answer[0] or "") or f"it ended with code {answer[1]}"
@@ -76,7 +76,7 @@ class TellingLocalConnector(LocalConnector):
         self, location: ExecutionLocation, command: MutableSequence[str], *args: Any, **rest: Any
     ) -> tuple[str, int] | None:
         """A fork where the command allows it, else a process of its own as StreamFlow starts it."""
-        at_facility = self.deployment_name.startswith(FACILITY)
+        at_facility = is_facility(self.deployment_name)
         streams = {rest.get(name) for name in ("stdin", "stdout", "stderr")} - {None, asyncio.subprocess.STDOUT}
         if not args and not streams and rest.get("capture_output"):
             step = step_of_command(

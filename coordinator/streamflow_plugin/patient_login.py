@@ -35,7 +35,7 @@ class PatientLogin:
     """What all connections to one deployment know of its login."""
 
     facility: str
-    """Name of the deployment, without what marks it as a facility's."""
+    """The facility's name, as federation.yml has it."""
     files: Sequence[str] = ()
     """The private keys; a certificate is `<key>-cert.pub` beside one."""
     pause_seconds: float = PAUSE_SECONDS
@@ -69,16 +69,11 @@ class PatientLogin:
 
     def tell_unreachable(self, host: str, error: BaseException) -> None:
         """Reported once while it lasts; every later use tries the connection again."""
-        tell_away(self._whose, f"{host}: {error}", LOGIN)
+        tell_away(self.facility, f"{host}: {error}", LOGIN)
 
     def tell_reached(self) -> None:
         """Reported after `tell_unreachable` alone."""
-        tell_back(self._whose, LOGIN)
-
-    @property
-    def _whose(self) -> str:
-        """The facility's own name."""
-        return self.facility.removesuffix("-ssh")
+        tell_back(self.facility, LOGIN)
 
     async def _pause(self) -> None:
         """Until the next try: the whole pause, or less once a key, a certificate or `crossfed login` is new."""
@@ -91,7 +86,7 @@ class PatientLogin:
         """When each file that a renewal changes was written; 0: it does not exist."""
         paths = [Path(name).expanduser() for file in self.files for name in (file, f"{file}-cert.pub")]
         if folder := os.environ.get(LOGINS):
-            paths += [Path(folder, self.facility), Path(folder, self._whose)]
+            paths.append(Path(folder, self.facility))
         return [_changed(path) for path in paths]
 
     def _tell(self, host: str, error: Exception) -> None:

@@ -20,11 +20,13 @@ from streamflow.core.utils import get_local_to_remote_destination, run_in_shell
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContextFactory, SSHContextManager
 from streamflow.log_handler import logger
 
-from coordinator.config.deployments import FACILITY
+from coordinator.config.deployment_names import CONNECTION, facility_of
+from coordinator.config.deployments import SERVICE
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
 from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun, unanswered
 from coordinator.streamflow_plugin.connection import CarefulContext
+from coordinator.streamflow_plugin.copied import largest_update, report_copy
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, SHELL, ShellDialect, after_noise
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
 from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_kept, worth
@@ -39,9 +41,7 @@ from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
 from coordinator.streamflow_plugin.tree import pull, push
 from coordinator.streamflow_plugin.waiting import Waiting
-from facility.exchange.messages.manifest import manifest_if_any
 
-BESIDE_BYTES = 256 << 20
 COMMAND_BYTES = 1 << 20
 """What is kept of a command's answer: its end."""
 COMMAND_SECONDS = 3600
@@ -64,9 +64,11 @@ class ParallelSSHConnector(SSHConnector):
 
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
-        name = self.deployment_name.removeprefix(FACILITY)
-        self._waiting = waiting = Waiting()
-        self._login = PatientLogin(facility=name, files=self._renewed(), waiting=waiting) if waits_for_login else None
+        is_bound = SERVICE in (settings.get("services") or {})  # else a queue, which the facility's steps are bound to
+        self.facility = facility_of(self.deployment_name, "" if is_bound else CONNECTION)
+        self._waiting = Waiting()
+        login = PatientLogin(facility=self.facility, files=self._renewed(), waiting=self._waiting)
+        self._login = login if waits_for_login else None
         self._cls_context = partial(CarefulContext, login=self._login)
         self._most_bytes: int | None = None
         self._given = Given(self.maxConcurrentSessions)
@@ -306,7 +308,7 @@ class ParallelSSHConnector(SSHConnector):
             )
         except TransferFailed as error:
             raise TransferFailed(f"copying {Path(src).name} to {self.deployment_name} failed: {error}") from error
-        self._moved("to", src, size, start)
+        report_copy(self.facility, "to", src, size, start)
         logger.info(
             f"COMPLETED copy from {src} on local file-system to {dst} on location {location} {_speed(size, start)}"
         )
@@ -329,33 +331,16 @@ class ParallelSSHConnector(SSHConnector):
             )
         except TransferFailed as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
-        self._moved("from", src, size, start)
+        report_copy(self.facility, "from", src, size, start)
         logger.info(
             f"COMPLETED copy from {src} on location {location} to {dst} on local file-system {_speed(size, start)}"
         )
-
-    def _moved(self, way: str, path: str, size: int, start: float) -> None:
-        """Report a finished transfer."""
-        name = self.deployment_name.removeprefix(FACILITY)
-        seconds = round(time.monotonic() - start, 3)
-        emit("moved", facility=name, way=way, what=Path(path).name, bytes=size, seconds=seconds)
 
     async def undeploy(self, external: bool) -> None:
         with self._waiting.end():
             await super().undeploy(external)
             await asyncio.gather(*(lane.close() for lanes in self._lanes.values() for lane in lanes))
         self._lanes, self._worth = {}, {}
-
-
-def largest_update(model: Path) -> int | None:
-    """Bytes that an update of this model may have; None for a directory that is not a model of known size.
-
-    float32 weights, as much again for what may come beside them, and `BESIDE_BYTES` for reports and tokenizer.
-    """
-    manifest = manifest_if_any(model)
-    if manifest is None or not manifest.parameters:
-        return None
-    return BESIDE_BYTES + 2 * 4 * manifest.parameters
 
 
 def tethered(command: str) -> str:

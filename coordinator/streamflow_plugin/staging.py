@@ -21,7 +21,7 @@ from streamflow.deployment.utils import get_path_processor
 from streamflow.workflow.step import ScheduleStep, _get_directory
 from streamflow.workflow.token import JobToken
 
-from coordinator.config.deployments import FACILITY
+from coordinator.config.deployment_names import is_facility
 
 
 async def storage_usages(context: Any, location: Any, hardware: Any) -> dict[str, int]:
@@ -53,7 +53,7 @@ def scheduling(original: Any) -> Any:
     """`ScheduleStep._schedule`: a facility's job gets its directories' names, at once; `Staged` makes them."""
 
     async def schedule(self: ScheduleStep, job: Job) -> None:
-        if not all(target.deployment.name.startswith(FACILITY) for target in self.binding_config.targets):
+        if not all(is_facility(target.deployment.name) for target in self.binding_config.targets):
             return await original(self, job=job)
         scheduler = self.workflow.context.scheduler
         await scheduler.schedule(job, self.binding_config, AtOnce(self.hardware_requirement))

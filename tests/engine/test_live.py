@@ -207,8 +207,8 @@ def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
     feed(
         made,
         event("starting", at=1, round=0, model="m"),
-        event("moved", at=2, facility="a-ssh", way="to", what="model", bytes=10, seconds=0.5),
-        event("moved", at=2, facility="a-ssh", way="to", what="a.json", bytes=10, seconds=0.5),
+        event("moved", at=2, facility="a", way="to", what="model", bytes=10, seconds=0.5),
+        event("moved", at=2, facility="a", way="to", what="a.json", bytes=10, seconds=0.5),
         event("submitted", at=3, step=STEP, job="17"),
         event("estimated", step=STEP, job="17", begins="2026-11-22T11:00:00"),
     )
@@ -229,7 +229,7 @@ def test_a_job_from_the_queue_to_its_update(tmp_path: Path):
     feed(
         made,
         event("ended", at=5, step=STEP, job="17", code=0, problem=""),
-        event("moved", at=6, facility="a-ssh", way="from", what="update", bytes=20, seconds=1.0),
+        event("moved", at=6, facility="a", way="from", what="update", bytes=20, seconds=1.0),
         event("received", at=7, facility="a", round=0),
         event("refused", at=7, facility="b", round=0, reason="its node burnt"),
         event("log", at=7, facility="b", round=0, lines=["Traceback", "fire"]),
@@ -376,8 +376,8 @@ def test_each_occasion_is_told_once_to_command_and_webhook(tmp_path: Path):
     script = "import sys; open('told', 'a').write(sys.stdin.read() + '\\n')"
     made, progress, now = recorder(tmp_path, command=[sys.executable, "-c", script], webhook="file:secret")
     progress.feed(event("starting", round=0, model="m"))
-    refused = event("login_refused", facility="a-ssh", host="login.a", reason="Permission denied")
-    works = event("login_works", facility="a-ssh", host="login.a")
+    refused = event("login_refused", facility="a", host="login.a", reason="Permission denied")
+    works = event("login_works", facility="a", host="login.a")
     lost = event("refused", facility="b", round=0, reason="gone\x1b[2J")
     feed(made, refused, refused, works, refused, lost, lost)
     made.stuck("a", "7", "JobHeldUser", "release it")

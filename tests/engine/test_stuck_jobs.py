@@ -148,14 +148,14 @@ def test_a_login_node_that_does_not_answer_is_told_once_whoever_asked_it_and_so_
     answers |= {"lumi": away, "vega": silent, "leonardo": refused}
     queues = [Far(facility=name, kind="slurm", job_name="n", directory=Path("/"), ssh={}) for name in answers]
     progress, said = Progress([*answers], 2), []
-    fields = {"facility": "leonardo-ssh", "host": "login.leonardo", "reason": "Permission denied"}
+    fields = {"facility": "leonardo", "host": "login.leonardo", "reason": "Permission denied"}
     progress.feed(Event(kind="login_refused", fields=fields))
 
     def away_to(name: str, sentence: str) -> None:
         said.append(progress.find_away(name, sentence))
 
     def engine(kind: str, **fields: str) -> None:
-        said.append(progress.feed(Event(kind=kind, fields={"facility": "lumi-ssh", **fields})))
+        said.append(progress.feed(Event(kind=kind, fields={"facility": "lumi", **fields})))
 
     watch = Watch(queues=queues, away=away_to, back=lambda name: said.append(progress.find_back(name)))
     for _ in range(8):

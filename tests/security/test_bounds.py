@@ -24,7 +24,7 @@ from coordinator.login import _leave_word
 from coordinator.preflight.last_check import remember
 from coordinator.preflight.row import Row
 from coordinator.schedulers.registry import schedulers
-from coordinator.streamflow_plugin import bounded_reader, lanes, ssh
+from coordinator.streamflow_plugin import bounded_reader, copied, lanes, ssh
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.tree import read_listing
@@ -134,12 +134,12 @@ def mode_of(path: Path) -> int:
 def test_a_pull_is_bounded_by_the_model_that_was_sent(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     write_manifest(tmp_path, Manifest(kind="model", federation="heron", round=0, parameters=1_000_000))
-    most = ssh.largest_update(tmp_path)
+    most = copied.largest_update(tmp_path)
     assert most is not None and 2 * 4_000_000 <= most < 1 << 30
     with pytest.raises(TransferFailed, match="at most"):
         read_listing(b"%d 644 model.safetensors\0" % (most + 1), most)
     assert read_listing(b"%d 644 model.safetensors\0" % (4_000_000 + 8), most)
-    assert ssh.largest_update(tmp_path / "nothing") is None
+    assert copied.largest_update(tmp_path / "nothing") is None
 
 
 def test_a_stream_that_trickles_is_given_up():

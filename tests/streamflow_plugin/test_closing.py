@@ -276,7 +276,7 @@ def test_who_is_away_is_told_once_and_is_back_when_its_job_can_begin(tmp_path: P
     events, tries = EventFile(tmp_path / "events.jsonl"), iter(["no route", "no route", "stale file handle", ""])
     monkeypatch.setenv(VARIABLE, str(events.path))
     monkeypatch.setattr(Closing, "pause_seconds", 0.0)
-    login = PatientLogin(facility="f-ssh")
+    login = PatientLogin(facility="f")
 
     async def reach() -> None:
         if (why := next(tries)) == "no route":

@@ -14,7 +14,7 @@ from streamflow.core.data import DataLocation, DataType
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.data.manager import DefaultDataManager
 
-from coordinator.config.deployments import FACILITY
+from coordinator.config.deployment_names import FACILITY
 from coordinator.streamflow_plugin.copies import going_to
 from coordinator.streamflow_plugin.facility_steps import CarefulDataManager
 

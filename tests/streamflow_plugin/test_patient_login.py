@@ -69,7 +69,7 @@ def test_an_expired_certificate_is_waited_for_and_a_new_one_goes_on(site, tmp_pa
     assert count.read_text() == "ran\n" and there.read_bytes() == model.read_bytes()
     found = list(events.new())
     assert [event.kind for event in found] == ["login_refused", "login_works", "moved"]
-    assert {event["facility"] for event in found} == {"a-ssh"}
+    assert {event["facility"] for event in found} == {"a"}
 
 
 def _quick(original, seconds: float = 0.3):
@@ -157,7 +157,7 @@ def test_a_host_that_is_away_is_told_by_its_facilitys_name(tmp_path: Path, monke
     """An address says nothing to an operator of twelve facilities. Once, and once that it is back."""
     events = EventFile(tmp_path / "events.jsonl")
     monkeypatch.setenv(VARIABLE, str(events.path))
-    login = patient_login.PatientLogin(facility="lumi-ssh")
+    login = patient_login.PatientLogin(facility="lumi")
     for _ in range(2):
         login.tell_unreachable("10.0.0.2", TimeoutError("timed out"))
     for _ in range(2):
@@ -169,8 +169,8 @@ def test_a_host_that_is_away_is_told_by_its_facilitys_name(tmp_path: Path, monke
 def test_the_state_before_comes_back_and_the_sentence_says_what_to_do():
     progress = Progress(["a"], 2)
     progress.feed(Event(kind="submitted", fields={"step": "/rounds/train_a", "job": "7"}))
-    refused = {"facility": "a-ssh", "host": "login.a", "reason": "Permission denied"}
+    refused = {"facility": "a", "host": "login.a", "reason": "Permission denied"}
     said = progress.feed(Event(kind="login_refused", fields=refused))
     assert progress.states["a"] == "waiting for login" and said is not None and "`crossfed login a`" in said
-    progress.feed(Event(kind="login_works", fields={"facility": "a-ssh", "host": "login.a"}))
+    progress.feed(Event(kind="login_works", fields={"facility": "a", "host": "login.a"}))
     assert progress.states["a"] == "queued as job 7"
