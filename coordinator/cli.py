@@ -9,7 +9,7 @@ import typer
 
 from coordinator.commands import plan, rehearse, run, set_up, watch  # noqa: F401 (each adds its commands)
 from coordinator.commands.app import PANELS, Interrupted, app
-from facility.exchange.errors import InputError, exit_on_error, shown
+from facility.exchange.errors import InputError, exit_on_error, for_terminal
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.interrupts import WORD
 
@@ -24,7 +24,7 @@ def main() -> None:
     try:
         sys.exit(exit_on_error(called))
     except ClickException as error:
-        error.message = shown(error.message)
+        error.message = for_terminal(error.message)
         error.show()
         sys.exit(error.exit_code)
 

@@ -7,8 +7,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.locate import find_federation
-from coordinator.config.reference import explain as explain_key
-from coordinator.config.reference import tree
+from coordinator.config.reference import explain_key, tree
 from coordinator.report.explain import explain_facility, explain_round
 from facility.exchange.errors import InputError
 

@@ -194,7 +194,7 @@ def solve_for(
         check_batch(problem, batch_samples, path)
         return solve(problem, stop, **options), problem
     from coordinator.config.federation import read_federation
-    from coordinator.planning.for_training import batch_of_ranks, stated, trained_at, with_memory
+    from coordinator.planning.for_training import batch_of_ranks, trained_at, with_memory, with_stated_memory
 
     trained = trained_at(read_federation(federation), facility, read_profile(path))
     problem = read_problem(
@@ -206,7 +206,7 @@ def solve_for(
         )
     check_batch(problem, batch_samples, path)
     wanted = with_memory(problem, trained)
-    return stated(solve(wanted, stop, **options), problem, trained), wanted
+    return with_stated_memory(solve(wanted, stop, **options), problem, trained), wanted
 
 
 def check_batch(problem: AnyProblem, samples: int | None, path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Federation
 from coordinator.config.firecrest import FIRECREST
-from coordinator.preflight.remote import answer_of, run, ssh_command
+from coordinator.preflight.remote import answer_of, run_there, ssh_command
 from facility.exchange.checkpoints.companions import SOURCE, refuse_links_elsewhere
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.errors import InputError, TransientError
@@ -110,7 +110,7 @@ def _holds(deployment: Deployment, place: str, digest: str) -> bool:
         f'cd {there} 2>/dev/null && [ "$(sha256sum <{SUMS} | cut -d" " -f1)" = {digest} ] && '
         f"sha256sum --check --quiet --strict {SUMS} >/dev/null && echo crossfed-same\n"
     )
-    return "crossfed-same" in run(deployment, script, seconds=600).out
+    return "crossfed-same" in run_there(deployment, script, seconds=600).out
 
 
 def _send(name: str, deployment: Deployment, place: str, model: Path, names: Sequence[str], sums: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
 from facility.exchange.command_line import parsed
-from facility.exchange.errors import CrossFedError, InputError, exit_on_error, shown
+from facility.exchange.errors import CrossFedError, InputError, exit_on_error, for_terminal
 from facility.exchange.files.storage import naming
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
@@ -129,7 +129,7 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():
         said = result.stderr.strip() or printed(folder / "job") or result.stdout
-        last = shown(" ".join(said.strip().splitlines()[-3:]))
+        last = for_terminal(" ".join(said.strip().splitlines()[-3:]))
         raise InputError(f"the job left no update ({words[0]} ended with {result.returncode}): {last}")
 
 

@@ -8,7 +8,7 @@ from coordinator.aggregation.stored_names import stored_parameter
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.model_files import stated
+from facility.exchange.checkpoints.model_files import model_file_if_any
 
 COLUMNS = ("gpt2", "openai-gpt", "imagegpt")
 """Families whose linear layers are transformers' Conv1D: a column for each output, not a row."""
@@ -19,5 +19,5 @@ def first_magnitudes(base: Checkpoint, name: str) -> Array | None:
     weight = stored_parameter(base, name.removeprefix(PREFIX).removesuffix(MAGNITUDE) + ".weight")
     if weight is None or len(weight.shape) != 2:
         return None
-    holds_columns = stated(base.directory).get("model_type") in COLUMNS
+    holds_columns = model_file_if_any(base.directory).get("model_type") in COLUMNS
     return np.asarray(np.linalg.norm(weight.values(), axis=0 if holds_columns else 1))

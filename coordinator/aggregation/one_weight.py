@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from facility.exchange.checkpoints.checkpoint import TensorEntry, read_tensor
 from facility.exchange.checkpoints.encoded import stored_of
-from facility.exchange.checkpoints.twins import content_digest
+from facility.exchange.checkpoints.twins import tensor_digest
 
 FIRST_BYTES = 4096
 """Of a tensor, which nearly always tell others from it."""
@@ -26,7 +26,7 @@ def one_weight(base: Mapping[str, TensorEntry], updates: Sequence[Mapping[str, T
     """
     groups = [list(base)]
     for source in (base, *updates):
-        for read in (_first_bytes, content_digest):
+        for read in (_first_bytes, tensor_digest):
             groups = [part for group in groups for part in _parted(group, source, read) if len(part) > 1]
     return {name: group for group in groups for name in group}
 

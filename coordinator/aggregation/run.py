@@ -28,7 +28,7 @@ from coordinator.aggregation.stated_norms import NotConfirmed
 from coordinator.aggregation.writing import new_outputs, seal_outputs, write_tensors
 from facility.exchange.errors import InputError, TransientError, UpdateRefused
 from facility.exchange.files.durable import scratch_directory
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 
 
 def aggregate(request: Request) -> RoundRecord:
@@ -74,4 +74,4 @@ def _clear_about_space(out: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        raise TransientError(f"{sentence(error, out)} (nothing was left behind)") from None
+        raise TransientError(f"{file_error_sentence(error, out)} (nothing was left behind)") from None

@@ -34,7 +34,7 @@ def log_entry(what: str, **fields: Any) -> None:
         log.error("the audit log %s cannot be written: %s", path, error)
 
 
-def head() -> str:
+def log_head() -> str:
     """Digest of the log's last line; '' where there is none."""
     path = os.environ.get(VARIABLE)
     return audit_log.head(Path(path)) if path else ""

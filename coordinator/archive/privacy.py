@@ -97,7 +97,7 @@ def privacy_summary(rows: Sequence[Mapping[str, Any]], aside: Sequence[Mapping[s
     }
 
 
-def sentence(name: str, one: Mapping[str, Any], without: Sequence[int] = ()) -> str:
+def budget_sentence(name: str, one: Mapping[str, Any], without: Sequence[int] = ()) -> str:
     """A facility's budget for a person. `without`: rounds in which it trained without one."""
     return (
         f"privacy of {name}: epsilon {one['spent']:.3g} of {one['epsilon']:g} (delta {one['delta']:g}, unit "

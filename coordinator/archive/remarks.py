@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.archive.many import NAMED, many
 from coordinator.archive.masked_rounds import masked_sentence
-from coordinator.archive.privacy import latest_privacy, sentence, without_budget
+from coordinator.archive.privacy import budget_sentence, latest_privacy, without_budget
 from coordinator.archive.rounds import CARRIED
 from coordinator.shown_text import shown
 from facility.exchange.text import number_of
@@ -61,7 +61,7 @@ def _elastic(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _budgets(found: Mapping[str, Mapping[str, Any]], without: Mapping[str, Sequence[int]]) -> list[str]:
     """Each facility's privacy budget; of many those for which nothing is promised, and that have least of it left."""
-    sentences = {name: sentence(shown(name), one, without.get(name, ())) for name, one in found.items()}
+    sentences = {name: budget_sentence(shown(name), one, without.get(name, ())) for name, one in found.items()}
     if not many(found):
         return list(sentences.values())
     left = {name: one["epsilon"] - one["spent"] for name, one in found.items()}

@@ -98,7 +98,7 @@ def _keep_changes(archive: Archive, to: int, undone: list[RoundFile]) -> None:
     note = archive.read_note(CHANGES)
     waiting = note.get("told", []) if note.get("round") in (to, len(archive.rounds())) else []
     every = dict.fromkeys([*(text for entry in undone for text in entry.changes), *map(str, waiting)])
-    told = [text for text in every if not text.startswith(AGAIN)]  # of this round `told` says it, where it holds
+    told = [text for text in every if not text.startswith(AGAIN)]  # `rewind_remarks` says it of this round
     if told and to:
         archive.write_note(CHANGES, {"round": to, "told": told})
     else:  # before the first round there is nothing that was made under other settings
@@ -162,7 +162,7 @@ def stateless(archive: Archive, to: int) -> bool:
     return to > 0 and not (archive.round_directory(to - 1) / "state").is_dir()
 
 
-def told(archive: Archive, number: int) -> list[str]:
+def rewind_remarks(archive: Archive, number: int) -> list[str]:
     """What the file of a round that comes after a rewind says of that."""
     if archive.read_note(REWOUND).get("round") != number:
         return []

@@ -43,7 +43,7 @@ from facility.exchange.errors import InputError, ManifestError, NewerFormat
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory, write_json, write_text
 from facility.exchange.files.links import copy_tree
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.strict_json import parse_json
@@ -377,7 +377,7 @@ def _mapping(path: Path) -> dict[str, Any]:
 def _unreadable(path: Path, error: OSError | ValueError, otherwise: str) -> InputError:
     """What a person is told of a file of the archive that cannot be read; `otherwise`: where there is no copy."""
     if is_storage(error):  # nothing is wrong with the file
-        return InputError(sentence(error, path))
+        return InputError(file_error_sentence(error, path))
     found = str(error) if isinstance(error, InputError) else f"{path} cannot be read: {error}"
     return InputError(f"{found}; restore it from a copy, {otherwise}")
 

@@ -88,8 +88,8 @@ def _cells_of_many(rows: Sequence[dict[str, Any]], words: TaskWords) -> dict[str
         "staleness": "0",
         "received": words.text(median_of(rows, "perplexity_received")),
         "returned": words.text(median_of(rows, "perplexity_returned")),
-        "accuracy_received": number(median_of(rows, "accuracy_received")),
-        "accuracy_returned": number(median_of(rows, "accuracy_returned")),
+        "accuracy_received": plain_number(median_of(rows, "accuracy_received")),
+        "accuracy_returned": plain_number(median_of(rows, "accuracy_returned")),
     }
 
 
@@ -107,7 +107,7 @@ def has_accuracy(data: Mapping[str, Any]) -> bool:
 
 def accuracies(row: Mapping[str, Any]) -> list[str]:
     """Accuracies of the received and the returned model, as text."""
-    return [number(row.get("accuracy_received")), number(row.get("accuracy_returned"))]
+    return [plain_number(row.get("accuracy_received")), plain_number(row.get("accuracy_returned"))]
 
 
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -151,7 +151,7 @@ def seconds_of(seconds: float) -> str:
     return f"{seconds:.1f}" if seconds else ""
 
 
-def number(value: float | None) -> str:
+def plain_number(value: float | None) -> str:
     return TEXT.text(value)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
-from facility.exchange.checkpoints.model_files import stated
+from facility.exchange.checkpoints.model_files import model_file_if_any
 from facility.exchange.checkpoints.task_class import task_of_classes
 from facility.exchange.task_words import words_of
 
@@ -30,5 +30,5 @@ def task_of_rows(rows: Iterable[FacilityRow]) -> str:
 
 
 def _of_model(archive: Archive) -> str:
-    config = stated(archive.path / "initial" / "model")
+    config = model_file_if_any(archive.path / "initial" / "model")
     return task_of_classes(config.get("architectures")) if config else ""

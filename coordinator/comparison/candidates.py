@@ -50,7 +50,7 @@ def choose(archive: Archive, wanted: ComparisonSettings, account: Account) -> Ac
             target.mkdir()
             made.rename(target / "model")
         account = dataclasses.replace(account, chosen=folder if better else "", gain=gain)
-        log.info(sentence(account, wanted.last_models))
+        log.info(last_models_sentence(account, wanted.last_models))
     return account
 
 
@@ -76,7 +76,7 @@ def is_better(gains: Sequence[float]) -> bool:
     return all(fmean(rest) > 0 for rest in others if rest)
 
 
-def sentence(account: Account, count: int) -> str:
+def last_models_sentence(account: Account, count: int) -> str:
     """What came of the mean of the last models; empty where it was not evaluated."""
     if account.gain is None:
         return ""

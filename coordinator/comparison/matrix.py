@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, read_account
-from coordinator.comparison.candidates import sentence
+from coordinator.comparison.candidates import last_models_sentence
 from coordinator.shown_text import shown
 from facility.exchange.messages.comparison import (
     ALONE_OF,
@@ -102,7 +102,7 @@ def _is_mean(folder: str) -> bool:
 
 def _chosen(account: Account, averaged: Sequence[str]) -> list[str]:
     """What came of the mean of the last models."""
-    return [line for folder in averaged if (line := sentence(account, int(folder.removeprefix(LAST_OF))))]
+    return [line for folder in averaged if (line := last_models_sentence(account, int(folder.removeprefix(LAST_OF))))]
 
 
 def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> str:

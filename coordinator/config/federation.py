@@ -38,7 +38,7 @@ from coordinator.config.facility_names import check_names
 from coordinator.config.groups import KEY as GROUPS
 from coordinator.config.groups import without_groups
 from coordinator.config.locate import named_in_utf8
-from coordinator.config.masked_moments import obstacle
+from coordinator.config.masked_moments import masked_moments_obstacle
 from coordinator.config.notifying import NotifySettings
 from coordinator.config.privacy import check_privacy, check_switched
 from coordinator.config.publishing import Creator, PublicSettings
@@ -314,7 +314,7 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
             "steps of its settings; remove one of them",
             key="rounds",
         )
-    unfit = federation.masks and any(obstacle(one, len(training)) for one in training)
+    unfit = federation.masks and any(masked_moments_obstacle(one, len(training)) for one in training)
     if unfit or own:  # shared moments could not be masked, or another trainer's are not known
         training = resolve_training(training, "personal")
     model, pretrained = model_at(federation.path(federation.model)), federation.pretrained

@@ -18,7 +18,7 @@ def masked_moments(training: Sequence[TrainingSettings]) -> MaskedMoments | None
     return MaskedMoments(range=first.clip_norm**2, every=first.optimizer_state_every)
 
 
-def obstacle(training: TrainingSettings, facilities: int) -> tuple[str, str] | None:
+def masked_moments_obstacle(training: TrainingSettings, facilities: int) -> tuple[str, str] | None:
     """The key of `training:` that keeps second moments from being shared under masks, and why; None: nothing does."""
     secure = "with privacy.secure_aggregation"
     if training.optimizer != "adamw":

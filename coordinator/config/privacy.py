@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
-from coordinator.config.masked_moments import obstacle
+from coordinator.config.masked_moments import masked_moments_obstacle
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
 from facility.exchange.masking.walks import MOST_RATIO, MOST_STEPS_RATIO, far_apart, sequences_of, unlike
@@ -209,7 +209,7 @@ def _check_training(name: str, training: TrainingSettings, peer_signers: str, co
             f"training.export_dtype of {name!r} is {training.export_dtype!r}, expected 'float32' {secure} (it does not "
             "travel, and half precision would round small steps away before they are masked)",
         )
-    if training.optimizer_state == "shared" and (found := obstacle(training, count)) is not None:
+    if training.optimizer_state == "shared" and (found := masked_moments_obstacle(training, count)) is not None:
         raise _error(f"training.{found[0]}", f"training.{found[0]} of {name!r} {found[1]}")
     if training.first_moments != "off":
         raise _error(

@@ -104,7 +104,7 @@ def find(path: str) -> Key:
     raise InputError(f"unknown key {path!r};{hint} `crossfed explain` lists all keys")
 
 
-def explain(path: str) -> str:
+def explain_key(path: str) -> str:
     """Type, range, unit, default and meaning of one key, and the keys that it holds."""
     key = find(path)
     facts = [("type", key.type), ("range", key.range), ("unit", key.unit), ("default", key.default or "none: required")]

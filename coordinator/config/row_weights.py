@@ -18,7 +18,7 @@ def with_row_weights(
 
     `training`: of each facility, as resolved. `masked`: updates are.
     """
-    reason = obstacle(training, masked=masked) if aggregation.weighs_rows else None
+    reason = row_weights_obstacle(training, masked=masked) if aggregation.weighs_rows else None
     if reason is None:
         return aggregation, ""
     if chosen:
@@ -31,7 +31,7 @@ def with_row_weights(
     )
 
 
-def obstacle(training: Mapping[str, TrainingSettings], *, masked: bool) -> str | None:
+def row_weights_obstacle(training: Mapping[str, TrainingSettings], *, masked: bool) -> str | None:
     """Why the second moments of all facilities' steps are not there to see; None where they are."""
     if masked:
         return "privacy.secure_aggregation shows the coordinator their sum alone"

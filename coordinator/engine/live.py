@@ -164,7 +164,7 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     """The live view as plain lines, for a console without a display."""
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
-    lines = [f"{name}: {sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
+    lines = [f"{name}: {facility_sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
     lines += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items()]
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
 
@@ -173,7 +173,7 @@ def awaited(snapshot: Snapshot, now: float) -> str:
     """What the run waits for now, in one line: what the coordinator does, and each facility that is not done."""
     alone, together = to_show(snapshot)
     states = {name: one for name, one in snapshot.facilities.items() if name in alone and one.state != "done"}
-    parts = [f"{name}: {sentence(one, now, snapshot.unit)}" for name, one in states.items()]
+    parts = [f"{name}: {facility_sentence(one, now, snapshot.unit)}" for name, one in states.items()]
     parts += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items() if state != "done"]
     return f"{snapshot.heading}: {'; '.join([shown(snapshot.coordinator), *parts])}"
 
@@ -192,7 +192,7 @@ def _end(snapshot: Snapshot, now: float) -> str:
     return f"all rounds are expected to be complete about {day}{time.strftime('%H:%M', moment)}"
 
 
-def sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
+def facility_sentence(one: FacilityState, now: float, unit: str = "tokens") -> str:
     """One facility in a line of text."""
     state, lasted, step, loss, speed, left, heard = _cells(one, now)
     since = f"{state}{',' if ', ' in state else ''} for {lasted}"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.archive.rounds import DISCARDED
-from coordinator.engine.live import SILENT, FacilityState, sentence
+from coordinator.engine.live import SILENT, FacilityState, facility_sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 from coordinator.rounds.ahead import waited_sentence
@@ -177,7 +177,7 @@ class Progress:
         if one.stage != "training" or self.clock() - self._told.get(name, -LINE_SECONDS) < LINE_SECONDS:
             return None
         self._told[name] = self.clock()
-        return f"{self.title}: {name}: {sentence(one, self.wall(), self.unit())}"
+        return f"{self.title}: {name}: {facility_sentence(one, self.wall(), self.unit())}"
 
     def _on_received(self, event: Event) -> str:
         self._set(event["facility"], "done")

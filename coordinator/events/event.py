@@ -17,7 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import append_to
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.strict_json import seen
 
 VARIABLE = "CROSSFED_EVENTS"
@@ -102,7 +102,7 @@ def failures_of(step: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reason = sentence(error) if isinstance(error, OSError) and is_storage(error) else str(error)
+        reason = file_error_sentence(error) if isinstance(error, OSError) and is_storage(error) else str(error)
         futile = isinstance(error, InputError) or is_storage(error)
         emit("failed", step=step, reason=reason or type(error).__name__, futile=futile)
         raise

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.models.published import check_finite, check_problem, check_weights, described, load_published
+from coordinator.models.published import check_finite, check_problem, check_weights, load_published, published_summary
 from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
 from facility.exchange.errors import InputError
 
@@ -41,7 +41,7 @@ def save_image_classifier(source: str, out: Path, *, dtype: str, revision: str, 
     model.save_pretrained(out)
     copy_processor(source, out, revision=revision)
     evaluate(out, source)
-    return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
+    return published_summary(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
 
 
 def loaded(source: str, *, dtype: str, revision: str, classes: Sequence[str]) -> tuple[Any, bool]:

@@ -103,7 +103,7 @@ def file_of(source: str, name: str, revision: str) -> Path | None:
     return None if found is None else Path(found)
 
 
-def described(directory: Path, *, dtype: str, new_classes: int) -> str:
+def published_summary(directory: Path, *, dtype: str, new_classes: int) -> str:
     """What was made of a published model, in a line, once each of its tensors has its place. Raises `CheckpointError`.
 
     `new_classes`: of a head that is new; 0: it has none.

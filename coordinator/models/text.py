@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.models.published import check_finite, check_problem, check_weights, described, file_of, load_published
+from coordinator.models.published import (
+    check_finite,
+    check_problem,
+    check_weights,
+    file_of,
+    load_published,
+    published_summary,
+)
 from facility.exchange.checkpoints.families import refusal
 from facility.exchange.checkpoints.tokenizer import WHOLE, check_loads
 from facility.exchange.errors import InputError
@@ -71,7 +78,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
             tokenizer.save_pretrained(out)
     model.save_pretrained(out)
     evaluate(out, source, kind)
-    return described(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
+    return published_summary(out, dtype=dtype, new_classes=len(classes) if fresh else 0)
 
 
 def check_tokenizer(source: str, revision: str) -> None:

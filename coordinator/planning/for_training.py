@@ -162,7 +162,7 @@ def batch_of_ranks(training: TrainingSettings) -> int:
     return training.batch_sequences // shards
 
 
-def stated(plan: Plan, problem: Problem, trained: Trained) -> Plan:
+def with_stated_memory(plan: Plan, problem: Problem, trained: Trained) -> Plan:
     """The plan with each device's memory as the trainer and `crossfed check` work it out; `problem` as measured."""
     seconds, shards = "seconds are as they were measured", trained.training.layout.shards or 1
     if any(not one.trained for one in weights_of(trained.model, trained.training, chunked=False)):

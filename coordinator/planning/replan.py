@@ -10,7 +10,7 @@ import numpy as np
 from coordinator.planning.emit import gap, predicted, simulated_seconds
 from coordinator.planning.joint.plan import bound_of, plan_joint
 from coordinator.planning.stop import Stop
-from coordinator.problem.objective import stated, value
+from coordinator.problem.objective import objective_figure, value
 from coordinator.problem.problem import Problem
 from facility.exchange.messages.plan import Plan
 
@@ -39,7 +39,7 @@ def replan(problem: Problem, stop: Stop, previous: Plan, *, seed: int = 0, least
         f"less than the {least_gain:.0%} asked for"
     )
     bound = bound_of(problem, previous)
-    cost, objective = stated(problem, previous, now)
+    cost, objective = objective_figure(problem, previous, now)
     return replace(
         previous,
         **predicted(problem, previous),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.preflight.row import Row, warning
-from facility.exchange.checkpoints.model_files import stated
+from facility.exchange.checkpoints.model_files import model_file_if_any
 
 
 def check_chat_template(model: Path, datasets: Mapping[str, Mapping[str, Any]]) -> list[Row]:
@@ -32,4 +32,4 @@ def carries_template(model: Path) -> bool:
     """Whether a model's tokenizer has a chat template, in a file of its own or in tokenizer_config.json."""
     if (model / "chat_template.jinja").is_file() or (model / "chat_template.json").is_file():
         return True
-    return bool(stated(model, "tokenizer_config.json").get("chat_template"))
+    return bool(model_file_if_any(model, "tokenizer_config.json").get("chat_template"))

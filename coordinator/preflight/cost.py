@@ -13,7 +13,7 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import EVERYTHING, ModelFigures
 from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
-from coordinator.preflight.remote import Answer, run
+from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
 from coordinator.spans_and_sizes import size
@@ -114,7 +114,7 @@ def check_link(
         return ok(facility.name, "link", f"{sent} and {size(back)} back a round, on this machine")
     found = measure_link(
         facility.name,
-        lambda data, seconds: run(deployment, "cat >/dev/null", seconds=seconds, data=data),
+        lambda data, seconds: run_there(deployment, "cat >/dev/null", seconds=seconds, data=data),
         advice="look at the link; a separate data host can be named by `transfer:`",
     )
     if isinstance(found, Row):

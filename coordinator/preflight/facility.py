@@ -15,7 +15,7 @@ from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
-from coordinator.preflight.remote import run
+from coordinator.preflight.remote import run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.versions import check_versions
 from coordinator.spans_and_sizes import size
@@ -61,7 +61,7 @@ def probe(
             f"echo {BEGIN} $(date +%s)\n{inside}python3 {arguments}\n"
         )
     before = time.time()
-    said = run(deployment, script, seconds=PROBE_SECONDS)
+    said = run_there(deployment, script, seconds=PROBE_SECONDS)
     text, after = said.out.partition(BEGIN)[2], time.time()
     if said.code or not text.strip():
         lines = clean(said.error, 4000, lines=True).strip().splitlines()

@@ -67,7 +67,7 @@ def _login(connection: Connection, jump: openssh.Login | None) -> openssh.Login:
     return openssh.Login(host=connection.host, user=connection.user, key=connection.key, jump=jump)
 
 
-def run(
+def run_there(
     deployment: Deployment, script: str, *, seconds: float = 60, data: bytes | None = None, verbose: bool = False
 ) -> Answer:
     """Give `script` to a shell there on its standard input (or, with `data`, in its command, and the data on it).
@@ -209,7 +209,7 @@ def check_connection(name: str, deployment: Deployment) -> Row:
     if (row := other_way(name, deployment)) is not None:
         return row
     seconds = answer_seconds(deployment)
-    answer = run(deployment, "echo crossfed-reached\n", seconds=seconds, verbose=key is not None)
+    answer = run_there(deployment, "echo crossfed-reached\n", seconds=seconds, verbose=key is not None)
     if answer.code == 0 and "crossfed-reached" in answer.out:
         accepted = ACCEPTED.findall(answer.error)
         if key is not None and accepted and Path(accepted[-1]) != key:

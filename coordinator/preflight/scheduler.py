@@ -6,7 +6,7 @@ import re
 import shlex
 
 from coordinator.config.deployments import Deployment
-from coordinator.preflight.remote import Answer, run
+from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
 from coordinator.schedulers.directives import directive, gpus_asked, hours_asked, nodes_asked
@@ -82,7 +82,7 @@ def check_scheduler(name: str, deployment: Deployment, template: str, *, submit:
     `submit`: a real job shows it where the scheduler has no dry run.
     """
     command = _batch(deployment).program
-    answer = run(deployment, f"command -v {command}\n")
+    answer = run_there(deployment, f"command -v {command}\n")
     if answer.code != 0:
         return [
             fail(
@@ -112,7 +112,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     options = [f"--{_dashed(key)}={value}" for key, value in given if not isinstance(value, bool)]  # 1 is no flag
     options += [f"--{_dashed(key)}" for key, value in given if value is True]
     script = f"{_batch(deployment).trial} {shlex.join(options)} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n"
-    answer = run(deployment, script, seconds=60)
+    answer = run_there(deployment, script, seconds=60)
     said = _last(answer, "sbatch")
     if answer.code == 0:
         return _partition(name, deployment, job, said) or ok(
@@ -141,7 +141,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     if partition is None:
         return None
     shown = clean(partition[1], 60)
-    answer = run(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a %l'\n")
+    answer = run_there(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a %l'\n")
     lines = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2] if answer.code == 0 else []
     if any(state == "down" for state, _ in lines):
         return warning(
@@ -175,7 +175,7 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
             "the template names no queue, so PBS will choose",
             "name one by #PBS -q to have it checked",
         )
-    answer = run(deployment, f"qstat -Qf {shlex.quote(str(queue))} 2>&1\n")
+    answer = run_there(deployment, f"qstat -Qf {shlex.quote(str(queue))} 2>&1\n")
     if answer.code != 0:
         return fail(
             name,
@@ -192,7 +192,7 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
             "choose another queue, or wait until the site opens it",
         )
     wanted = wanted_nodes(deployment, job)[1]
-    nodes = run(deployment, "pbsnodes -a 2>/dev/null\n").out if wanted else ""
+    nodes = run_there(deployment, "pbsnodes -a 2>/dev/null\n").out if wanted else ""
     most = max((int(count) for count in re.findall(r"resources_available\.ngpus = (\d+)", nodes)), default=0)
     if nodes and wanted > most:
         has = f"at most {most}" if most else "no resource ngpus at all"
@@ -211,7 +211,7 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
     """Any scheduler: the queue that the template names is one of those it lists as open, and its dry run, where it has
     one, finds a place for the job."""
     queue, named = _batch(deployment), directive(job, r"#\$.* -q (\S+)")
-    answer = run(deployment, queue.survey + "\n")
+    answer = run_there(deployment, queue.survey + "\n")
     if answer.code != 0:
         said = _last(answer, queue.program)
         return fail(name, "job accepted", f"{queue.title} does not tell its queues: {said}", "wait, or ask the site")
@@ -229,7 +229,7 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
         return ok(
             name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
         )
-    tried = run(deployment, f"{queue.trial} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n", seconds=60)
+    tried = run_there(deployment, f"{queue.trial} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n", seconds=60)
     said = clean("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
     if tried.code == 0:
         return ok(name, "job accepted", f"{queue.trial}: {said}")
@@ -247,7 +247,7 @@ def _batch(deployment: Deployment) -> BatchScheduler:
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
     wanted = deployment.options.get("queue") or directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
-    answer = run(deployment, f"{_batch(deployment).survey}\n")
+    answer = run_there(deployment, f"{_batch(deployment).survey}\n")
     if answer.code != 0:
         return fail(
             name,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from coordinator.config.deployments import Deployment
-from coordinator.preflight.remote import Answer, run
+from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
 from facility.exchange.messages.strict_json import clean
@@ -30,7 +30,7 @@ def try_job(
     seconds: float = SECONDS,
 ) -> Row:
     """Submit `job`, a filled template, and watch it. `ask`: runs a shell line at the facility."""
-    ask = ask or (lambda line: run(deployment, f"{line}\n"))
+    ask = ask or (lambda line: run_there(deployment, f"{line}\n"))
     place = shlex.quote(deployment.workdir or ".")
     submit = queue.submission(f"crossfed-check-{name}", OUTPUT)
     answer = ask(f"mkdir -p {place} && cd {place} && {submit} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB")

@@ -29,7 +29,7 @@ def weights(problem: Problem) -> np.ndarray:
     return np.array([device.price for device in problem.devices])
 
 
-def stated(problem: Problem, plan: Plan, seconds: float) -> tuple[float, str]:
+def objective_figure(problem: Problem, plan: Plan, seconds: float) -> tuple[float, str]:
     """The objective's own figure and what it is, as a plan states them."""
     if problem.objective == "tokens_per_second":
         return problem.batch_samples * problem.sample_tokens / seconds, "tokens a second (more is better), simulated"

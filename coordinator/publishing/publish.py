@@ -23,7 +23,7 @@ from coordinator.publishing.sbom import bill_of_materials
 from coordinator.report.data import THE_COORDINATOR, own_name_of
 from coordinator.report.make import data_of
 from coordinator.report.page import page
-from coordinator.report.redaction import published
+from coordinator.report.redaction import published_settings
 from facility.exchange.checkpoints.adapter_twins import twins_in
 from facility.exchange.checkpoints.adapters import CONFIG, PREFIX, class_in, loaded_as, read_adapter_config
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -161,7 +161,7 @@ def anonymous(data: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, An
         entry["changes"] = [_publishable(line) for line in entry.get("changes", [])]
     copied["remarks"] = [_publishable(line) for line in copied["remarks"]]
     named = {name: name == shown for name, shown in names.items()}
-    result = _renamed(copied | {"settings": published(copied["settings"], named)}, names)
+    result = _renamed(copied | {"settings": published_settings(copied["settings"], named)}, names)
     return result | {"model": None, "stopped": data["stopped"] and "see the federation"}
 
 

@@ -19,10 +19,10 @@ from coordinator.memory.figures import model_figures
 from coordinator.model import convert
 from coordinator.preflight.remote import check_connection, refused
 from coordinator.quickstart.choice import Choice, choose, choose_local
-from coordinator.quickstart.describe import Round, federation_text
+from coordinator.quickstart.describe import RoundTraining, federation_text
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.equip import equip, fit_batch
-from coordinator.quickstart.gated import Behind, ask_gate, choose_gated
+from coordinator.quickstart.gated import GateSummary, ask_gate, choose_gated
 from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
@@ -60,7 +60,7 @@ class Request:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Private ssh key by facility; that of '' is for those that are not named."""
     known_hosts: str = ""
-    plan: Round
+    plan: RoundTraining
     block_tokens: int = 0
     """0: what the model takes, at most 1024."""
     prepare: tuple[str, ...] = ()
@@ -199,7 +199,7 @@ def _told(survey: Survey) -> str:
     return f"{queue}, {partitions}, {accounts}, {pythons}, {network}"
 
 
-def _connect(dialog: Dialog, name: str, login: Deployment) -> Behind | None:
+def _connect(dialog: Dialog, name: str, login: Deployment) -> GateSummary | None:
     """Test the login; returns a gate's summary of its policy, None for a shell. Raises `InputError`, `TransientError`.
 
     An unknown host key is accepted only by its fingerprint.

@@ -56,7 +56,7 @@ def quickstart(
     """
     from coordinator.preflight.check import check_for_run, show
     from coordinator.quickstart.begin import Request
-    from coordinator.quickstart.describe import Round
+    from coordinator.quickstart.describe import RoundTraining
     from coordinator.quickstart.dialog import Dialog
 
     configure_logging(default="info")
@@ -68,7 +68,7 @@ def quickstart(
         data=pairs("--data", data or []),
         keys=pairs("--key", [word if "=" in word else f"={word}" for word in key or []], least=0),
         known_hosts=known_hosts,
-        plan=Round(rounds=rounds, steps=steps, batch_sequences=batch_sequences),
+        plan=RoundTraining(rounds=rounds, steps=steps, batch_sequences=batch_sequences),
         block_tokens=block_tokens,
         prepare=_words(prepare),
         set_up=set_up,

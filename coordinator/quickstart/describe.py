@@ -16,7 +16,7 @@ WORDS = frozenset("y n yes no on off true false null ~".split())
 
 
 @dataclass(frozen=True, kw_only=True)
-class Round:
+class RoundTraining:
     """What the training of one round is, for every facility."""
 
     rounds: int = 5
@@ -33,7 +33,9 @@ def scalar(text: str) -> str:
     return '"' + "".join(one if one.isprintable() and one not in '"\\' else f"\\U{ord(one):08x}" for one in text) + '"'
 
 
-def federation_text(name: str, model: str, plan: Round, choices: Sequence[Choice], signing_key: str = "") -> str:
+def federation_text(
+    name: str, model: str, plan: RoundTraining, choices: Sequence[Choice], signing_key: str = ""
+) -> str:
     """federation.yml. `signing_key`: of the coordinator, where a facility has a gate."""
     lines = [
         "# Made by `crossfed quickstart`; yours to edit. `crossfed explain` describes every key.",

@@ -26,7 +26,7 @@ LIMITS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Behind:
+class GateSummary:
     """A policy as reported by a gate. It is another institution's text: only fields of the expected form are used."""
 
     facility: str
@@ -48,7 +48,7 @@ class Behind:
         )
 
 
-def ask_gate(login: Deployment) -> Behind | None:
+def ask_gate(login: Deployment) -> GateSummary | None:
     """The gate's summary; None if nothing answers, or what answers is no gate."""
     summary = gate.told_of(gate.ask(login, "hello"))
     if summary is None:
@@ -56,7 +56,7 @@ def ask_gate(login: Deployment) -> Behind | None:
     facility, scheduler, workdir = (str(summary.get(key, "")) for key in ("facility", "scheduler", "workdir"))
     if not NAME.fullmatch(facility) or scheduler not in GATED or not WORKDIR.fullmatch(workdir):
         return None
-    return Behind(
+    return GateSummary(
         facility=facility,
         federations=_words(summary["federations"]),
         scheduler=scheduler,
@@ -72,7 +72,9 @@ def _words(raw: Any) -> tuple[str, ...]:
     return tuple(one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean(one, 400))
 
 
-def choose_gated(dialog: Dialog, name: str, login: Deployment, found: Behind, data: str, federation: str) -> Choice:
+def choose_gated(
+    dialog: Dialog, name: str, login: Deployment, found: GateSummary, data: str, federation: str
+) -> Choice:
     """The facility as its policy has it. Raises `InputError` where the command line says otherwise."""
     log.info("%s: %s", name, LIMITS)
     if found.facility != name:

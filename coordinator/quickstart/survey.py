@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 
 from coordinator.config.deployments import WORKDIR, Deployment
-from coordinator.preflight.remote import run
+from coordinator.preflight.remote import run_there
 from coordinator.preflight.ssh_errors import QUIET
 from coordinator.schedulers.partition import Partition, number, words
 from coordinator.schedulers.registry import schedulers
@@ -103,7 +103,7 @@ class Survey:
 
 def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
     """Ask the site. `data`: path of text or of a prepared dataset there. Raises `TransientError` without an answer."""
-    answer = run(deployment, script(data), seconds=240)
+    answer = run_there(deployment, script(data), seconds=240)
     if f"{SECTION} end" not in answer.out:
         said = (answer.error.strip() or answer.out.strip() or f"code {answer.code}").splitlines()[-1]
         raise TransientError(

@@ -10,7 +10,7 @@ from coordinator.archive.journal import Entry, Journal, standing
 from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.federation import Federation
-from coordinator.engine.live import Snapshot, read_snapshot, sentence
+from coordinator.engine.live import Snapshot, facility_sentence, read_snapshot
 from coordinator.report.advice import advice_for
 from coordinator.shown_text import shown
 from facility.exchange.errors import InputError
@@ -125,7 +125,11 @@ def _now(workdir: Path, name: str) -> list[str]:
     if snapshot is None or not snapshot.alive:
         return _idle(snapshot)
     one = snapshot.facilities.get(name)
-    return [f"  Now: {sentence(one, time.time(), snapshot.unit)} ({snapshot.heading})."] if one is not None else []
+    return (
+        [f"  Now: {facility_sentence(one, time.time(), snapshot.unit)} ({snapshot.heading})."]
+        if one is not None
+        else []
+    )
 
 
 def _history(rows: Sequence[FacilityRow]) -> list[str]:

@@ -12,8 +12,7 @@ import jinja2
 from markupsafe import Markup
 
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.table import accuracies, any_late, has_accuracy, seconds_of, status_of
-from coordinator.archive.table import number as plain_number
+from coordinator.archive.table import accuracies, any_late, has_accuracy, plain_number, seconds_of, status_of
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS

@@ -50,7 +50,7 @@ def redacted(value: Any) -> Any:
     return value
 
 
-def published(settings: Mapping[str, Any], named: Mapping[str, bool]) -> dict[str, Any]:
+def published_settings(settings: Mapping[str, Any], named: Mapping[str, bool]) -> dict[str, Any]:
     """Redacted settings without accounts, templates, datasets and machines. `named`: facilities that agree to be."""
     kept = {key: value for key, value in settings.items() if key not in ("facilities", "evaluation", "submit_ahead")}
     evaluation = dict(settings.get("evaluation") or {})

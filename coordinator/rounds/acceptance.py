@@ -79,7 +79,7 @@ def take_over(archive: Archive, described: Mapping[str, Any]) -> list[Change]:
     return changes
 
 
-def told(archive: Archive) -> list[str]:
+def unrecorded_changes(archive: Archive) -> list[str]:
     """The changes that are not yet in a round's file: a commit that is killed leaves the note of those that are."""
     note, following = archive.read_note(CHANGES), len(archive.rounds())
     return [str(one) for one in note.get("told", [])] if note.get("round", following) == following else []
@@ -90,7 +90,8 @@ def _taken_over(archive: Archive) -> list[str]:
     it took the description over has told changes that may have been undone since, or are found anew."""
     note = archive.read_note(CHANGES)
     killed = "under" in note and note["under"] != digest_of(archive.read_note(NOTE))
-    return [str(one) for one in note.get("before", [])] if killed and told(archive) else told(archive)
+    now = unrecorded_changes(archive)
+    return [str(one) for one in note.get("before", [])] if killed and now else now
 
 
 def drop_told(archive: Archive) -> None:

@@ -6,7 +6,7 @@ import logging
 import time
 from pathlib import Path
 
-from coordinator.archive.audit import head, log_entry
+from coordinator.archive.audit import log_entry, log_head
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from facility.exchange.errors import CrossFedError
@@ -26,7 +26,7 @@ def order(model: Path, settings: CoordinatorSettings) -> None:
         (model / SIGNATURE).unlink(missing_ok=True)
         return
     expires = time.time() + sending.valid_hours * 3600
-    sign_order(model, resolve(sending.signing_key), settings=settings.settings_sha256, expires=expires, head=head())
+    sign_order(model, resolve(sending.signing_key), settings=settings.settings_sha256, expires=expires, head=log_head())
     log_entry(
         "ordered",
         round=manifest.round,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.checkpoints.families import most_positions, text_part
-from facility.exchange.checkpoints.model_files import stated
+from facility.exchange.checkpoints.model_files import model_file_if_any
 from facility.exchange.messages.report import Report
 
 
@@ -51,7 +51,7 @@ def weight_limit_of(settings: CoordinatorSettings, facility: str, model: Path) -
 
 def longest_sequence(model: Path) -> int:
     """Tokens of the longest sequence that the model takes, by its config.json; 0 where that does not say."""
-    config = stated(model)
+    config = model_file_if_any(model)
     part = text_part(config)
     return most_positions(part) if isinstance(part, dict) else 0
 

@@ -101,7 +101,7 @@ class Site:
 
 
 @validated(frozen=True, kw_only=True)
-class Federation:
+class SimulatedFederation:
     """What to simulate; the file of `--federation`."""
 
     rounds: int
@@ -181,8 +181,8 @@ class Federation:
         return (self.keep_rounds or MOST_LATE + 1) - 1
 
 
-def read_federation(path: Path) -> Federation:
+def read_simulated_federation(path: Path) -> SimulatedFederation:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
     raw = read_values(path)
     check_format(raw, FORMAT, file=path)
-    return parse(Federation, raw, file=path)
+    return parse(SimulatedFederation, raw, file=path)

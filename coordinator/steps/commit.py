@@ -22,15 +22,13 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
 from coordinator.archive.privacy import deviations_by_model, told_deviations
-from coordinator.archive.rewind import rounds_set_aside, tell_rewinds
-from coordinator.archive.rewind import told as rewind_told
+from coordinator.archive.rewind import rewind_remarks, rounds_set_aside, tell_rewinds
 from coordinator.archive.rounds import CLIPS, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.models import keep_updates
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
-from coordinator.rounds.acceptance import drop_told
-from coordinator.rounds.acceptance import told as changes_told
+from coordinator.rounds.acceptance import drop_told, unrecorded_changes
 from coordinator.rounds.late import read_wait
 from coordinator.rounds.participation import Done, Work, delivered, participation, weight_of, work_in_a_delivery
 from coordinator.rounds.presence import present_share
@@ -39,7 +37,7 @@ from coordinator.rounds.weight_limit import Capped, cap, weight_limit_of
 from coordinator.steps.arrived import CollectedRound
 from coordinator.steps.decide import Decision, decide_after
 from coordinator.steps.final import compare_next
-from coordinator.steps.following import asks_ahead, tell_released, within
+from coordinator.steps.following import asks_ahead, tell_released, within_limits
 from coordinator.steps.global_loss import (
     Renewed,
     global_losses,
@@ -175,7 +173,7 @@ def rated(round: Commit, settings: AggregationSettings, left_out: Collection[str
 
 def renewed_by(round: Commit) -> Renewed:
     """Whose validation data were changed, by round, this one with them."""
-    return renewed_in(round.history, changes_told(round.archive))
+    return renewed_in(round.history, unrecorded_changes(round.archive))
 
 
 def counts_work(round: Commit) -> bool:
@@ -306,13 +304,13 @@ def describe_round(round: Commit, directory: Path) -> None:
         present=round.present,
         finished=datetime.now(UTC).isoformat(timespec="seconds"),
         seconds=seconds_of(archive.read_note(UNDER_WAY), number, now),
-        changes=[*changes_told(archive), *rewind_told(archive, number)],
+        changes=[*unrecorded_changes(archive), *rewind_remarks(archive, number)],
         aggregation=dataclasses.asdict(round.record),
     )
     found = asks_ahead(archive, settings, [*history, round.round_file], directory)
     tell_released([*rounds_set_aside(archive), *history, found], directory)
     tell_rewinds(archive, round.model, directory / "model", directory / "message")
-    round.round_file, round.decision, round.limited = within(archive, settings, [*history, found], decision, now)
+    round.round_file, round.decision, round.limited = within_limits(archive, settings, [*history, found], decision, now)
     write_json(directory / "round.json", dataclasses.asdict(round.round_file))
 
 

@@ -11,7 +11,7 @@ from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
 from coordinator.comparison.phases import Answers, following, take
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.rounds.acceptance import told as changes_told
+from coordinator.rounds.acceptance import unrecorded_changes
 from coordinator.steps.arrived import Arrived, CollectedRound
 from coordinator.steps.global_loss import global_losses, losses_by_model, plausible, renewed_in
 from coordinator.steps.next_round import NextRound
@@ -48,7 +48,7 @@ def compare_next(archive: Archive, settings: CoordinatorSettings, model: Path) -
 def close_evaluation(archive: Archive, history: Sequence[RoundFile], arrived: Arrived, rows: list[FacilityRow]) -> None:
     """Note what the facilities found of the final model, which the rounds in `history` made."""
     reported = plausible(losses_by_model([*(entry.facilities for entry in history), rows]))
-    renewed = renewed_in(history, changes_told(archive))
+    renewed = renewed_in(history, unrecorded_changes(archive))
     archive.write_note(
         "evaluation",
         {

@@ -70,7 +70,7 @@ def ends_anew(archive: Archive, settings: CoordinatorSettings) -> None:
             with_extra(path, ENDS, {} if ends is None else ends.by_facility(time.time()))
 
 
-def within(
+def within_limits(
     archive: Archive, settings: CoordinatorSettings, history: Sequence[RoundFile], decision: Decision, now: float
 ) -> tuple[RoundFile, Decision, Exceeded | None]:
     """The last round of `history` and the decision as given, or the end where another round is expected to exceed

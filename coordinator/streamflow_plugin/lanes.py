@@ -204,7 +204,7 @@ async def _ended(process: Any, command: str) -> None:
     if status is None:
         raise ConnectionResetError(f"the connection closed, or a signal came, before `{command:.60}` ended")
     if status:
-        raise TransferFailed(words(said, status))
+        raise TransferFailed(failure_words(said, status))
 
 
 async def _refusal(process: Any, command: str) -> TransferFailed | None:
@@ -212,7 +212,7 @@ async def _refusal(process: Any, command: str) -> TransferFailed | None:
         status, said = await within(5.0, _end_of(process, command))
     except BROKEN:
         return None
-    return TransferFailed(words(said, status)) if status else None
+    return TransferFailed(failure_words(said, status)) if status else None
 
 
 async def _end_of(process: Any, command: str) -> tuple[int | None, bytes]:
@@ -255,7 +255,7 @@ async def end_kept(stream: Any, most: int = KEPT_BYTES, said: bytearray | None =
     return bytes(said)
 
 
-def words(stderr: Any, status: int) -> str:
+def failure_words(stderr: Any, status: int) -> str:
     """What a remote command said of its failure: the cause, not tar's closing line."""
     lines = [line.strip() for line in (stderr or b"").decode(errors="replace").splitlines() if line.strip()]
     lines = [line for line in lines if "Exiting with failure status" not in line] or lines

@@ -34,7 +34,7 @@ from coordinator.streamflow_plugin.lanes import (
     TransferFailed,
     check_pace,
     end_kept,
-    words,
+    failure_words,
 )
 from coordinator.streamflow_plugin.within import within
 from facility.exchange.exit_codes import BROKE
@@ -142,9 +142,9 @@ class SwiftLane:
             answer, said = await within(STALL_SECONDS, asyncio.shield(ending))
             # The command's own words first: that it ended is why the pipe broke.
             if process.returncode == BROKE:
-                raise ConnectionResetError(words(said, BROKE))
+                raise ConnectionResetError(failure_words(said, BROKE))
             if process.returncode:
-                raise TransferFailed(words(said, process.returncode))
+                raise TransferFailed(failure_words(said, process.returncode))
             if failure is not None:
                 raise failure
             return answer or b""

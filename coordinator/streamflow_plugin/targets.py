@@ -22,7 +22,7 @@ def check_name(path: str) -> str:
     """
     parts = path.split("/")
     if not path or posixpath.isabs(path) or any(part in ("", ".", "..") for part in parts):
-        raise TransferFailed(f"the facility names {shown(path)}, which lies outside the directory asked for")
+        raise TransferFailed(f"the facility names {shown_name(path)}, which lies outside the directory asked for")
     for part in parts:
         if (
             len(part) > LONGEST_NAME  # first: marks without end take `normalize` days
@@ -31,7 +31,7 @@ def check_name(path: str) -> str:
             or unicodedata.normalize("NFC", part) != part
             or len(os.fsencode(part)) > LONGEST_NAME
         ):
-            raise TransferFailed(f"the facility names {shown(part)}, which is not a plain file name")
+            raise TransferFailed(f"the facility names {shown_name(part)}, which is not a plain file name")
     return path
 
 
@@ -39,28 +39,30 @@ def check_target(target: Path, inside: Path) -> None:
     """Raise `TransferFailed` unless `target` is a new name below `inside`, with no symbolic link on the way."""
     text = os.fspath(target)
     if not posixpath.isabs(text) or posixpath.normpath(text) != text:
-        raise TransferFailed(f"{shown(text)} is not an absolute, normalised path: nothing is written there")
+        raise TransferFailed(f"{shown_name(text)} is not an absolute, normalised path: nothing is written there")
     root = inside.resolve()
     # The engine knows the directory by either name; below it no link is followed.
     base = next((base for base in (root, Path(os.path.abspath(inside))) if target.is_relative_to(base)), None)
     if base is None or target == base:
-        raise TransferFailed(f"{shown(text)} lies outside {inside}, where updates are kept: nothing is written there")
+        raise TransferFailed(
+            f"{shown_name(text)} lies outside {inside}, where updates are kept: nothing is written there"
+        )
     relative = target.relative_to(base)
     check_name(relative.as_posix())
     place = base
     for part in relative.parts:
         place /= part
         if place.is_symlink():
-            raise TransferFailed(f"{shown(str(place))} is a symbolic link: nothing is written through it")
+            raise TransferFailed(f"{shown_name(str(place))} is a symbolic link: nothing is written through it")
     check_new(target)
 
 
 def check_new(target: Path) -> None:
     """Raise `TransferFailed` when something, be it a dangling link, stands at `target`."""
     if os.path.lexists(target):
-        raise TransferFailed(f"{shown(str(target))} exists already: nothing is written over it")
+        raise TransferFailed(f"{shown_name(str(target))} exists already: nothing is written over it")
 
 
-def shown(text: str) -> str:
+def shown_name(text: str) -> str:
     """A name from another machine for a message: quoted, without control characters, at most 100 characters."""
     return ascii(text if len(text) <= 100 else f"{text[:97]}...")

@@ -32,7 +32,7 @@ from coordinator.streamflow_plugin.lanes import (
 )
 from coordinator.streamflow_plugin.pieces import Entry, Piece, batches, piece_size, split
 from coordinator.streamflow_plugin.swift import SwiftLane
-from coordinator.streamflow_plugin.targets import check_name, check_new, shown
+from coordinator.streamflow_plugin.targets import check_name, check_new, shown_name
 from facility.exchange.files.plain_tar import PlainHeader
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
@@ -174,7 +174,7 @@ async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry],
     sizes = answer.split()
     if len(sizes) != len(large) or not all(re.fullmatch(rb"[0-9]{1,15}", size) for size in sizes):
         raise TransferFailed(
-            f"the facility gives {shown(os.fsdecode(answer[:100]))} for the sizes of {len(large)} files"
+            f"the facility gives {shown_name(os.fsdecode(answer[:100]))} for the sizes of {len(large)} files"
         )
     for entry, size in zip(large, sizes, strict=True):
         if int(size) != entry.size:
@@ -262,12 +262,16 @@ def read_listing(listing: bytes, most_bytes: int | None = None) -> tuple[list[st
         raise TransferFailed(f"the facility lists {count} files, or stops within a name; expected at most {MOST_FILES}")
     for line in listing.split(b"\0")[:-1]:
         if (found := LISTED.fullmatch(line)) is None:
-            raise TransferFailed(f"the facility lists {shown(os.fsdecode(line))}, which is not size, mode and path")
+            raise TransferFailed(
+                f"the facility lists {shown_name(os.fsdecode(line))}, which is not size, mode and path"
+            )
         path = os.fsdecode(found[3])
         if path:
             check_name(path)
         if path.count("/") >= MOST_DEPTH:
-            raise TransferFailed(f"the facility lists {shown(path)}, which is more than {MOST_DEPTH} directories deep")
+            raise TransferFailed(
+                f"the facility lists {shown_name(path)}, which is more than {MOST_DEPTH} directories deep"
+            )
         if found[1] != b"d":
             files.append(Entry(path=path, size=int(found[1]), mode=int(found[2], 8) & 0o777))
         elif path:
@@ -319,7 +323,9 @@ def _unpack(data: bytes, target: Path, small: list[Entry]) -> None:
             source = member if member.isreg() else files.get(linked) if member.islnk() else None
             file = None if source is None else archive.extractfile(source)
             if entry is None or source is None or file is None:
-                raise TransferFailed(f"the facility sent {shown(member.name)}, which is not among the files it listed")
+                raise TransferFailed(
+                    f"the facility sent {shown_name(member.name)}, which is not among the files it listed"
+                )
             files[member.name] = source
             _write(_inside(target, entry.path), file.read(entry.size + 1), entry)  # a sparse member may claim terabytes
     if wanted:

@@ -25,7 +25,7 @@ from traceback import clear_frames
 
 from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.storage import is_path, is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_path, is_storage
 from facility.exchange.interrupts import WORD, traceback_again
 from facility.exchange.logs import configure_logging, visible
 from facility.exchange.standard_output import answering, open_what_is_closed
@@ -114,7 +114,7 @@ def error_line(lines: Sequence[str]) -> str:
     return next((line for line in reversed(lines) if ENDS.match(line)), "")
 
 
-def shown(text: str) -> str:
+def for_terminal(text: str) -> str:
     """A message for a terminal: names of files and words of libraries move no cursor, no address shows a login, and no
     value fills the screen."""
     return visible(bounded(hidden_login(text)))
@@ -156,13 +156,13 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     try:
         return main() or ExitCode.OK if in_job else answering(main)
     except CrossFedError as error:
-        print(f"{ERROR}{shown(str(error))}", file=sys.stderr)
+        print(f"{ERROR}{for_terminal(str(error))}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT
     except OSError as error:
         if not (is_storage(error) or (not in_job and is_path(error))):
             raise
         let_go(error)
-        print(f"{ERROR}{shown(sentence(error, again=not in_job))}", file=sys.stderr)
+        print(f"{ERROR}{for_terminal(file_error_sentence(error, again=not in_job))}", file=sys.stderr)
         return ExitCode.INPUT
     except KeyboardInterrupt:
         if in_job:

@@ -20,7 +20,7 @@ from facility.exchange.masking.unmasking import (
 )
 from facility.exchange.masking.walks import check_walks
 from facility.exchange.messages.masking import MaskingSettings
-from facility.masking.ledger import Entry, Ledger, weighing_of
+from facility.masking.ledger import AnswerLedger, Entry, weighing_of
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.request_copy import private_copy
 from facility.masking.sharing import open_share
@@ -54,7 +54,7 @@ def _answer(request: Path, *, facility: str, settings: MaskingSettings, state: P
         survivors=asked.survivors,
         weighing=weighing_of(roster, asked.survivors, settings),
     )
-    Ledger(state=state).record(entry)
+    AnswerLedger(state=state).record(entry)
     own: dict[str, str] = {}
     pairs: dict[str, dict[str, str]] = {}
     absent = asked_of(asked.survivors, roster.keys)

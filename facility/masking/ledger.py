@@ -48,7 +48,7 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ledger:
+class AnswerLedger:
     """The answers of one facility in one federation, below its state directory."""
 
     state: Path

@@ -18,7 +18,7 @@ from torch.distributed import distributed_c10d
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import check_no_special, is_stream, write_text
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.measuring.bandwidth import SharpTimes
 from facility.measuring.emulated import Emulated, read_emulated
 from facility.measuring.layers import LayerSettings, MeasuredUnits, measure_units
@@ -120,7 +120,7 @@ def check_out(out: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise ConfigurationError(sentence(error)) from None
+        raise ConfigurationError(file_error_sentence(error)) from None
 
 
 def _this_device(ranks: Ranks, units: MeasuredUnits, emulated: Emulated) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.owners import first_not_ours
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.messages.settings import FacilitySettings
 
 OWN_MODELS = "own_models"
@@ -37,7 +37,7 @@ def state_directory(given: Path | None, settings: FacilitySettings, dataset: Pat
         for place in made:  # one by one: `parents` leaves those above as open as the umask says
             place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        why = sentence(error, state, again=False)
+        why = file_error_sentence(error, state, again=False)
         raise InputError(f"the state directory {state} cannot be made: {why}") from None
     if reason := first_not_ours(made):
         raise InputError(

@@ -29,7 +29,7 @@ from facility.exchange.messages.report import Report, read_report, skipped_of
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
 from facility.exchange.messages.steps import steps_asked
-from facility.masking.ledger import Ledger
+from facility.masking.ledger import AnswerLedger
 from facility.masking.mask_update import check_base, complete, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.request_copy import private_roster
@@ -163,5 +163,5 @@ def masked(
     check_own(found.keys[settings.facility], settings, dataset, asked or 0)
     check_walks(found, settings.facility)
     check_base(found, received)
-    Ledger(state=state).check(found, settings.masking)
+    AnswerLedger(state=state).check(found, settings.masking)
     return Masked(settings=settings, state=state, member=member)

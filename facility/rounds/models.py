@@ -80,6 +80,6 @@ class Models:
             raise
 
 
-def tell(update: Path, digest: str) -> None:
+def note_kept_model(update: Path, digest: str) -> None:
     """Say in an update's manifest which model this facility keeps."""
     with_extra(update, KEEPS, digest)

@@ -31,7 +31,7 @@ from facility.rounds.held import drop_held
 from facility.rounds.job import Job, clear, start_ranks, work_of_round
 from facility.rounds.kept import compared_place
 from facility.rounds.masked import Masked, masked
-from facility.rounds.models import Models, digest_of, tell
+from facility.rounds.models import Models, digest_of, note_kept_model
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.set_aside import forget_set_aside
@@ -169,7 +169,7 @@ class OneRound:
         """Complete the update's manifest: model kept, run, usage, scores, dataset, head of the audit log."""
         job = self.job
         if job.keeps_models:
-            tell(job.trained, self.base)
+            note_kept_model(job.trained, self.base)
         with_run(job.trained, self.run)
         with_usage(job.trained, job.meter.usage(job.notes))
         if self.received.kind == MODELS:

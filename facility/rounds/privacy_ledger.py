@@ -42,7 +42,7 @@ class Entry:
 
 
 @dataclass(kw_only=True)
-class Ledger:
+class ReleaseLedger:
     """The releases of one facility in one federation, below its state directory."""
 
     state: Path

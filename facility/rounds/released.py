@@ -12,12 +12,12 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.privacy import steps_reported
 from facility.exchange.messages.settings import FacilitySettings
-from facility.rounds.privacy_ledger import Ledger, ledger_path
+from facility.rounds.privacy_ledger import ReleaseLedger, ledger_path
 
 
 def steps_released(state: Path) -> int:
     """Noised steps in the ledger. Raises `InputError` where it is damaged."""
-    return Ledger(state=state).count("training")
+    return ReleaseLedger(state=state).count("training")
 
 
 def check_remembered(received: Manifest, settings: FacilitySettings, state: Path) -> None:

@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.report import FAILURE
 
@@ -30,7 +30,7 @@ def check_replaced(out: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        raise InputError(sentence(error)) from None
+        raise InputError(file_error_sentence(error)) from None
     if not (stat.S_ISDIR(mode) and _left(place)):
         raise InputError(
             f"--out {out} is there, and neither empty nor what an earlier round left (an update or {FAILURE}): it "

@@ -17,7 +17,7 @@ from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.smaller import make_smaller, unsent
@@ -139,7 +139,8 @@ def test_of_two_disks_the_one_that_is_full_is_named(tmp_path: Path, monkeypatch:
     settings = TrainingSettings(encoding="delta-int8", export_dtype="float32")
     with pytest.raises(OSError, match="No space") as raised:
         make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
-    assert f" is full: {disk}/" in sentence(raised.value) and " needed); free some room" in sentence(raised.value)
+    said = file_error_sentence(raised.value)
+    assert f" is full: {disk}/" in said and " needed); free some room" in said
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])

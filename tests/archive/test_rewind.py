@@ -20,7 +20,7 @@ from coordinator.config.closing import LimitSettings
 from coordinator.planning.pace import times_beside_training
 from coordinator.report.data import gather
 from coordinator.report.timeline import segments
-from coordinator.rounds.acceptance import told
+from coordinator.rounds.acceptance import unrecorded_changes
 from coordinator.rounds.late import discount, discounted
 from coordinator.steps.limits import exceeded_in
 from coordinator.steps.start import start
@@ -90,13 +90,15 @@ def test_the_round_that_is_made_again_tells_the_changes_that_it_is_under(archive
     archive.write_note(CHANGES, {"round": 5, "told": ["seed: 1 -> 2"]})
     (archive.round_directory(4) / "round.json").write_text("{damaged")
     rewind(archive, 4)
-    assert told(archive) == ["seed: 1 -> 2"], "what a damaged file told is lost, and keeps nobody from going back"
+    assert unrecorded_changes(archive) == ["seed: 1 -> 2"], (
+        "what a damaged file told is lost, and keeps nobody from going back"
+    )
     rewind(archive, 2)
-    assert told(archive) == ["aggregation.rule: mean -> trimmed_mean", "seed: 1 -> 2"]
+    assert unrecorded_changes(archive) == ["aggregation.rule: mean -> trimmed_mean", "seed: 1 -> 2"]
     start(archive, pico_llama, SETTINGS)
-    assert told(archive) == ["aggregation.rule: mean -> trimmed_mean", "seed: 1 -> 2"]
+    assert unrecorded_changes(archive) == ["aggregation.rule: mean -> trimmed_mean", "seed: 1 -> 2"]
     rewind(archive, 0)
-    assert told(archive) == [], "no model was made under others"
+    assert unrecorded_changes(archive) == [], "no model was made under others"
 
 
 def test_updates_of_rounds_set_aside_are_no_longer_compared(archive: Archive):
@@ -170,7 +172,7 @@ def test_killed_anywhere_a_rewind_is_complete_or_has_not_begun(
         assert copy.rounds() == ([0, 1, 2, 3] if aside is None else [0])
         if aside is not None:
             assert sorted(path.name for path in aside.glob("round-*")) == [f"round-{n:04d}" for n in (1, 2, 3)]
-            assert told(copy) == ["seed: 1 -> 2"] and copy.state_for(1) is None
+            assert unrecorded_changes(copy) == ["seed: 1 -> 2"] and copy.state_for(1) is None
         if not killed:
             break
     assert not killed and after > 10 and seen == ({1, 4} if then == "start" else {1})

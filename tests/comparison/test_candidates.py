@@ -15,7 +15,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.comparison.account import Account
 from coordinator.comparison.averaging import average
-from coordinator.comparison.candidates import gains_of, is_better, sentence
+from coordinator.comparison.candidates import gains_of, is_better, last_models_sentence
 from coordinator.comparison.matrix import matrix
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
@@ -173,7 +173,8 @@ def test_no_single_facility_makes_the_mean_the_final_model(gains: list[float], b
 
 def test_where_one_facility_alone_finds_the_mean_better_the_reader_is_told():
     account = Account(after_round=2, gain=0.3)
-    assert "lower than" in sentence(account, 2) and "hangs on one facility's figures" in sentence(account, 2)
+    said = last_models_sentence(account, 2)
+    assert "lower than" in said and "hangs on one facility's figures" in said
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.config.reference import explain, keys, pages, tree
+from coordinator.config.reference import explain_key, keys, pages, tree
 from coordinator.config.scaffold import init
 from coordinator.config.schema import FIRST_LINE, NAME, schema, schema_text
 from facility.exchange.errors import InputError
@@ -37,12 +37,12 @@ def test_the_text_of_a_key_is_understood_without_the_key_before_it():
 
 
 def test_a_key_is_explained_by_what_is_declared():
-    text = explain("training.sync.policy")
+    text = explain_key("training.sync.policy")
     assert "'partial_reduce'" in text and 'default: "allreduce"' in text
-    assert "range:   more than 0" in explain("training.learning_rate")
-    assert "unit:    seconds" in explain("facilities[3].deployment.retry_seconds")
-    assert explain("facilities.training.steps") == explain("training.steps")
-    assert "none: required" in explain("rounds") and "policy: one of" in explain("training.sync")
+    assert "range:   more than 0" in explain_key("training.learning_rate")
+    assert "unit:    seconds" in explain_key("facilities[3].deployment.retry_seconds")
+    assert explain_key("facilities.training.steps") == explain_key("training.steps")
+    assert "none: required" in explain_key("rounds") and "policy: one of" in explain_key("training.sync")
     assert "  rule: text" in tree()
 
 
@@ -56,7 +56,7 @@ def test_a_key_is_explained_by_what_is_declared():
 )
 def test_an_unknown_key_names_close_ones(key: str, close: str):
     with pytest.raises(InputError) as caught:
-        explain(key)
+        explain_key(key)
     assert close in str(caught.value)
 
 

@@ -27,7 +27,15 @@ from coordinator.config.notifying import NotifySettings
 from coordinator.engine import follow_run as follow
 from coordinator.engine.expected_end import expected_end
 from coordinator.engine.follow_run import follow_run
-from coordinator.engine.live import FILE, FacilityState, Snapshot, live_lines, live_table, read_snapshot, sentence
+from coordinator.engine.live import (
+    FILE,
+    FacilityState,
+    Snapshot,
+    facility_sentence,
+    live_lines,
+    live_table,
+    read_snapshot,
+)
 from coordinator.engine.notify import Notifier
 from coordinator.engine.progress import Progress
 from coordinator.engine.recorder import SILENT_SECONDS, Recorder
@@ -146,7 +154,8 @@ def test_a_requeued_job_waits_again_and_is_not_shown_at_work(tmp_path: Path):
     )
     assert progress.states["a"] == "queued as job 17" and not progress.live["a"].stage
     now["now"] = 1060.0
-    assert " for 60 s" in sentence(progress.live["a"], 1060.0) and "step" not in sentence(progress.live["a"], 1060.0)
+    said = facility_sentence(progress.live["a"], 1060.0)
+    assert " for 60 s" in said and "step" not in said
     feed(
         made,
         event("began", at=400, step=STEP, job="17"),
@@ -172,7 +181,7 @@ def test_a_job_that_a_killed_run_left_at_work_is_what_is_waited_for(tmp_path: Pa
     train = [event("starting", at=1, round=0, model="m"), event("executing", at=2, step=STEP)]
     feed(made, *train, event("earlier", at=10, facility="a", job="17"))
     now["now"] = 1100.0
-    said = sentence(progress.live["a"], 1100.0)
+    said = facility_sentence(progress.live["a"], 1100.0)
     assert said.startswith("waiting for the end of job 17, of an earlier run, for ")
     feed(made, event("submitted", at=200, step=STEP, job="18"))
     assert progress.states["a"] == "queued as job 18"
@@ -185,9 +194,9 @@ def test_a_job_that_waits_for_an_earlier_one_of_its_round_is_not_shown_as_one_th
     waits = {"stage": "waiting", "done": 0, "steps": 0, "loss": None, "tokens_per_second": 0.0, "seconds_left": None}
     told = progress.feed(event("progress", at=10, step=STEP, **waits))
     assert told == "round 0: a: an earlier job of this round is at work: its end is waited for"
-    assert sentence(progress.live["a"], 1100.0).startswith("waiting for an earlier job for ")
+    assert facility_sentence(progress.live["a"], 1100.0).startswith("waiting for an earlier job for ")
     feed(made, event("progress", at=20, step=STEP, **AT_WORK))
-    assert sentence(progress.live["a"], 1100.0).startswith("training for ")
+    assert facility_sentence(progress.live["a"], 1100.0).startswith("training for ")
 
 
 def test_a_late_job_that_is_requeued_stays_late(tmp_path: Path):

@@ -22,18 +22,17 @@ from coordinator.engine.one_run import only_one
 from facility.exchange.files import audit_log, durable, locks
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.locks import take_lock, temporary_place
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.progress import FILE, read_progress
 from facility.gating import ledger as gate_ledger
 from facility.launching.compiled import VARIABLE, place_of_compiled
 from facility.launching.notes import Notes
 from facility.launching.place import read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
-from facility.masking.ledger import Entry
-from facility.masking.ledger import Ledger as Answers
+from facility.masking.ledger import AnswerLedger, Entry
 from facility.preparing.resuming import part_of
 from facility.rounds.finished import LOCKS, Finished
-from facility.rounds.privacy_ledger import Ledger as Releases
+from facility.rounds.privacy_ledger import ReleaseLedger
 from facility.training.processes.torchrun import agents_directory
 from tests.federations import write_federation
 
@@ -94,8 +93,8 @@ def test_locks_of_rounds_do_not_add_up(tmp_path: Path):
 
 ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", survivors=["a"])
 REFUSE: dict[str, Callable[[Path], object]] = {
-    "answers of secure aggregation": lambda path: Answers(state=path).record(ENTRY),
-    "releases of differential privacy": lambda path: Releases(state=path).open(),
+    "answers of secure aggregation": lambda path: AnswerLedger(state=path).record(ENTRY),
+    "releases of differential privacy": lambda path: ReleaseLedger(state=path).open(),
     "a gate's ledger": lambda path: gate_ledger.changed(path / "ledger.json").__enter__(),
     "an audit log": lambda path: audit_log.append(path / "audit.jsonl", "request"),
 }
@@ -106,8 +105,8 @@ REFUSE: dict[str, Callable[[Path], object]] = {
 def test_what_must_be_counted_once_is_refused_with_the_reason(tmp_path: Path, what: str):
     with pytest.raises(OSError, match="has no locks") as caught:
         REFUSE[what](tmp_path)
-    assert is_storage(caught.value) and f"{tmp_path}/" in sentence(caught.value)
-    assert "cannot be locked, for its file system has no locks" in sentence(caught.value)
+    assert is_storage(caught.value) and f"{tmp_path}/" in file_error_sentence(caught.value)
+    assert "cannot be locked, for its file system has no locks" in file_error_sentence(caught.value)
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.checkpoints.adapters import class_in
-from facility.exchange.checkpoints.model_files import MOST_BYTES, read_model_file, stated
+from facility.exchange.checkpoints.model_files import MOST_BYTES, model_file_if_any, read_model_file
 from facility.exchange.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,7 +32,7 @@ def test_what_is_not_a_models_file_is_one_error_that_names_it(tmp_path: Path, co
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=rf"config\.json.*{why}.*copy it again"):
         read_model_file(tmp_path)
-    assert stated(tmp_path) == {}
+    assert model_file_if_any(tmp_path) == {}
 
 
 def test_infinite_numbers_of_transformers_own_files_are_read(tmp_path: Path):
@@ -40,7 +40,7 @@ def test_infinite_numbers_of_transformers_own_files_are_read(tmp_path: Path):
     (tmp_path / "config.json").write_text(
         json.dumps({"architectures": ["Mamba2ForCausalLM"], "time_step_limit": [0.0, float("inf")]})
     )
-    assert stated(tmp_path)["time_step_limit"] == [0.0, float("inf")]
+    assert model_file_if_any(tmp_path)["time_step_limit"] == [0.0, float("inf")]
     assert class_in(tmp_path) == "Mamba2ForCausalLM"
 
 

@@ -19,7 +19,7 @@ from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import append_lines, new_directory, write_bytes
-from facility.exchange.files.storage import lasting, sentence
+from facility.exchange.files.storage import file_error_sentence, lasting
 
 LIMIT = 4096
 
@@ -38,7 +38,7 @@ def small_files() -> Iterator[None]:
 def test_a_file_is_named(small_files: None, tmp_path: Path):
     with pytest.raises(OSError) as caught:
         write_bytes(tmp_path / "round.json", bytes(LIMIT + 1))
-    assert sentence(caught.value).startswith(f"{tmp_path}/round.json may not grow so large")
+    assert file_error_sentence(caught.value).startswith(f"{tmp_path}/round.json may not grow so large")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -61,7 +61,7 @@ def test_a_directory_within_a_directory_is_named(small_files: None, tmp_path: Pa
         with new_directory(outer / "model") as inner, open(inner / "model.safetensors", "wb", buffering=0) as file:
             assert file.write(bytes(LIMIT)) == LIMIT
             os.pwrite(file.fileno(), b"x", LIMIT)
-    assert sentence(caught.value).startswith(f"{tmp_path}/round-0001/model may not grow so large")
+    assert file_error_sentence(caught.value).startswith(f"{tmp_path}/round-0001/model may not grow so large")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -74,7 +74,7 @@ def test_what_a_library_could_not_write_is_named_too(small_files: None, tmp_path
         else:
             vocabulary = {f"word-{number}": number for number in range(LIMIT)}
             Tokenizer(WordLevel(vocabulary, unk_token="word-0")).save(str(folder / "tokenizer.json"))
-    assert sentence(caught.value).startswith(f"{tmp_path}/model may not grow so large")
+    assert file_error_sentence(caught.value).startswith(f"{tmp_path}/model may not grow so large")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -27,7 +27,7 @@ from facility.exchange.errors import ConfigurationError, CrossFedError, InputErr
 from facility.exchange.files.audit_log import append
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import new_directory, write_text
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.json_values import read_values
 from facility.exchange.messages.audit_compare import compared, head_of
 from facility.exchange.messages.manifest import Manifest, write_manifest
@@ -187,14 +187,16 @@ def test_what_others_wait_for_is_not_replaced_by_a_file(kind: str, tmp_path: Pat
         with pytest.raises(FileExistsError, match="expected a file") as caught:
             write_text(place, "text")
         assert place.lstat().st_ino == before and os.listdir(tmp_path) == ["there"]
-        assert sentence(caught.value).startswith(f"{place} exists already: remove it, or choose another name")
+        assert file_error_sentence(caught.value).startswith(
+            f"{place} exists already: remove it, or choose another name"
+        )
 
 
 def test_a_folder_that_fills_while_it_is_removed_does_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "job" / "output").mkdir(parents=True)
     with pytest.raises(OSError) as caught:
         os.rmdir(tmp_path / "job")
-    told = sentence(caught.value)
+    told = file_error_sentence(caught.value)
     assert told.startswith(f"{tmp_path / 'job'} is written to, or holds files that are still open"), told
 
 

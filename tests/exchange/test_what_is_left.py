@@ -16,7 +16,7 @@ from coordinator import model
 from facility.exchange import errors
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.storage import is_path, sentence
+from facility.exchange.files.storage import file_error_sentence, is_path
 from facility.exchange.files.unwinding import unwound_by_signals
 from facility.training.data.inputs import check_inputs
 from tests.pico import save_pico
@@ -38,7 +38,7 @@ def test_the_room_that_is_told_is_that_without_what_was_removed(
             os.fstat(held[0])
         return "full"
 
-    monkeypatch.setattr(errors, "sentence", told)
+    monkeypatch.setattr(errors, "file_error_sentence", told)
     assert errors.exit_on_error(fails) == 2 and "error: full" in capsys.readouterr().err
 
 
@@ -92,7 +92,7 @@ def test_a_file_in_the_place_of_a_folder_is_not_to_be_removed(tmp_path: Path):
         with pytest.raises(OSError) as refused, new_directory(tmp_path / name / "out"):
             raise AssertionError
         assert refused.value.errno in (errno.ENOTDIR, errno.ELOOP) and is_path(refused.value)
-        assert "remove" not in sentence(refused.value)
+        assert "remove" not in file_error_sentence(refused.value)
 
 
 def test_no_round_is_trained_for_an_update_that_has_no_place(tmp_path: Path):

@@ -28,7 +28,7 @@ from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import read_factors
 from facility.exchange.masking.moments import error_of
-from facility.rounds.privacy_ledger import Ledger
+from facility.rounds.privacy_ledger import ReleaseLedger
 from tests.engine.engines import crossfed, killed_at, streamflow, weights
 from tests.federations import write_federation
 from tests.masking.federation import ssh_keys
@@ -126,7 +126,7 @@ def test_noised_at_the_facility_and_masked_on_the_way(tmp_path: Path):
     (entry,) = summary(archive_of(path))["rounds"]
     assert [row["status"] for row in entry["facilities"]] == ["ok"] * 3
     for row in entry["facilities"]:
-        ledger = Ledger(state=tmp_path / "sites" / row["facility"] / ".crossfed" / "pico" / row["facility"])
+        ledger = ReleaseLedger(state=tmp_path / "sites" / row["facility"] / ".crossfed" / "pico" / row["facility"])
         assert ledger.count("training") == row["privacy"]["steps"] >= 4
         assert row["facility"] != "gamma" or row["privacy"]["steps"] == 4, "one line a step, not one a mask"
         assert 0.9 * 8 < row["privacy"]["spent"] <= 8 and row["tokens"] == 4 * 4 * 16

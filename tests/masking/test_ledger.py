@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from facility.exchange.errors import InputError
-from facility.masking.ledger import Entry, Ledger
+from facility.masking.ledger import AnswerLedger, Entry
 
 
 def entry(number: int) -> Entry:
@@ -32,7 +32,7 @@ def room_for(path: Path, more: int) -> Iterator[None]:
 
 
 def test_a_disk_that_fills_up_within_a_line_is_no_damage(tmp_path: Path):
-    ledger = Ledger(state=tmp_path)
+    ledger = AnswerLedger(state=tmp_path)
     ledger.record(entry(0))
     with room_for(ledger.path, 30), pytest.raises(OSError, match="File too large"):
         ledger.record(entry(1))
@@ -43,7 +43,7 @@ def test_a_disk_that_fills_up_within_a_line_is_no_damage(tmp_path: Path):
 
 
 def test_a_line_that_a_crash_cut_off_anywhere_was_not_answered(tmp_path: Path):
-    ledger = Ledger(state=tmp_path)
+    ledger = AnswerLedger(state=tmp_path)
     ledger.record(entry(0))
     one = ledger.path.stat().st_size
     ledger.record(entry(1))
@@ -56,7 +56,7 @@ def test_a_line_that_a_crash_cut_off_anywhere_was_not_answered(tmp_path: Path):
 
 
 def test_a_line_that_was_altered_stops_every_answer(tmp_path: Path):
-    ledger = Ledger(state=tmp_path)
+    ledger = AnswerLedger(state=tmp_path)
     ledger.record(entry(0))
     ledger.record(entry(1))
     ledger.path.write_bytes(b"x" + ledger.path.read_bytes())
@@ -68,7 +68,7 @@ def test_nothing_is_answered_before_its_line_is_on_disk_whoever_wrote_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """A process that is killed after it wrote the line, and a device that refuses: the next one makes sure."""
-    ledger, synced = Ledger(state=tmp_path), os.fsync
+    ledger, synced = AnswerLedger(state=tmp_path), os.fsync
 
     def refused(_: int) -> None:
         raise OSError(5, "Input/output error")

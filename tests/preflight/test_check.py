@@ -616,7 +616,7 @@ def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, m
     for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
         said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
         monkeypatch.setattr(
-            remote, "run", lambda *_, said=said, **__: remote.Answer(code=0, out="crossfed-reached\n", error=said)
+            remote, "run_there", lambda *_, said=said, **__: remote.Answer(code=0, out="crossfed-reached\n", error=said)
         )
         row = remote.check_connection("site", deployment)
         assert row.verdict == verdict, row

@@ -66,7 +66,7 @@ def test_a_key_whose_passphrase_no_agent_knows_is_told_from_one_that_the_site_re
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str
 ):
     refusal = Answer(code=255, out="", error="u@h: Permission denied (publickey).")
-    monkeypatch.setattr(remote, "run", lambda *_, **__: refusal)
+    monkeypatch.setattr(remote, "run_there", lambda *_, **__: refusal)
     monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no agent"))
     key = make_key(tmp_path / "id", passphrase)
     row = check_connection("a", read_deployment(login(key), "d"))

@@ -68,8 +68,8 @@ def test_what_is_submitted_is_what_the_engine_would_render(monkeypatch: pytest.M
     """A template that extends another came with jinja2's marks around `${#`: it failed in the check alone."""
     template = '{# a site -#}\n#!/bin/bash\necho "${% raw %}{#{% endraw %}hosts[@]}"\n{{ streamflow_command }}\n'
     site = Site(("command -v", "/usr/bin/flux\n", 0), ("flux queue list", FLUX, 0), ("flux batch", "", 1))
-    monkeypatch.setattr(preflight, "run", lambda deployment, line, seconds=0.0: site(line))
-    monkeypatch.setattr(submission, "run", lambda deployment, line, seconds=0.0: site(line))
+    monkeypatch.setattr(preflight, "run_there", lambda deployment, line, seconds=0.0: site(line))
+    monkeypatch.setattr(submission, "run_there", lambda deployment, line, seconds=0.0: site(line))
     flux = read_deployment({"type": "flux", "host": "login", "workdir": "/w", "template": "flux"}, "d")
     preflight.check_scheduler("a", flux, template, submit=True)
     rendered = jinja2.Template(template, keep_trailing_newline=True).render(streamflow_command="sleep 1")
@@ -93,7 +93,7 @@ def test_grid_engine_is_asked_whether_the_job_could_run(
     tried = recorded("gridengine-down-qsub" if answer == "down" else f"gridengine-qsub-w-v-{answer}")
     lists = said("qconf-sql", "qconf-spl", "qhost", "qstat-g-c", "qconf-sq", "qconf-sp")
     site = Site(("command -v", "/usr/bin/qsub\n", 0), ("qconf", lists, 0), ("qsub -w v", tried.texts[0], tried.code))
-    monkeypatch.setattr(preflight, "run", lambda deployment, line, seconds=0.0: site(line))
+    monkeypatch.setattr(preflight, "run_there", lambda deployment, line, seconds=0.0: site(line))
     *_, row = preflight.check_scheduler("a", DEPLOYMENT, JOB, submit=True)
     assert (row.check, row.verdict) == ("job accepted", verdict) and words in row.found, row
     assert ("consumable YES" in row.fix) == (answer in ("gpu", "long", "complex"))

@@ -32,7 +32,7 @@ from coordinator.report.make import data_of
 from facility.exchange.checkpoints.adapters import PREFIX
 from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from tests.comparison.made import add_comparison
 from tests.pico import save_pico
@@ -124,7 +124,9 @@ def test_a_model_that_does_not_fit_is_told_as_that_and_nothing_is_left(federatio
             publish(federation, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert sentence(refused.value).startswith(f"{out}/model/model.safetensors may not grow so large: raise the limit")
+    assert file_error_sentence(refused.value).startswith(
+        f"{out}/model/model.safetensors may not grow so large: raise the limit"
+    )
     assert not list(out.parent.iterdir())
 
 

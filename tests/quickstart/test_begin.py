@@ -20,7 +20,7 @@ from coordinator.quickstart import begin as beginning
 from coordinator.quickstart import host_keys
 from coordinator.quickstart.begin import Request, begin
 from coordinator.quickstart.command import quickstart
-from coordinator.quickstart.describe import Round
+from coordinator.quickstart.describe import RoundTraining
 from coordinator.quickstart.dialog import Dialog
 from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import sha256_of
@@ -51,7 +51,7 @@ def test_the_same_command_prepares_the_same_again(prepared: bool, tmp_path: Path
         facilities={"here": "local"},
         model="demo",
         data={"here": str(data)},
-        plan=Round(rounds=1),
+        plan=RoundTraining(rounds=1),
         block_tokens=16,
     )
     for _ in range(2):
@@ -63,7 +63,7 @@ def made(folder: Path, **further: Any) -> Request:
     """A request for two facilities of this machine, over a text that exists."""
     (folder / "text").write_text("text")
     logins = {"here": "local", "too": "local"}
-    plan = Round(rounds=1)
+    plan = RoundTraining(rounds=1)
     stated = {"folder": folder / "fed", "name": "heron", "model": "demo", "plan": plan, "set_up": False}
     return Request(**stated | {"facilities": logins, "data": dict.fromkeys(logins, str(folder / "text"))} | further)
 

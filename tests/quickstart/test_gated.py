@@ -16,9 +16,9 @@ from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import fail
 from coordinator.quickstart import begin as beginning
 from coordinator.quickstart.begin import Request, begin
-from coordinator.quickstart.describe import Round
+from coordinator.quickstart.describe import RoundTraining
 from coordinator.quickstart.dialog import Dialog
-from coordinator.quickstart.gated import LIMITS, Behind, ask_gate, choose_gated
+from coordinator.quickstart.gated import LIMITS, GateSummary, ask_gate, choose_gated
 from facility.exchange.errors import InputError, TransientError
 from facility.gate import hello
 from facility.gating.policy import read_policy
@@ -56,7 +56,7 @@ def told(site: Gate) -> dict[str, Any]:
 
 def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog):
     answering(monkeypatch, told(site))
-    monkeypatch.setattr(remote, "run", lambda *_, **__: Answer(code=77, out="", error=SAID))
+    monkeypatch.setattr(remote, "run_there", lambda *_, **__: Answer(code=77, out="", error=SAID))
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
     key = tmp_path / "id"
     key.touch(mode=0o600)
@@ -68,7 +68,7 @@ def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.Mo
         model="demo",
         data={},
         keys={"": str(key)},
-        plan=Round(rounds=1),
+        plan=RoundTraining(rounds=1),
         set_up=False,
     )
     federation = read_federation(begin(request, Dialog(given={}, yes=True)))
@@ -92,7 +92,7 @@ def test_what_a_gate_tells_is_what_is_written(site: Gate, monkeypatch: pytest.Mo
     ],
 )
 def test_what_the_policy_has_otherwise_is_an_error_with_its_remedy(name: str, federation: str, data: str, words: str):
-    behind = Behind(
+    behind = GateSummary(
         facility="alpha", federations=("heron",), scheduler="slurm", workdir="/scratch/x", datasets=("data/it",)
     )
     with pytest.raises(InputError) as raised:
@@ -127,7 +127,12 @@ def test_a_login_that_fails_for_another_reason_asks_no_gate(monkeypatch: pytest.
     monkeypatch.setattr(beginning, "check_connection", lambda name, login: row)
     monkeypatch.setattr(asking, "ask", lambda *_, **__: pytest.fail("asked"))
     request = Request(
-        folder=tmp_path, name="f", facilities={"alpha": "alice@login.example.org"}, model="demo", data={}, plan=Round()
+        folder=tmp_path,
+        name="f",
+        facilities={"alpha": "alice@login.example.org"},
+        model="demo",
+        data={},
+        plan=RoundTraining(),
     )
     with pytest.raises(TransientError, match="does not accept our key"):
         begin(request, Dialog(given={}, yes=True))

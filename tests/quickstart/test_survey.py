@@ -15,7 +15,7 @@ from coordinator.config.deployments import WORKDIR, Deployment
 from coordinator.quickstart.begin import _told
 from coordinator.quickstart.choice import choose, template_for
 from coordinator.quickstart.command import quickstart
-from coordinator.quickstart.describe import Round, federation_text, scalar
+from coordinator.quickstart.describe import RoundTraining, federation_text, scalar
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.equip import torch_for
 from coordinator.quickstart.propose import account, install, partition, site_template, workdir
@@ -215,7 +215,7 @@ def test_the_file_holds_what_was_chosen_and_says_why(tmp_path: Path):
     dialog = Dialog(given={"a.gpus": "0"}, yes=True, say=lambda line: None)
     login = Deployment(type="ssh", host="login.example.org", user="alice", workdir="/tmp")
     choice = choose(dialog, "a", login, read_survey(SLURM), "text.txt")
-    text = federation_text("f", "../model", Round(), [choice])
+    text = federation_text("f", "../model", RoundTraining(), [choice])
     (described,) = yaml.safe_load(text)["facilities"]
     assert described["deployment"] == {
         "type": "slurm",

@@ -16,7 +16,7 @@ from coordinator.config.federation import Federation, read_federation
 from coordinator.explain import explain_words
 from coordinator.report.advice import advice_for
 from facility.exchange.errors import InputError
-from facility.exchange.files.storage import sentence
+from facility.exchange.files.storage import file_error_sentence
 from tests.report.made import BEGIN, made_archive
 
 
@@ -46,7 +46,7 @@ def test_a_facility_that_failed_is_explained_with_its_log_and_a_way_out(federati
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])
 def test_a_facility_whose_file_system_takes_no_more_is_advised_so_in_our_words_and_in_its_own(number: int):
     error = OSError(number, os.strerror(number), "/scratch/a/update")
-    assert advice_for(sentence(error, again=False)).startswith("a file system takes no more")
+    assert advice_for(file_error_sentence(error, again=False)).startswith("a file system takes no more")
     if number != errno.EFBIG:  # which no command of a login node meets
         assert advice_for(f"tar: a: Cannot write: {os.strerror(number)}").startswith("a file system takes no more")
 

@@ -22,7 +22,7 @@ from coordinator.report.charts import MOST_TITLES, Bar, log_ticks, shortened, ti
 from coordinator.report.data import gather
 from coordinator.report.markdown import markdown
 from coordinator.report.page import MOST_ROWS, figures, last_artefacts, last_rounds, page
-from coordinator.report.redaction import published, redacted
+from coordinator.report.redaction import published_settings, redacted
 from coordinator.report.timeline import KINDS, STAGES, segments, totals
 from coordinator.report.write import FORMATS, write_report
 from facility.exchange.messages.progress import Stage
@@ -456,7 +456,7 @@ def test_a_publication_has_neither_accounts_nor_machines_and_of_the_unnamed_no_k
         "facilities": facilities,
         "evaluation": {"tasks": ["t"], "facility": "b", "held_out": {"facility": "b"}},
     }
-    shown = published(settings, {"a": True, "b": False})
+    shown = published_settings(settings, {"a": True, "b": False})
     assert shown["facilities"] == [
         {"name": "a", "training": {"steps": 1}, "deployment": {"type": "slurm"}},
         {"name": "b", "training": {"steps": 1}},

@@ -31,8 +31,8 @@ from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.signatures import sign
 from facility.exchange.privacy.accounting import epsilon_of
-from facility.rounds.models import Models, digest_of, tell
-from facility.rounds.privacy_ledger import Entry, Ledger
+from facility.rounds.models import Models, digest_of, note_kept_model
+from facility.rounds.privacy_ledger import Entry, ReleaseLedger
 from facility.rounds.smaller import make_smaller
 from facility.training.privacy.budget import choose_noise
 from tests.aggregation.updates import write_update
@@ -55,8 +55,8 @@ class Site:
     moved: dict[tuple[str, int], float] = field(default_factory=dict)
     sent: dict[tuple[str, int], str] = field(default_factory=dict)
 
-    def ledger(self, name: str) -> Ledger:
-        return Ledger(state=self.root / "state" / name)
+    def ledger(self, name: str) -> ReleaseLedger:
+        return ReleaseLedger(state=self.root / "state" / name)
 
     def settings_of(self, name: str) -> Path:
         path = self.root / f"{name}.json"
@@ -88,7 +88,7 @@ class Site:
         write_update(directory, here, name, round=round, move=self.moved[name, round])
         patterns = Patterns((), ())
         make_smaller(directory, model=here, state=state, round=round, settings=TRAINING, patterns=patterns)
-        tell(directory, digest_of(read_manifest(received)))
+        note_kept_model(directory, digest_of(read_manifest(received)))
         sign(directory, self.keys / (signer or name), kind="update")
         return directory
 

@@ -180,8 +180,8 @@ def test_a_description_that_was_removed_is_told_in_the_next_round(tmp_path: Path
     now["federation"]["stop.patience"] = 2
     (change,) = take_over(archive, now)
     assert str(change).startswith("federation.json: (none) -> written anew; it is missing in ")
-    assert acceptance.told(archive) == [str(change)]
-    assert take_over(archive, now) == [] and acceptance.told(archive) == [str(change)]
+    assert acceptance.unrecorded_changes(archive) == [str(change)]
+    assert take_over(archive, now) == [] and acceptance.unrecorded_changes(archive) == [str(change)]
 
 
 @pytest.mark.parametrize("undone", [False, True])
@@ -208,7 +208,7 @@ def test_killed_while_it_takes_a_change_over_a_start_tells_it_once_or_not_at_all
     for upgraded in range(2):  # keys that an earlier version did not write down are no changes
         now["federation"][f"of_a_later_version_{upgraded}"] = ""
         take_over(archive, now)
-    keys = [one.partition(":")[0] for one in acceptance.told(archive)]
+    keys = [one.partition(":")[0] for one in acceptance.unrecorded_changes(archive)]
     assert keys == ["stop.patience", *([] if undone else ["keep_rounds"])]
 
 

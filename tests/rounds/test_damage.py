@@ -15,7 +15,7 @@ import pytest
 from facility.dataset import DatasetError
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import Checksum
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
@@ -149,11 +149,11 @@ def test_state_from_before_seals_is_used_as_it_is(tmp_path: Path):
 def test_a_file_system_that_refuses_is_one_sentence_with_its_place(number: int):
     error = OSError(number, os.strerror(number), "/scratch/a/round-1")
     assert is_storage(error) and not is_storage(ValueError()) and not is_storage(OSError(errno.EIO, "x"))
-    said = sentence(error)
+    said = file_error_sentence(error)
     assert "/scratch/a/round-1 " in said and "Errno" not in said and said.endswith("same command again")
     assert said.startswith("/ is full: " if number == errno.ENOSPC else "/scratch/a/round-1 ")
-    assert "/state " in sentence(OSError(number, "x"), "/state")
-    assert "command" not in sentence(error, again=False), "no person gives a job's command"
+    assert "/state " in file_error_sentence(OSError(number, "x"), "/state")
+    assert "command" not in file_error_sentence(error, again=False), "no person gives a job's command"
 
 
 def test_a_round_whose_state_directory_cannot_be_made_says_so_in_a_sentence(tmp_path: Path, monkeypatch):
@@ -190,4 +190,4 @@ def test_a_state_directory_that_cannot_be_made_is_no_bare_number(tmp_path: Path)
     dataset = write_dataset(tmp_path / "data", seed=1)
     with pytest.raises(OSError) as caught:
         check_dataset(dataset, tmp_path / "state")
-    assert str(tmp_path) in sentence(caught.value) and json.dumps(sentence(caught.value))
+    assert str(tmp_path) in file_error_sentence(caught.value) and json.dumps(file_error_sentence(caught.value))

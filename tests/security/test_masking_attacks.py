@@ -40,7 +40,7 @@ from facility.exchange.messages.settings import FacilitySettings, TrainingSettin
 from facility.exchange.messages.steps import KEY as STEPS
 from facility.masking import answering, mask_moments
 from facility.masking import mask_update as mask_update_module
-from facility.masking.ledger import Entry, Ledger
+from facility.masking.ledger import AnswerLedger, Entry
 from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import PrivateKeys
@@ -93,7 +93,7 @@ def test_new_keys_do_not_open_the_same_round_a_second_time(begun):
     federation.answer("alpha", federation.settle(roster, received))
     shutil.rmtree(federation.archive.path / "unmasking")
     second = federation.roster([federation.keys(name) for name in federation.names])
-    memory = Ledger(state=federation.state("alpha"))
+    memory = AnswerLedger(state=federation.state("alpha"))
     memory.check(federation.read(second), federation.masking)  # the same sum may come of it
     without = federation.roster([federation.keys(name) for name in ("alpha", "beta")])
     with pytest.raises(InputError, match="would give away the difference; expected the same.* nothing is trained"):
@@ -131,7 +131,7 @@ def test_a_second_sum_of_the_same_updates_under_other_weights_is_refused(begun, 
     second = federation.roster([federation.keys(name) for name in federation.names])
     for name in ("alpha", "beta"):
         with nullcontext() if name == "beta" else pytest.raises(InputError, match="needs another `name`.* is trained"):
-            Ledger(state=federation.state(name)).check(federation.read(second), federation.masking)
+            AnswerLedger(state=federation.state(name)).check(federation.read(second), federation.masking)
     sent = {name: federation.masked(name, second, federation.plain(name, told[name])) for name in federation.names}
     request = federation.settle(second, sent)
     assert read_request(request).survivors == list(federation.names)
@@ -191,11 +191,11 @@ def test_a_state_directory_that_was_restored_answers_for_no_round_that_it_may_ha
     state, saved = federation.state("alpha"), federation.root / "saved"
     subprocess.run(["cp", "-a", state, saved], check=True)
     federation.answer("alpha", request)
-    answered = Ledger(state=state).entries()
+    answered = AnswerLedger(state=state).entries()
     time.sleep(1.1)
     shutil.rmtree(state)
     subprocess.run(["cp", "-a", saved, state], check=True)
-    assert answered and not Ledger(state=state).entries()
+    assert answered and not AnswerLedger(state=state).entries()
     with pytest.raises(InputError, match="was restored or copied after 'alpha' drew its keys of round 0"):
         federation.answer("alpha", request)
     keys = PrivateKeys(state=state)
@@ -213,7 +213,7 @@ def test_what_is_answered_is_on_disk_before_the_answer_exists(begun, monkeypatch
     monkeypatch.setattr("facility.masking.answering.open_share", killed)
     with pytest.raises(KeyboardInterrupt):
         federation.answer("alpha", request)
-    assert [entry.survivors for entry in Ledger(state=federation.state("alpha")).entries()] == [
+    assert [entry.survivors for entry in AnswerLedger(state=federation.state("alpha")).entries()] == [
         ["alpha", "beta", "gamma"]
     ]
 
@@ -249,14 +249,14 @@ def test_a_damaged_ledger_means_no_answer(begun):
     federation, roster, received, _ = begun
     request = federation.settle(roster, received)
     federation.answer("alpha", request)
-    with open(Ledger(state=federation.state("alpha")).path, "a") as file:
+    with open(AnswerLedger(state=federation.state("alpha")).path, "a") as file:
         file.write('{"run": \n')
     with pytest.raises(InputError, match="is damaged"):
         federation.answer("alpha", request)
 
 
 def test_one_entry_forbids_another_set_for_the_round_and_for_the_model(tmp_path: Path):
-    ledger = Ledger(state=tmp_path)
+    ledger = AnswerLedger(state=tmp_path)
     entry = Entry(run="r", round=3, base_sha256="m", generation="g", request="q", survivors=["a", "b"])
     ledger.record(entry)
     for change in ({"run": "other", "round": 9}, {"base_sha256": "other"}):

@@ -102,7 +102,7 @@ def federation(tmp_path: Path):
 
 def rows_of(federation: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any]]:
     said = Answer(code=0, out=f"a greeting\n{BEGIN}\n{line}\n", error="")
-    monkeypatch.setattr("coordinator.preflight.facility.run", lambda *_, **__: said)
+    monkeypatch.setattr("coordinator.preflight.facility.run_there", lambda *_, **__: said)
     rows, answer = check_facility(federation, federation.facilities[0], None, link=False)
     return rows, answer or {}
 

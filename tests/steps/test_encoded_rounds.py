@@ -23,7 +23,7 @@ from facility.exchange.delta_codecs import fading_of, trained_from
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.settings import TrainingSettings
-from facility.rounds.models import tell
+from facility.rounds.models import note_kept_model
 from facility.rounds.smaller import make_smaller, residual_path
 from tests.aggregation import make
 from tests.aggregation.test_many_rounds import capped
@@ -81,7 +81,7 @@ class Encoded:
         with_run(path, run_of(read_manifest(self.model)))
         state, more = self.root / "states" / name, {"settings": self.training, "patterns": Patterns()}
         make_smaller(path, model=self.model, state=state, round=number, **more)  # type: ignore[arg-type]
-        tell(path, read_manifest(self.model).content_sha256)
+        note_kept_model(path, read_manifest(self.model).content_sha256)
         step = flat(trained) - base
         if encoding != "full":
             step += max(0.0, fading_of(encoding) - taken) * self.left[name]

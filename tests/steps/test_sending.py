@@ -27,7 +27,7 @@ from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.exchange.messages.report import Failure
 from facility.exchange.messages.report import write as write_report
-from facility.rounds.models import Models, digest_of, tell
+from facility.rounds.models import Models, digest_of, note_kept_model
 from tests.aggregation.make import read_all
 from tests.aggregation.updates import write_update
 from tests.engine.engines import crossfed
@@ -52,7 +52,7 @@ def update(archive: Archive, facility: str, number: int, *, keeps: bool = True) 
     model = archive.model_for(number)
     made = write_update(archive.path.parent / f"{facility}{number}", model, facility, round=number, move=0.01)
     if keeps:
-        tell(made, read_manifest(model).content_sha256)
+        note_kept_model(made, read_manifest(model).content_sha256)
     return made
 
 

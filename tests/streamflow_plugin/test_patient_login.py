@@ -13,7 +13,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from coordinator.engine.progress import Progress
 from coordinator.events.event import VARIABLE, Event
 from coordinator.events.follow import EventFile
-from coordinator.preflight.remote import run as run_there
+from coordinator.preflight.remote import run_there
 from coordinator.streamflow_plugin import patient_login
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from tests.deployments import read_deployment

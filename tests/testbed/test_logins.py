@@ -19,7 +19,7 @@ from streamflow.core.deployment import ExecutionLocation
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import read_queues
 from coordinator.engine.render import write
-from coordinator.preflight.remote import run as run_there
+from coordinator.preflight.remote import run_there
 from coordinator.streamflow_plugin.lanes import FEWEST
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.testbed import namespaces

@@ -31,7 +31,7 @@ from coordinator.planning.joint.portfolio import run_portfolio
 from coordinator.planning.joint.shapes import shapes_of
 from coordinator.planning.stop import Stop
 from coordinator.problem.chain import chain_of
-from coordinator.problem.objective import stated
+from coordinator.problem.objective import objective_figure
 from coordinator.problem.problem import Problem
 from facility.exchange.messages.plan import Plan
 from facility.exchange.schedules.registry import interleaved
@@ -57,7 +57,7 @@ def plan_joint(problem: Problem, stop: Stop, *, seed: int = 0, extra: Iterable[P
     found, why = policy_of(problem, best.plan)
     fields = predicted(problem, found)
     bound = bound_of(problem, found)
-    cost, objective = stated(problem, found, best.seconds)
+    cost, objective = objective_figure(problem, found, best.seconds)
     return replace(
         found,
         **fields,

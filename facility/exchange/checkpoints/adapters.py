@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.model_files import MOST_BYTES, stated
+from facility.exchange.checkpoints.model_files import MOST_BYTES, model_file_if_any
 from facility.exchange.errors import InputError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.strict_json import read_json
@@ -82,7 +82,7 @@ def loaded_as(model_class: str) -> dict[str, Any]:
 
 def class_in(model: Path) -> str:
     """The class that a checkpoint's config.json names first; '' where there is none."""
-    named = stated(model).get("architectures")
+    named = model_file_if_any(model).get("architectures")
     return named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
 
 

@@ -28,8 +28,8 @@ def read_model_file(directory: Path, name: str = CONFIG) -> dict[str, Any]:
     return found
 
 
-def stated(directory: Path, name: str = CONFIG) -> dict[str, Any]:
-    """The same; {} where the file is missing or cannot be read, for questions that have an answer without it."""
+def model_file_if_any(directory: Path, name: str = CONFIG) -> dict[str, Any]:
+    """As `read_model_file`; {} where the file is missing or cannot be read, for questions with an answer without it."""
     try:
         return read_model_file(directory, name)
     except CheckpointError:

@@ -46,7 +46,7 @@ class Twins:
         if name not in self._groups:
             by_content: dict[bytes, list[str]] = {}
             for other in self._by_kind[self.tensors[name].dtype, self.tensors[name].shape]:
-                group = by_content.setdefault(content_digest(self.tensors[other]), [])
+                group = by_content.setdefault(tensor_digest(self.tensors[other]), [])
                 group.append(other)
                 self._groups[other] = group
         return [other for other in self._groups[name] if other != name and other in among]
@@ -72,7 +72,7 @@ def surplus_of(one: Checkpoint, other: Checkpoint, *, among: Callable[[str], boo
     return found
 
 
-def content_digest(entry: TensorEntry) -> bytes:
+def tensor_digest(entry: TensorEntry) -> bytes:
     """sha256 of a tensor's bytes, streaming."""
     digest, buffer = hashlib.sha256(), bytearray(min(CHUNK, entry.size))
     with Opened() as read:

@@ -56,7 +56,7 @@ def is_path(error: BaseException) -> TypeGuard[OSError]:
     return isinstance(error, OSError) and error.errno in PATHS and isinstance(error.filename, str | bytes | os.PathLike)
 
 
-def sentence(error: OSError, place: str | Path = "", *, again: bool = True) -> str:
+def file_error_sentence(error: OSError, place: str | Path = "", *, again: bool = True) -> str:
     """`DISK is full: PATH could not be written (1.2 MB free now, 3.4 MB needed); free some room, then ...`.
 
     `place`: where the error names no file. `again`: False in a job, whose command no person gives.

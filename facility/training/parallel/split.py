@@ -18,7 +18,7 @@ from torch import nn
 
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.layouts import refusal_of_stages
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, named_line
 from facility.training.head import ChunkedHead
 from facility.training.parallel.structure import (
     ModelStructure,
@@ -27,7 +27,7 @@ from facility.training.parallel.structure import (
     forward_without_values,
     watch_forward,
 )
-from facility.training.parallel.without_values import build_without_values, sentence
+from facility.training.parallel.without_values import build_without_values
 
 
 def inspect_model(
@@ -105,7 +105,7 @@ def try_stages(config: Any, factory: Any, attention: str, structure: ModelStruct
             except Exception as error:  # whatever a family's own code raises without the modules that it looks for
                 raise InputError(
                     f"{type(model).__name__} cannot be split into stages: one that holds units {first} to {end - 1} "
-                    f"alone cannot run ({sentence(error)}); train it with layout.stages 1"
+                    f"alone cannot run ({named_line(error)}); train it with layout.stages 1"
                 ) from None
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from facility.exchange.errors import InputError
-from facility.training.parallel.without_values import sentence
+from facility.exchange.errors import InputError, named_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +147,7 @@ def forward_without_values(model: Any, tokens: int, image: tuple[int, int, int] 
     except Exception as error:  # whatever a family's own code raises where values are asked of a tensor without any
         raise InputError(
             f"{type(model).__name__} cannot be split into stages: its forward pass cannot be followed without values "
-            f"({sentence(error)}); train it with layout.stages 1"
+            f"({named_line(error)}); train it with layout.stages 1"
         ) from None
 
 

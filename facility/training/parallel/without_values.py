@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, named_line
 
 
 def build_without_values(config: Any, factory: Any, attention: str, *, initialised: bool) -> Any:
@@ -24,15 +24,10 @@ def build_without_values(config: Any, factory: Any, attention: str, *, initialis
     except DataDependentOutputException as error:
         raise InputError(
             f"a {config.model_type} cannot be split into stages: it cannot be built without values "
-            f"({sentence(error)}); train it with layout.stages 1"
+            f"({named_line(error)}); train it with layout.stages 1"
         ) from None
     if getattr(model, getattr(model, "base_model_prefix", "") or "-", None) is None:
         raise InputError(
             f"{type(model).__name__} cannot be split into stages: looked for its base model under `base_model_prefix`"
         )
     return model
-
-
-def sentence(error: Exception) -> str:
-    """An exception's class and first line, for a message."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]:.160}"

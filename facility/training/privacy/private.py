@@ -23,7 +23,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive
-from facility.rounds.privacy_ledger import Entry, Kind, Ledger
+from facility.rounds.privacy_ledger import Entry, Kind, ReleaseLedger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
 from facility.training.parallel.compute import Whole
@@ -80,7 +80,7 @@ class PrivateTraining:
             held=engine.trained_rank,
         )
         self.random = SecretRandom()
-        self.ledger = Ledger(state=request.state)
+        self.ledger = ReleaseLedger(state=request.state)
         self.noise: dict[Kind, float] = {}
         self.draws = 0
         self.steps_left = 0

@@ -25,7 +25,7 @@ from facility.exchange.errors import (
     exit_on_error,
 )
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.storage import is_storage, sentence
+from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.training.processes.exchange import all_gather_json, broadcast_json
 
 KINDS: dict[str, type[CrossFedError]] = {kind.__name__: kind for kind in (NotWritten, TransientError)}
@@ -110,7 +110,7 @@ def together(ranks: Ranks) -> Iterator[None]:
     except OSError as error:
         if not is_storage(error):
             raise
-        mine = NotWritten(sentence(error, again=False))
+        mine = NotWritten(file_error_sentence(error, again=False))
     if ranks.world > 1:
         name = next((name for name, kind in KINDS.items() if isinstance(mine, kind)), "")
         found = all_gather_json(None if mine is None else [str(mine), name], ranks.group)

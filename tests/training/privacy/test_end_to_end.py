@@ -11,16 +11,16 @@ from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
 from coordinator.engine.render import write
 from coordinator.report.make import data_of
-from facility.rounds.privacy_ledger import Entry, Ledger
+from facility.rounds.privacy_ledger import Entry, ReleaseLedger
 from tests.engine.engines import streamflow
 from tests.federations import write_federation
 
 
-def ledger_of(root: Path, name: str) -> Ledger:
-    return Ledger(state=root / "sites" / name / ".crossfed" / "pico" / name)
+def ledger_of(root: Path, name: str) -> ReleaseLedger:
+    return ReleaseLedger(state=root / "sites" / name / ".crossfed" / "pico" / name)
 
 
-def spend(ledger: Ledger) -> None:
+def spend(ledger: ReleaseLedger) -> None:
     """As if an earlier federation of the same name had trained on the same data."""
     ledger.open()
     used = Entry(kind="training", round=0, unit="block", noise_multiplier=0.4, sampling_rate=0.0625)

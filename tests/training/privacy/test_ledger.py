@@ -11,7 +11,7 @@ import pytest
 
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.privacy.accounting import Releases
-from facility.rounds.privacy_ledger import Entry, Ledger
+from facility.rounds.privacy_ledger import Entry, ReleaseLedger
 
 
 def entry(noise: float = 1.0, rate: float = 0.1, kind: str = "training", **changes: object) -> Entry:
@@ -19,13 +19,13 @@ def entry(noise: float = 1.0, rate: float = 0.1, kind: str = "training", **chang
     return Entry(**values)  # type: ignore[arg-type]
 
 
-def recorded(state: Path, *entries: Entry) -> Ledger:
-    ledger = Ledger(state=state)
+def recorded(state: Path, *entries: Entry) -> ReleaseLedger:
+    ledger = ReleaseLedger(state=state)
     ledger.open()
     for one in entries:
         ledger.record(one)
     ledger.close()
-    return Ledger(state=state)
+    return ReleaseLedger(state=state)
 
 
 def test_what_is_recorded_is_there_for_the_next_process(tmp_path: Path):
@@ -41,7 +41,7 @@ def test_what_is_recorded_is_there_for_the_next_process(tmp_path: Path):
 
 
 def test_a_line_is_synchronised_before_its_noise_may_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    ledger = Ledger(state=tmp_path)
+    ledger = ReleaseLedger(state=tmp_path)
     ledger.open()
     seen: list[int] = []
     real = os.fsync
@@ -70,7 +70,7 @@ def test_a_line_that_a_crash_cut_off_was_not_used(tmp_path: Path):
     ledger = recorded(tmp_path, entry(), entry())
     whole = ledger.path.read_bytes()
     ledger.path.write_bytes(whole + whole[:30])
-    assert Ledger(state=tmp_path).count("training") == 2
+    assert ReleaseLedger(state=tmp_path).count("training") == 2
     assert recorded(tmp_path, entry()).count("training") == 3
 
 
@@ -78,16 +78,16 @@ def test_a_damaged_ledger_stops_every_release(tmp_path: Path):
     ledger = recorded(tmp_path, entry(), entry())
     ledger.path.write_bytes(b"x" + ledger.path.read_bytes())
     with pytest.raises(InputError, match="line 1, is damaged"):
-        Ledger(state=tmp_path)
+        ReleaseLedger(state=tmp_path)
 
 
 def test_two_processes_do_not_release_at_once(tmp_path: Path):
-    first = Ledger(state=tmp_path)
+    first = ReleaseLedger(state=tmp_path)
     first.open()
     with pytest.raises(TransientError, match="held by another process"):
-        Ledger(state=tmp_path).open()
+        ReleaseLedger(state=tmp_path).open()
     first.close()
-    Ledger(state=tmp_path).open()
+    ReleaseLedger(state=tmp_path).open()
 
 
 def test_releases_of_another_unit_do_not_add_up(tmp_path: Path):

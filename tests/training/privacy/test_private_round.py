@@ -16,7 +16,7 @@ from facility.exchange.messages import loss_curve
 from facility.exchange.messages.privacy import WITHHELD, privacy_of
 from facility.exchange.messages.progress import FILE
 from facility.exchange.messages.report import Report, read_report
-from facility.rounds.privacy_ledger import Ledger
+from facility.rounds.privacy_ledger import ReleaseLedger
 from tests.distributed import run_distributed
 from tests.training.federation import largest_difference, started, train, write_dataset, write_settings
 from tests.training.layouts import run_rounds
@@ -126,7 +126,7 @@ def test_what_leaves_a_round_is_noised_or_withheld_and_counted(tmp_path: Path, p
         expected = privacy.noise_multiplier * math.sqrt(report.details["trained_parameters"]) / 4
         assert len(norms := noise_norms(said)) == 3
         assert all(norm == pytest.approx(expected, rel=0.03) for norm in norms)
-        ledger = Ledger(state=place / "state")
+        ledger = ReleaseLedger(state=place / "state")
         assert (ledger.count("training"), ledger.count("validation")) == (3, 2)
 
 
@@ -146,7 +146,7 @@ def test_the_last_step_of_all_rounds_ends_at_the_stated_epsilon_and_no_further_o
     noises = {told(tmp_path / f"out{n}")[1].noise_multiplier for n in (0, 1, 2)}
     assert len(noises) == 1, "without a crash the noise is the same in all rounds"
     assert "out of its privacy budget: 9 steps have spent epsilon 8 of 8" in said[-1][2].replace("7.99", "8")
-    assert not (tmp_path / "again").exists() and Ledger(state=tmp_path / "state").count("training") == 9
+    assert not (tmp_path / "again").exists() and ReleaseLedger(state=tmp_path / "state").count("training") == 9
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_a_killed_round_has_paid_for_every_step_and_goes_on_with_more_noise(
     process.signal(signal.SIGKILL)
     process.ended()
     seen = max(int(n) for n in re.findall(r"step (\d+)/30", (tmp_path / "said/0/stderr").read_text()))
-    before = Ledger(state=tmp_path / "state")
+    before = ReleaseLedger(state=tmp_path / "state")
     paid, first = before.count("training"), before.releases("training")[0].noise_multiplier
     assert seen <= paid <= seen + 1, "at most the step whose end was not told yet"
     ((_, code, said),) = rounds([("again", words)])
@@ -197,4 +197,4 @@ def test_what_is_not_private_is_refused_before_a_step(
     settings = settings_of(tmp_path / "settings.json", **changes)
     results = train(tmp_path / "out", pico_llama, dataset, settings, ranks=ranks, expect=2)
     assert all(words in result.stderr for result in results), results[0].stderr
-    assert not Ledger(state=tmp_path / "state").count("training")
+    assert not ReleaseLedger(state=tmp_path / "state").count("training")
