@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.problem.chain import ChainProblem
+from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError
 
 TOLERANCE = 1e-12
@@ -130,22 +131,19 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
     sizes = np.diff(chain.bytes)
     largest = int(sizes.argmax())
 
-    def mb(value: float) -> str:
-        return f"{value / 1e6:,.1f} MB"
-
     if sizes[largest] > chain.limit.max():
         device = int(chain.limit.argmax())
         return Infeasible(
-            f"{problem.name_of(largest)} needs {mb(sizes[largest])}, but the largest memory, of device "
-            f"{problem.id_of(device)}, is {mb(chain.limit[device])}: "
-            f"short by {mb(sizes[largest] - chain.limit[device])}; "
+            f"{problem.name_of(largest)} needs {size(sizes[largest])}, but the largest memory, of device "
+            f"{problem.id_of(device)}, is {size(chain.limit[device])}: "
+            f"short by {size(sizes[largest] - chain.limit[device])}; "
             "use a device with more memory, or smaller micro-batches"
         )
     needed, offered = float(chain.bytes[-1]), float(chain.limit.sum())
     if needed > offered:
         return Infeasible(
-            f"the units need {mb(needed)} in all, but {chain.devices} devices offer {mb(offered)}: "
-            f"short by {mb(needed - offered)}; add devices or memory, or take smaller micro-batches"
+            f"the units need {size(needed)} in all, but {chain.devices} devices offer {size(offered)}: "
+            f"short by {size(needed - offered)}; add devices or memory, or take smaller micro-batches"
         )
     low, high = 0.0, float(sizes.max() + needed / chain.devices)
     assert callable(feasible)
@@ -161,10 +159,10 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
         who = "in the given order the devices" if order is not None else "in their own order the devices"
         text = (
             f"; {who} hold {position} of {chain.units} units, "
-            f"and {mb(chain.bytes[-1] - chain.bytes[position])} stay over"
+            f"and {size(chain.bytes[-1] - chain.bytes[position])} stay over"
         )
     return Infeasible(
-        f"the units need {mb(needed)} of the {mb(offered)} offered, but no split into whole units fits: "
+        f"the units need {size(needed)} of the {size(offered)} offered, but no split into whole units fits: "
         f"every device is "
-        f"short by {mb(high)}{text}; add devices or memory, or take smaller micro-batches"
+        f"short by {size(high)}{text}; add devices or memory, or take smaller micro-batches"
     )

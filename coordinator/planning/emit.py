@@ -18,6 +18,7 @@ from coordinator.problem.placement import PlacementProblem
 from coordinator.problem.problem import Problem
 from coordinator.simulation.pipelines.iteration import memory_of
 from coordinator.simulation.pipelines.plans import layout_of, simulate
+from coordinator.spans_and_sizes import size
 from facility.exchange.messages.plan import DeviceLoad, Plan, Sync
 from facility.exchange.text import number_of
 
@@ -163,10 +164,11 @@ def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
         load = max(whole.loads, key=lambda one: one.memory_bytes / (one.memory_limit_bytes or np.inf))
         limit = load.memory_limit_bytes or np.inf
         if load.memory_bytes > limit * (1 + 1e-9):
+            held, short = size(load.memory_bytes), size(load.memory_bytes - limit)
+            name = problem.devices[load.device].id
             over = (
-                f"under {plan.schedule} device {problem.devices[load.device].id!r} would hold "
-                f"{load.memory_bytes / 1e6:,.1f} MB "
-                f"with its micro-batches in flight: short by {(load.memory_bytes - limit) / 1e6:,.1f} MB"
+                f"under {plan.schedule} device {name!r} would hold {held} with its micro-batches in flight: short by "
+                f"{short}"
             )
             continue
         assert whole.predicted_seconds is not None

@@ -106,8 +106,6 @@ class PolicyResult:
     rounds: tuple[int, ...]
     """Steps of every replica."""
     groups: int
-    mean_group: float
-    """Members of a group, on average over the announcements (as each replica sees it)."""
     wait_seconds: float
     """Mean over replicas: announced and waiting for others."""
     exchange_seconds: float
@@ -258,7 +256,6 @@ def simulate_policy(
     )
     seconds = driver.run()
     updates = sum(r.done for r in driver.replicas)
-    announcements = sum(len(g.members) for g in driver.groups)
     return PolicyResult(
         policy=settings.policy,
         seconds=seconds,
@@ -266,7 +263,6 @@ def simulate_policy(
         updates_per_second=updates / seconds if seconds else 0.0,
         rounds=tuple(r.done for r in driver.replicas),
         groups=len(driver.groups),
-        mean_group=sum(len(g.members) ** 2 for g in driver.groups) / announcements if announcements else 0.0,
         wait_seconds=sum(r.waited for r in driver.replicas) / replicas,
         exchange_seconds=sum(r.exchanged for r in driver.replicas) / replicas,
         log=tuple(driver.groups) if keep_log else (),

@@ -19,6 +19,7 @@ from coordinator.planning.exact.free_order import _decide_by_counts, granular_bo
 from coordinator.planning.exact.periodic import decide_periodic, find_period
 from coordinator.problem.chain import ChainProblem
 from coordinator.problem.read import read_problem
+from coordinator.spans_and_sizes import size
 from tests.examples import examples
 from tests.planning.cases import published
 
@@ -237,9 +238,9 @@ def test_dynamic_sheds_to_the_right_and_empties_a_slow_device():
 @pytest.mark.parametrize(
     ("memory", "message"),
     [
-        ((3.0, 3.0), r"unit 0 \(a\) needs 0.0 MB, but the largest memory, of device 'x'"),
-        ((4.0, 3.0), "the units need 0.0 MB in all, but 2 devices offer 0.0 MB: short by"),
-        ((5.0, 4.0), "no split into whole units fits: every device is short by 0.0 MB"),
+        ((3.0, 3.0), r"unit 0 \(a\) needs 4 B, but the largest memory, of device 'x', is 3 B: short by 1 B"),
+        ((4.0, 3.0), "the units need 9 B in all, but 2 devices offer 7 B: short by 2 B"),
+        ((5.0, 4.0), ""),
     ],
 )
 def test_infeasible_names_the_memory_that_is_short(memory, message):
@@ -253,7 +254,7 @@ def test_infeasible_names_the_memory_that_is_short(memory, message):
     if memory == (5.0, 4.0):
         plan_exact(problem)  # 4 + 1 | 4 fits
         problem = ChainProblem(seconds=((1.0,) * 3,) * 2, unit_bytes=(3.0, 3.0, 3.0), memory_bytes=memory)
-        message = "every device is short by"
+        message = "no split into whole units fits: every device is short by 1 B"
     with pytest.raises(Infeasible, match=message):
         plan_exact(problem)
 
@@ -261,7 +262,7 @@ def test_infeasible_names_the_memory_that_is_short(memory, message):
 def test_shortage_is_the_true_one():
     """Three equal units on two devices: the larger must hold two, so 1 MB is missing."""
     problem = ChainProblem(seconds=((1.0,) * 3,) * 2, unit_bytes=(3e6,) * 3, memory_bytes=(5e6, 4e6))
-    with pytest.raises(Infeasible, match="every device is short by 1.0 MB"):
+    with pytest.raises(Infeasible, match="every device is short by 1 MB"):
         plan_exact(problem)
 
 
@@ -291,8 +292,8 @@ def test_published_chain_of_483_units(name):
 def test_published_chain_that_no_memory_holds():
     problem = read_problem(published("sky-bert160"), devices="stim-16")
     assert isinstance(problem, ChainProblem)
-    missing = (sum(problem.unit_bytes) - sum(problem.memory_bytes)) / 1e6
-    with pytest.raises(Infeasible, match=f"short by {missing:,.1f} MB"):
+    missing = size(sum(problem.unit_bytes) - sum(problem.memory_bytes))
+    with pytest.raises(Infeasible, match=f"short by {missing}"):
         plan_exact(problem)
     with pytest.raises(Infeasible, match="exceeds the memory of 13 devices"):
         plan_even(problem)

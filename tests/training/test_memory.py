@@ -97,7 +97,7 @@ def test_a_full_gpu_is_told_with_who_holds_it():
     gib = 2**30
     shared = memory.out_of_memory("NVIDIA H100", int(79.18 * gib), 27 * 2**20, int(45.47 * gib))
     assert isinstance(shared, TransientError)
-    assert "48.8 and other processes 35.2: expected a GPU for this rank alone" in str(shared)
+    assert "48.8 GB and other processes 35.2 GB: expected a GPU for this rank alone" in str(shared)
     alone = memory.out_of_memory("NVIDIA H100", int(79.18 * gib), 27 * 2**20, int(78.5 * gib))
     assert isinstance(alone, InputError) and "micro_batch_sequences" in str(alone) and "other" not in str(alone)
 

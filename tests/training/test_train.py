@@ -163,7 +163,7 @@ def test_bad_input_is_one_clear_error_on_every_rank(tmp_path: Path, pico_llama: 
         "sha256": arguments(tmp_path / "h", altered, dataset),
         "the plan uses": [*arguments(tmp_path / "d", pico_llama, dataset), "--plan", str(plan)],
         "2 ranks read data": arguments(tmp_path / "e", pico_llama, dataset, batch_sequences=1),
-        "GB of memory (weights": arguments(tmp_path / "f", pico_llama, dataset, limits={"memory_bytes": 1000}),
+        "B of memory (weights": arguments(tmp_path / "f", pico_llama, dataset, limits={"memory_bytes": 1000}),
     }
     for expected, texts in rounds_in(list(cases.items()), ranks=2, expect=2).items():
         for text in texts:
