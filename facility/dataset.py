@@ -313,7 +313,9 @@ def open_dataset(path: Path | str) -> PreparedDataset:
     try:
         splits, sources = raw.pop("splits", None), raw.pop("sources", None)
         if not isinstance(splits, dict) or not isinstance(sources, list):
-            raise ConfigurationError("`splits` must be an object and `sources` a list")
+            raise ConfigurationError(
+                f"`splits` is {splits!r:.40} and `sources` {sources!r:.40}, expected an object and a list"
+            )
         entries = {
             name: parse(SplitEntry, value, where=f"splits.{name}", update=NEWER) for name, value in splits.items()
         }

@@ -55,8 +55,8 @@ def check_masked_moments(
     `shapes`: of its masked tensors. `moments`: None where none are sent in this round.
     """
     if (moments is not None) != has_factors(update):
-        wanted = "no second moments" if moments is None else "second moments"
-        raise UpdateRefused(facility, f"expected {wanted} under masks in this round as agreed, found otherwise")
+        holds, wanted = ("masked second moments", "none") if moments is None else ("no masked second moments", "some")
+        raise UpdateRefused(facility, f"it holds {holds}, expected {wanted} in this round as agreed")
     if moments is None:
         return {}
     try:

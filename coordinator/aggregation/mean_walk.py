@@ -88,7 +88,10 @@ def last_mean(aggregation: Aggregation) -> LastMean:
     sent, rounds = open_mean_walk(base)
     weights = weights_in(exact.metadata)
     if weights.keys() != rounds.keys() or not all(math.isfinite(one) and one > 0 for one in weights.values()):
-        raise CheckpointError(f"{exact.directory} holds other facilities than {sent.directory}")
+        raise CheckpointError(
+            f"{exact.directory} is the mean walk of {', '.join(sorted(weights))}, expected that of the facilities in "
+            f"{sent.directory}, each with a weight above 0: {', '.join(sorted(rounds))}"
+        )
     for checkpoint in (exact, sent):
         if {name: entry.shape for name, entry in checkpoint.tensors.items()} != _shapes(aggregation):
             return LastMean()

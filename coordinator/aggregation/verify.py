@@ -208,7 +208,9 @@ def check_tokenizer(base: Path, update: Path, facility: str) -> None:
         if not (one.is_file() and two.is_file()):
             continue
         if one.stat().st_size != two.stat().st_size or sha256_of(one) != sha256_of(two):
-            raise UpdateRefused(facility, f"its {name} is not the base model's: it differs")
+            raise UpdateRefused(
+                facility, f"its {name} differs from the base model's: rows of its embedding may mean other tokens"
+            )
 
 
 def check_variances(entries: Mapping[str, TensorEntry], facility: str) -> None:

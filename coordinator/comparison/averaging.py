@@ -37,7 +37,11 @@ def average(models: Sequence[Path], out: Path, rounds: Sequence[int]) -> None:
     last = every[-1]
     for one in every[:-1]:
         if _shapes(one) != _shapes(last):
-            raise InputError(f"{one.directory} and {last.directory} differ in tensors, so they have no mean")
+            name = min(_shapes(one).items() ^ _shapes(last).items())[0]
+            raise InputError(
+                f"{one.directory} and {last.directory} differ in tensors, such as {name!r}: expected the same tensors "
+                "in all models that are averaged"
+            )
     with new_directory(out) as temporary:
         copy_companions(last.directory, temporary)
         layout = layout_like(last, {name: entry.dtype for name, entry in last.tensors.items()})

@@ -99,7 +99,8 @@ class Queue:
             return self.scheduler.read_listing(text)
         except Exception as error:  # whatever one facility answers is no matter of the others
             raise TransientError(
-                f"{self.facility}: its {self.scheduler.title} makes no sense: {quoted(str(error))}"
+                f"{self.facility}: {self.scheduler.title}'s list of jobs cannot be read: {quoted(str(error))}; ask the "
+                "site, or try the command by hand there"
             ) from None
 
     def _names(self, *, ahead: bool = True) -> list[str]:

@@ -68,7 +68,7 @@ def make_roster(
         try:
             one, signer = _usable(path, settings, model, number)
             if one.facility in found:
-                raise InputError(f"{one.facility!r} left keys twice")
+                raise InputError(f"{one.facility!r} left keys twice; the first ones count")
             check_signers(signers | {one.facility: signer})
             signers[one.facility] = signer
             found[one.facility], read[one.facility] = path, one
@@ -96,9 +96,13 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
         raise InputError(f"{failure.facility}: {failure.reason}")
     keys, signer = read_keys(path, resolve(settings.aggregation.allowed_signers))
     if keys.facility not in settings.facilities:
-        raise InputError(f"keys of {keys.facility!r}, which is not of this federation")
+        known = ", ".join(settings.facilities)
+        raise InputError(f"the keys are of {keys.facility!r}, expected a facility of this federation: {known}")
     if (keys.federation, keys.round) != (settings.federation, number):
-        raise InputError(f"the keys of {keys.facility!r} are of round {keys.round} of {keys.federation!r}")
+        raise InputError(
+            f"the keys of {keys.facility!r} are of round {keys.round} of {keys.federation!r}, expected round {number} "
+            f"of {settings.federation!r}"
+        )
     weight_limit = weight_limit_of(settings, keys.facility, model)
     if weight_limit is not None and (keys.samples > weight_limit.samples or keys.tokens > weight_limit.tokens):
         raise InputError(

@@ -63,7 +63,7 @@ def read_configuration(adapter: Path) -> dict[str, Any]:
     fields = Fields(raw=read_adapter_config(adapter), where=str(file))
     targets = fields.raw.get("target_modules")
     if not isinstance(targets, list) or len(targets) > MOST_TARGETS or not all(isinstance(t, str) for t in targets):
-        raise InputError(f"{file}: target_modules must be a list of names of layers")
+        raise InputError(f"{file}: target_modules is {targets!r:.200}, expected a list of names of layers")
     saved = names_in(fields.raw, "modules_to_save", file)
     return {
         "peft_type": fields.one_of("peft_type", "LORA", ("LORA",)),
@@ -84,7 +84,7 @@ def names_in(raw: dict[str, Any], key: str, file: Path) -> list[str]:
     """A list of names of modules or parameters, empty where there is none."""
     found = raw.get(key) or []
     if not isinstance(found, list) or len(found) > MOST_TARGETS or not all(isinstance(name, str) for name in found):
-        raise InputError(f"{file}: {key} must be a list of names")
+        raise InputError(f"{file}: {key} is {found!r:.200}, expected a list of names")
     return found
 
 

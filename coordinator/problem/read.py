@@ -305,9 +305,15 @@ def _chain(raw: dict[str, Any], devices: str | None, file: Path | str | None) ->
             raise ConfigurationError(f"the problem lacks {key}", file=file, key=key)
     names, blocks, sets = raw["units"], raw["blocks"], raw["devices"]
     if not isinstance(names, list) or len(names) < 4 or type(blocks) is not int or blocks < 1:
-        raise ConfigurationError("units or blocks is not a list of names and a whole number", file=file)
+        raise ConfigurationError(
+            f"units is {names!r:.80} and blocks {blocks!r:.80}, expected a list of four names or more and a whole "
+            "number",
+            file=file,
+        )
     if not isinstance(sets, dict) or not sets:
-        raise ConfigurationError("devices is not a mapping of named sets", file=file, key="devices")
+        raise ConfigurationError(
+            f"devices is {sets!r:.80}, expected a mapping of named sets of devices", file=file, key="devices"
+        )
     if devices is None and len(sets) > 1:
         raise ConfigurationError(f"choose one set of devices with --devices: {', '.join(sets)}", file=file)
     chosen = next(iter(sets)) if devices is None else devices
@@ -326,7 +332,10 @@ def _chain(raw: dict[str, Any], devices: str | None, file: Path | str | None) ->
     order = [0, *list(range(1, len(names) - 2)) * blocks, len(names) - 2, len(names) - 1]
     speeds = numbers(sets[chosen].get("relative_seconds_per_flop"), f"devices.{chosen}", (-1,), file)
     if not (speeds > 0).all() or not np.isfinite(speeds).all():
-        raise ConfigurationError(f"devices.{chosen}.relative_seconds_per_flop must be more than 0", file=file)
+        wrong = speeds[~((speeds > 0) & np.isfinite(speeds))][0]
+        raise ConfigurationError(
+            f"devices.{chosen}.relative_seconds_per_flop holds {wrong:g}, expected numbers above 0", file=file
+        )
     memory = _quantity(sets[chosen], "memory", SIZE, f"devices.{chosen}", file, shape=(len(speeds),))
     return ChainProblem(
         seconds=_matrix(np.outer(speeds, flops[order])),

@@ -28,6 +28,13 @@ def _in_range(one: Any) -> None:
                 raise ConfigurationError(f"{name} is {number:g}, expected {LEAST:g} to {MOST:g}, or 0")
 
 
+def _check(one: object, expected: str, **allowed: bool) -> None:
+    """Raise `ConfigurationError` for the first field of `one` that is not `allowed`."""
+    for name, good in allowed.items():
+        if not good:
+            raise ConfigurationError(f"{name} is {getattr(one, name)!r}, expected {expected}")
+
+
 @validated(frozen=True, kw_only=True)
 class Queue:
     """How long a job waits for its start."""
@@ -46,10 +53,14 @@ class Queue:
 
     def __post_init__(self) -> None:
         _in_range(self)
-        if (self.kind == "seen") != bool(self.waits) or min(self.waits, default=0.0) < 0:
-            raise ConfigurationError("queue of kind 'seen', and no other, needs waits of 0 s or more")
-        if self.seconds < 0 or self.spread < 0 or not 0 <= self.probability <= 1 or self.draws < 1:
-            raise ConfigurationError("queue needs seconds and spread of 0 or more, probability 0 to 1, draws 1 or more")
+        if (self.kind == "seen") != bool(self.waits):
+            raise ConfigurationError(
+                f"waits is {self.waits} with kind {self.kind!r}, expected waits with kind 'seen', and with no other"
+            )
+        _check(self, "numbers of 0 or more", waits=min(self.waits, default=0.0) >= 0)
+        _check(self, "0 or more", seconds=self.seconds >= 0, spread=self.spread >= 0)
+        _check(self, "0 to 1", probability=0 <= self.probability <= 1)
+        _check(self, "1 or more", draws=self.draws >= 1)
 
     def draw(self, random: np.random.Generator, count: int) -> Array:
         if self.kind == "exponential":
@@ -88,16 +99,17 @@ class Site:
 
     def __post_init__(self) -> None:
         _in_range(self)
-        if not self.train_seconds > 0:
-            raise ConfigurationError(f"train_seconds is {self.train_seconds}, expected more than 0")
-        if not 0 <= self.train_spread < 1 or not 0 <= self.failure_probability < 1:
-            raise ConfigurationError("train_spread and failure_probability must be from 0 to below 1")
-        if not self.samples > 0 or self.round_steps < 0:
-            raise ConfigurationError("samples must be more than 0, round_steps 0 or more")
-        if self.count < 1 or self.attempts < 1:
-            raise ConfigurationError(f"count is {self.count}, attempts {self.attempts}, expected 1 or more")
-        if min(self.download_megabytes_per_second, self.upload_megabytes_per_second) < 0:
-            raise ConfigurationError("download and upload are megabytes per second, 0 (not limited) or more")
+        _check(self, "more than 0", train_seconds=self.train_seconds > 0, samples=self.samples > 0)
+        _check(self, "0 or more, below 1", train_spread=0 <= self.train_spread < 1)
+        _check(self, "0 or more, below 1", failure_probability=0 <= self.failure_probability < 1)
+        _check(self, "0 or more", round_steps=self.round_steps >= 0)
+        _check(self, "1 or more", count=self.count >= 1, attempts=self.attempts >= 1)
+        _check(
+            self,
+            "0 (not limited) or more",
+            download_megabytes_per_second=self.download_megabytes_per_second >= 0,
+            upload_megabytes_per_second=self.upload_megabytes_per_second >= 0,
+        )
 
 
 @validated(frozen=True, kw_only=True)
@@ -141,8 +153,8 @@ class SimulatedFederation:
 
     def __post_init__(self) -> None:
         _in_range(self)
-        if self.rounds < 1 or not self.facilities:
-            raise ConfigurationError("rounds must be 1 or more, and facilities must name at least one")
+        _check(self, "1 or more", rounds=self.rounds >= 1)
+        _check(self, "one facility or more", facilities=bool(self.facilities))
         if self.policy == "quorum" and not 1 <= self.quorum <= self.size:
             raise ConfigurationError(f"quorum is {self.quorum}, expected 1 to {self.size} (the facilities)")
         if self.late == "drop" and self.policy != "quorum":
@@ -151,25 +163,24 @@ class SimulatedFederation:
             raise ConfigurationError(
                 "steps is 'elastic' with policy 'asynchronous', in which no round ends; expected another policy"
             )
-        if not 0 < self.least_steps <= 1 <= self.most_steps:
-            raise ConfigurationError("least_steps must be above 0 and at most 1, most_steps at least 1")
-        if self.policy == "deadline" and not self.deadline_seconds > 0:
-            raise ConfigurationError(f"deadline_seconds is {self.deadline_seconds}, expected more than 0")
+        _check(self, "more than 0, 1 at most", least_steps=0 < self.least_steps <= 1)
+        _check(self, "1 or more", most_steps=self.most_steps >= 1)
+        if self.policy == "deadline":
+            _check(self, "more than 0", deadline_seconds=self.deadline_seconds > 0)
         if self.fan_in and (self.fan_in < 2 or self.policy != "synchronous"):
             raise ConfigurationError(
                 f"fan_in is {self.fan_in} with policy {self.policy!r}, expected 2 or more with 'synchronous', or 0"
             )
-        for name in (
-            "model_megabytes",
-            "coordinator_megabytes_per_second",
-            "aggregate_seconds",
-            "aggregate_seconds_per_update",
-        ):
-            if getattr(self, name) < 0:
-                raise ConfigurationError(f"{name} is {getattr(self, name):g}, expected 0 or more")
+        _check(
+            self,
+            "0 or more",
+            model_megabytes=self.model_megabytes >= 0,
+            coordinator_megabytes_per_second=self.coordinator_megabytes_per_second >= 0,
+            aggregate_seconds=self.aggregate_seconds >= 0,
+            aggregate_seconds_per_update=self.aggregate_seconds_per_update >= 0,
+        )
         for name in ("update_megabytes", "partial_megabytes"):
-            if getattr(self, name) < 0 and getattr(self, name) != -1:
-                raise ConfigurationError(f"{name} is {getattr(self, name):g}, expected 0 or more, or -1")
+            _check(self, "0 or more, or -1", **{name: (value := getattr(self, name)) >= 0 or value == -1})
 
     @property
     def size(self) -> int:

@@ -199,8 +199,13 @@ def read_answers(
             if (failure := read_failure(directory)) is not None:
                 raise InputError(f"{failure.facility}: {failure.reason}")
             answer = read_answer(directory, resolve(settings.aggregation.allowed_signers))
-            if answer.facility not in roster.keys or answer.request != request:
-                raise InputError(f"what {answer.facility} answers was not asked: it was used before, or is a lie")
+            if answer.facility not in roster.keys:
+                raise InputError(f"an answer of {answer.facility!r}, which has no keys in this round's roster")
+            if answer.request != request:
+                raise InputError(
+                    f"{answer.facility} answers the request {answer.request:.12}, expected {request:.12}: an answer of "
+                    "an earlier request, or one that was made up"
+                )
             found[answer.facility] = answer
         except (CrossFedError, OSError) as error:
             unread.append(clean(str(error), 300))

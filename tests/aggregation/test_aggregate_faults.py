@@ -141,7 +141,7 @@ def test_a_tokenizer_of_another_size_is_refused_without_reading_it(tmp_path: Pat
         (place / "tokenizer.json").write_text("{}")
     os.truncate(update / "tokenizer.json", 1 << 40)
     monkeypatch.setattr("coordinator.aggregation.verify.sha256_of", lambda path: pytest.fail(f"{path} is read"))
-    with pytest.raises(UpdateRefused, match="'x'.*its tokenizer.json is not the base model's"):
+    with pytest.raises(UpdateRefused, match="'x'.*its tokenizer.json differs from the base model's"):
         check_tokenizer(base, update, "x")
 
 

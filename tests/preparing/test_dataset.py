@@ -71,7 +71,7 @@ def test_a_missing_or_foreign_directory(prepared: Path, tmp_path: Path):
         ({"task": "telepathy"}, "task"),
         ({"block_tokens": 8}, r"says int32 of shape \(\d+, 8\)"),
         ({"splits": {}}, "has splits"),
-        ({"splits": 3}, "must be an object"),
+        ({"splits": 3}, "`splits` is 3 .*expected an object and a list"),
         ({"sources": [{"name": "x"}]}, "lacks"),
     ],
 )

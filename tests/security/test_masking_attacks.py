@@ -650,7 +650,7 @@ def test_an_answer_to_another_request_does_not_count(begun):
     replayed.mkdir()
     write_answer(replayed, dataclasses.replace(told, request="0" * 64), federation.signers.parent / "alpha")
     assert federation.close(request, received, [replayed, answers[1]])[1:] == (0, False)
-    assert "used before, or is a lie" in federation.archive.read_note("stopped")["reason"]
+    assert "answers the request 000000000000, expected " in federation.archive.read_note("stopped")["reason"]
 
 
 def test_a_facility_that_lies_about_shares_is_found_and_named(begun):

@@ -239,8 +239,12 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        ({"rounds": 0, "facilities": [{"train_seconds": 1}]}, "rounds"),
-        ({"rounds": 1, "facilities": []}, "facilities"),
+        ({"rounds": 0, "facilities": [{"train_seconds": 1}]}, "rounds is 0, expected 1 or more"),
+        ({"rounds": 1, "facilities": []}, "facilities is .*expected one facility or more"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1, "samples": 0}]}, "samples is 0.*expected more than 0"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1, "train_spread": 1}]}, "train_spread is 1.*below 1"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1, "queue": {"draws": 0}}]}, "draws is 0, expected 1 or more"),
+        ({"rounds": 1, "facilities": [{"train_seconds": 1}], "most_steps": 0.5}, "most_steps is 0.5, expected 1 or"),
         ({"rounds": 1, "facilities": [{"train_seconds": 0}]}, "train_seconds"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1, "speed": 2}]}, "speed"),
         ({"rounds": 1, "facilities": [{"train_seconds": 1}], "policy": "quorum", "quorum": 2}, "quorum is 2"),
@@ -379,7 +383,7 @@ def test_elastic_steps_that_cannot_be_are_refused(changes: dict[str, Any]):
 
 def test_a_queue_of_waits_that_were_seen_needs_them():
     for wrong in ({"kind": "seen"}, {"kind": "fixed", "waits": [1.0]}, {"kind": "seen", "waits": [-1.0]}):
-        with pytest.raises(ConfigurationError, match="'seen'"):
+        with pytest.raises(ConfigurationError, match="waits is .*expected"):
             Queue(**wrong)
 
 
