@@ -11,7 +11,7 @@ from typing import Any
 
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import read_problem
-from coordinator.simulation.described import read_simulated_federation
+from coordinator.simulation.described import read_scenario
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.pictures import write_html, write_trace
 from coordinator.simulation.pipelines.plans import simulate
@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _federation(options: argparse.Namespace) -> int:
     if options.problem or options.plan:
         raise ConfigurationError("give --federation alone, or --problem and --plan")
-    federation = read_simulated_federation(options.federation)
+    federation = read_scenario(options.federation)
     if options.rounds is not None:
         federation = dataclasses.replace(federation, rounds=options.rounds)
     if options.seed is not None:

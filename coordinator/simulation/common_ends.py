@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.rounds.common_end import WINDOW, Array, Loads
-from coordinator.simulation.described import SimulatedFederation, Site
+from coordinator.simulation.described import Scenario, Site
 
 Indices = NDArray[np.intp]
 
@@ -20,7 +20,7 @@ class CommonEnds:
     Work is counted in rounds' work: what a site does in its `train_seconds`.
     """
 
-    def __init__(self, federation: SimulatedFederation, sites: Sequence[Site]) -> None:
+    def __init__(self, federation: Scenario, sites: Sequence[Site]) -> None:
         self.seconds = np.array([site.train_seconds for site in sites])
         self.samples = np.array([site.samples for site in sites])
         self.whole = np.array([site.round_steps or math.inf for site in sites])

@@ -113,7 +113,7 @@ class Site:
 
 
 @validated(frozen=True, kw_only=True)
-class SimulatedFederation:
+class Scenario:
     """What to simulate; the file of `--federation`."""
 
     rounds: int
@@ -192,8 +192,8 @@ class SimulatedFederation:
         return (self.keep_rounds or MOST_LATE + 1) - 1
 
 
-def read_simulated_federation(path: Path) -> SimulatedFederation:
+def read_scenario(path: Path) -> Scenario:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
     raw = read_values(path)
     check_format(raw, FORMAT, file=path)
-    return parse(SimulatedFederation, raw, file=path)
+    return parse(Scenario, raw, file=path)

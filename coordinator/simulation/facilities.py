@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.simulation.common_ends import CommonEnds
-from coordinator.simulation.described import Array, SimulatedFederation
+from coordinator.simulation.described import Array, Scenario
 from coordinator.simulation.pipelines.result import Span
 from coordinator.simulation.pipelines.transfers import finish_times
 from coordinator.simulation.tree import Tree
@@ -96,7 +96,7 @@ class _Turns:
 class _Sites:
     """Facilities as arrays, and how a turn of some of them goes."""
 
-    def __init__(self, federation: SimulatedFederation) -> None:
+    def __init__(self, federation: Scenario) -> None:
         self.federation = federation
         self.random = np.random.default_rng(federation.seed)
         sites = [site for site in federation.facilities for _ in range(site.count)]
@@ -253,7 +253,7 @@ class _Account:
                     self.spans.append(Span(f"device {facility}", name, begin, end, number, int(facility)))
 
 
-def simulate_federation(federation: SimulatedFederation, *, timeline_rounds: int = 0) -> FederationResult:
+def simulate_federation(federation: Scenario, *, timeline_rounds: int = 0) -> FederationResult:
     """Simulate all rounds; `timeline_rounds`: rounds, from the first, of which each facility's activity is kept."""
     sites = _Sites(federation)
     if federation.policy == "asynchronous":
@@ -291,7 +291,7 @@ def simulate_federation(federation: SimulatedFederation, *, timeline_rounds: int
     return _result(federation, sites, closes, took_part, account, waited)
 
 
-def _dropping(federation: SimulatedFederation, sites: _Sites, timeline_rounds: int) -> FederationResult:
+def _dropping(federation: Scenario, sites: _Sites, timeline_rounds: int) -> FederationResult:
     """A facility whose update is discarded begins from the newest model once its job has ended, amid a round too."""
     everyone, account, closes = np.arange(federation.size), _Account(), []
     took_part, free = np.zeros(federation.size), np.zeros(federation.size)  # free: since when each has no job
@@ -320,7 +320,7 @@ def _dropping(federation: SimulatedFederation, sites: _Sites, timeline_rounds: i
     return _result(federation, sites, closes, took_part, account, waited)
 
 
-def _asynchronous(federation: SimulatedFederation, sites: _Sites) -> FederationResult:
+def _asynchronous(federation: Scenario, sites: _Sites) -> FederationResult:
     """No facility waits for another, so turns are independent (each transfer has the speed of its own link)."""
     count, wanted = federation.size, federation.size * federation.rounds
     sites.capacity = float("inf")
@@ -360,12 +360,7 @@ def _asynchronous(federation: SimulatedFederation, sites: _Sites) -> FederationR
 
 
 def _result(
-    federation: SimulatedFederation,
-    sites: _Sites,
-    closes: list[float],
-    took_part: Array,
-    account: _Account,
-    waited: float,
+    federation: Scenario, sites: _Sites, closes: list[float], took_part: Array, account: _Account, waited: float
 ) -> FederationResult:
     whole = closes[-1] * federation.size
     lengths = np.diff([0.0, *closes])
@@ -391,7 +386,7 @@ def _result(
     )
 
 
-def _close(federation: SimulatedFederation, end: Array, gave_up: NDArray[np.bool_], now: float) -> float:
+def _close(federation: Scenario, end: Array, gave_up: NDArray[np.bool_], now: float) -> float:
     """When the round that is open closes."""
     if federation.policy == "synchronous":
         return float(end.max())

@@ -266,7 +266,7 @@ def _simulated(federation: Federation, ends: Ends, found: Outlook, steps: str) -
     if closing is not None:  # without, a round waits for all
         late = {"policy": "quorum", "quorum": closing.needed(len(sites)), "late": closing.late}
     result = simulate_federation(
-        described.SimulatedFederation(
+        described.Scenario(
             rounds=ROUNDS,
             facilities=sites,
             steps=steps,  # type: ignore[arg-type]

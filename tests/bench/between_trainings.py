@@ -28,7 +28,7 @@ from coordinator.aggregation.request import Request
 from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
-from coordinator.simulation.described import SimulatedFederation, Site
+from coordinator.simulation.described import Scenario, Site
 from coordinator.simulation.facilities import simulate_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.step_norms import StepNorms
@@ -138,7 +138,7 @@ def stated(rates: dict[str, float], parameters: float, facilities: int, gbit: fl
     moved = (facilities + 2) * model + 2 * state
     verify, average = rates["verify"] * model, rates["aggregate"] * moved
     link = 1e3 * gbit / 8
-    federation = SimulatedFederation(
+    federation = Scenario(
         rounds=2,
         facilities=[Site(name="facility", count=facilities, train_seconds=TRAINING_SECONDS)],
         model_megabytes=1e3 * model,

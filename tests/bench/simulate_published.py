@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.simulation.described import Queue, SimulatedFederation, Site
+from coordinator.simulation.described import Queue, Scenario, Site
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.iteration import simulate_layout
 from coordinator.simulation.pipelines.layout import Layout
@@ -205,7 +205,7 @@ def federations() -> list[Row]:
         ("asynchronous", 0, 1.69),
     ):
         site = Site(count=4, train_seconds=1800, train_spread=0.1, queue=queue)
-        run = SimulatedFederation(rounds=4000, facilities=[site], policy=policy, quorum=quorum)  # type: ignore[arg-type]
+        run = Scenario(rounds=4000, facilities=[site], policy=policy, quorum=quorum)  # type: ignore[arg-type]
         found = simulate_federation(run).updates_per_hour
         base = base or found
         what = f"{policy} {quorum or ''} over waiting for all: updates an hour".replace("  ", " ")

@@ -24,7 +24,7 @@ from typing import Any
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.rounds import DISCARDED, Archive, RoundFile
 from coordinator.config.closing import ClosingSettings
-from coordinator.simulation.described import Queue, SimulatedFederation, Site
+from coordinator.simulation.described import Queue, Scenario, Site
 from coordinator.simulation.facilities import simulate_federation
 from tests.streamflow_plugin.course import course_of
 
@@ -111,7 +111,7 @@ def simulated(trace: Trace) -> float:
     policy: dict[str, Any] = {"policy": "synchronous"}
     if trace.quorum is not None:
         policy = {"policy": "quorum", "quorum": trace.quorum, "late": "drop" if trace.drops else "carry"}
-    federation = SimulatedFederation(
+    federation = Scenario(
         rounds=len(trace.rounds), facilities=sites, aggregate_seconds=median(trace.averaging), **policy
     )
     return float(simulate_federation(federation).seconds)

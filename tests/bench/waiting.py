@@ -20,7 +20,7 @@ from streamflow.core.workflow import Status
 
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.config.closing import ClosingSettings, EvenSettings
-from coordinator.simulation.described import SimulatedFederation, Site
+from coordinator.simulation.described import Scenario, Site
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.steps.even import steps_ahead
 from coordinator.streamflow_plugin.closing import INPUT, Closing
@@ -68,7 +68,7 @@ def closing_units(settings: ClosingSettings, *, rounds: int, most_late: int, uni
 def simulated_units(policy: str, *, rounds: int) -> float:
     sites = [Site(name=name, train_seconds=seconds) for name, seconds in SPEEDS.items()]
     quorum = {"quorum": 3} if policy == "quorum" else {}
-    federation = SimulatedFederation(rounds=rounds, facilities=sites, policy=policy, **quorum)  # type: ignore[arg-type]
+    federation = Scenario(rounds=rounds, facilities=sites, policy=policy, **quorum)  # type: ignore[arg-type]
     return float(simulate_federation(federation).seconds)
 
 

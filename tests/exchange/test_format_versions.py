@@ -13,7 +13,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import read_coordinator_settings
 from coordinator.planning.budget import budget_from_json
 from coordinator.problem.read import read_problem
-from coordinator.simulation.described import read_simulated_federation
+from coordinator.simulation.described import read_scenario
 from facility.dataset import open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.masking.roster import read_agreement
@@ -37,7 +37,7 @@ READERS: dict[str, tuple[str, dict[str, Any], Callable[[Path], Any]]] = {
     "plan": ("plan.json", PLAN, read_plan),
     "problem": ("problem.json", PROBLEM, read_problem),
     "budget": ("budget.json", {}, lambda path: budget_from_json(json.loads(path.read_text()), file=path)),
-    "simulated federation": ("federation.json", {}, read_simulated_federation),
+    "simulated federation": ("federation.json", {}, read_scenario),
     "facility settings": ("facility.json", {}, read_facility_settings),
     "coordinator settings": ("coordinator.json", {}, read_coordinator_settings),
     "round": ("round-0000/round.json", {}, lambda path: Archive(path.parents[1]).read_round(0)),

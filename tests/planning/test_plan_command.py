@@ -16,7 +16,7 @@ from coordinator import plan as command
 from coordinator.planning.show import show_plan, what_if
 from coordinator.planning.stop import Stop
 from coordinator.problem.read import read_problem
-from coordinator.simulation.described import read_simulated_federation
+from coordinator.simulation.described import read_scenario
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.plan import read_plan
 from facility.measuring.emulated import read_emulated
@@ -330,7 +330,7 @@ def test_planning_needs_no_torch():
         command.read_profile,
         read_problem,
         read_plan,
-        read_simulated_federation,
+        read_scenario,
         lambda path: read_emulated(path, None, world=2, seed=0),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from coordinator.config.closing import ClosingSettings
 from coordinator.planning.budget import FacilityPace
 from coordinator.simulate import main
-from coordinator.simulation.described import Queue, SimulatedFederation, Site, read_simulated_federation
+from coordinator.simulation.described import Queue, Scenario, Site, read_scenario
 from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.transfers import finish_times, level
 from coordinator.steps.elastic import Elastic, common_end
@@ -25,8 +25,8 @@ from tests.streamflow_plugin.course import course_of
 DELAYED = Queue(kind="chance", seconds=3600, probability=0.15, draws=2)
 
 
-def federation(**changes: Any) -> SimulatedFederation:
-    return SimulatedFederation(
+def federation(**changes: Any) -> Scenario:
+    return Scenario(
         **{"rounds": 10, "facilities": [Site(name="a", count=3, train_seconds=100)], "model_megabytes": 100, **changes}
     )
 
@@ -115,7 +115,7 @@ def test_rounds_close_as_the_coordinators_do(seed: int, late: Any, slowest: floa
         Site(name=name, train_seconds=seconds, train_spread=0.5)
         for name, seconds in zip(names, (10, 17, 24, slowest), strict=True)
     ]
-    run = SimulatedFederation(
+    run = Scenario(
         rounds=12,
         facilities=sites,
         policy="quorum",
@@ -260,7 +260,7 @@ def test_the_command_reads_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_bad_input_is_refused(tmp_path: Path, raw: dict[str, Any], message: str):
     (tmp_path / "f.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigurationError, match=message):
-        read_simulated_federation(tmp_path / "f.json")
+        read_scenario(tmp_path / "f.json")
 
 
 def test_a_tree_of_coordinators_by_hand():
