@@ -114,9 +114,9 @@ class Pixels:
     rescale: float
     """Values from 0 to 255 are multiplied by this, then normalised: (value - mean) / std."""
     mean: list[float]
-    """By channel."""
+    """Mean of the pixel values by channel."""
     std: list[float]
-    """By channel."""
+    """Standard deviation of the pixel values by channel."""
     processor_sha256: str
     """Which image processor: `facility.exchange.checkpoints.image_processor.image_processor_digest`."""
 

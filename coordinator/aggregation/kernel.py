@@ -102,7 +102,7 @@ class _Cut:
     """What is read at a time: a part of a span."""
 
     number: int
-    """Of the span."""
+    """Place of its span among all spans."""
     name: str
     begin: int
     """First element, within the tensor."""
@@ -127,7 +127,7 @@ class _Part:
     begin: int
     """First element, within the tensor."""
     dtype: str
-    """Of the arithmetic."""
+    """Dtype that the piece is computed in."""
     dtypes: list[str]
     """As stored, of the base and the updates."""
     sources: list[Array]

@@ -40,7 +40,7 @@ class _Message:
     """One update's message of a tensor: its place in memory and in its file."""
 
     number: int
-    """Of the source."""
+    """Number of the source that the message is of, counted from 1."""
     entry: EncodedTensor
     stored: TensorEntry
     """Its codes in the file."""

@@ -52,7 +52,7 @@ class _Message:
     """One update's message of a tensor."""
 
     number: int
-    """Of the source."""
+    """Number of the source that the message is of, counted from 1."""
     entry: TensorEntry
     numbers: Array
     """The buffer that they are read into, bytes."""

@@ -82,7 +82,7 @@ class Averaging:
 
     @cached_property
     def shares(self) -> list[float]:
-        """The same at each member, as `believed`."""
+        """The share of received second moments that is left at each member, as `believed` has it."""
         stated = [stored.kept for _, stored, _ in self.members]
         return [0.0] * len(stated) if self.received is None else believed(stated)
 

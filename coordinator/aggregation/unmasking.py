@@ -43,7 +43,7 @@ class Unmasking:
     moments: MaskedMoments | None = None
     """How second moments are masked; None: none are sent in this round."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """For round.json."""
+    """What round.json says of the unmasking."""
     _points: dict[str, FixedPoint] = field(default_factory=dict)
     _places: dict[str, int] = field(default_factory=dict)
     _squares: dict[str, Fraction] = field(default_factory=dict)

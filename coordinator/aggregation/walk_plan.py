@@ -43,7 +43,7 @@ class Members:
     """The facilities whose walks the mean holds."""
 
     rounds: Mapping[str, int] = field(default_factory=dict)
-    """Of each facility's walk."""
+    """The round that each facility's walk is of."""
     weights: Mapping[str, float] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, str]:

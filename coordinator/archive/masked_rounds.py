@@ -25,7 +25,7 @@ def masked_rounds(history: Sequence[RoundFile]) -> dict[str, Any]:
 
 
 def masked_sentence(sums: Mapping[str, Any]) -> str:
-    """For a person."""
+    """A sentence for a person on the masked sums of the rounds."""
     return (
         f"secure aggregation in {sums['rounds']} of {number_of(sums['all_rounds'], 'round')} ({sums['bits']} bits): "
         f"the coordinator learnt sums of {sums['smallest_sum']} updates or more, unmasked by at least "

@@ -25,7 +25,7 @@ class OwnTraining:
     asked: int = 0
     """Times that it asked for more time."""
     reason: str = ""
-    """Of the last failure."""
+    """Reason of the last failure; empty: none."""
 
     @property
     def done(self) -> bool:

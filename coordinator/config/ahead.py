@@ -40,11 +40,11 @@ def _switched_off(value: Any) -> Any:
 OfFederation = Annotated[
     AheadSettings | None, BeforeValidator(_switched_off, json_schema_input_type=bool | AheadSettings)
 ]
-"""`true`, `false` or a mapping."""
+"""What `submit_ahead` of the federation may be: `true`, `false` or a mapping."""
 OfFacility = Annotated[
     AheadSettings | Literal[False] | None, BeforeValidator(_switched, json_schema_input_type=bool | AheadSettings)
 ]
-"""The same; None: as the federation."""
+"""What `submit_ahead` of a facility may be; None: what the federation has."""
 
 
 def ahead_of(

@@ -25,7 +25,7 @@ from coordinator.shown_text import shown
 from facility.exchange.files.durable import write_text
 
 RENDERED = "streamflow.yml"
-"""Beside federation.yml."""
+"""Name of the rendered file beside federation.yml, which names the jobs."""
 QUEUES = "queues.yml"
 """In the work directory: a copy of it, of the latest run."""
 

@@ -86,7 +86,7 @@ class Snapshot:
     expected_end: float = 0.0
     """When all rounds are expected to be complete; 0: not known."""
     unit: str = "tokens"
-    """Of speeds."""
+    """What the speeds count: tokens, or images."""
     ended: str = ""
     """Why the run ended; empty: it goes on."""
     process: str = ""

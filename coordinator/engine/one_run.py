@@ -23,7 +23,7 @@ log = logging.getLogger("coordinator.engine")
 RENDERED_LOCK = ".crossfed.lock"
 """In the folder of federation.yml, beside which its files are rendered."""
 WORKDIR_LOCK = "run.lock"
-"""In the work directory."""
+"""Name of the lock in the work directory."""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from facility.exchange.messages.ahead import Waited
 LATE = "late"
 """State of a facility whose round has closed while its job goes on."""
 DROPPED = f"{LATE}, its update is discarded"
-"""The same where nothing of what its job trains counts."""
+"""State of a facility whose job goes on though its round has closed, and nothing of what it trains will count."""
 WAITS_FOR_LOGIN = "waiting for login"
 """State of a facility that refuses the login."""
 LINE_SECONDS = 60.0
@@ -64,7 +64,7 @@ class Progress:
     """Each facility's state with what its running job reports; its times are seconds since 1970."""
     wall: Callable[[], float] = time.time
     unit: Callable[[], str] = lambda: "tokens"
-    """Of speeds."""
+    """What the speeds count: tokens, or images."""
     problems: list[str] = field(default_factory=list)
     _told: dict[str, float] = field(default_factory=dict)
     """By facility: when its steps were last reported as a line."""

@@ -198,7 +198,10 @@ def read_queues(
 def rendered_queues(
     data: dict[str, Any], folder: Path, patience: dict[str, float] | None = None, *, ahead: Collection[str] = ()
 ) -> list[Queue]:
-    """The same of the content of a streamflow.yml in `folder`. `ahead`: facilities whose jobs may be there ahead."""
+    """The queues, and the hosts without one, of the content of a streamflow.yml in `folder`.
+
+    `ahead`: facilities whose jobs may be there ahead of their model. `patience`: see `read_queues`.
+    """
     deployments = data.get("deployments", {})
     federation = federation_of(next(iter(data.get("workflows", {})), ""))
     found = []

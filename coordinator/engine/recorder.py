@@ -22,7 +22,7 @@ from facility.exchange.errors import CrossFedError
 SILENT_SECONDS = 1800.0
 """A training job without a sign of life for so long is reported."""
 RENEW_SECONDS = 2.0
-"""Between two snapshots."""
+"""Time between two snapshots."""
 DIRECTORIES = ("model", "sent", "update")
 """Transfers worth a line; settings and the like are not."""
 

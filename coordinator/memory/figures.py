@@ -42,7 +42,7 @@ class ModelFigures:
 
     parameters: int
     bytes: int
-    """As stored."""
+    """Size of the tensors as stored."""
     vocabulary: int
     positions: int
     """Longest sequence; 0: unlimited."""

@@ -34,7 +34,7 @@ class Trained:
     model: ModelFigures
     training: TrainingSettings
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     device: str
     """cpu or cuda."""
 

@@ -54,7 +54,7 @@ class Device:
     slowdown: float = 1.0
     """Seconds here divided by seconds on the reference device."""
     slowdown_by_kind: dict[str, float] = field(default_factory=dict)
-    """The same for single kinds of unit; wins over `slowdown`."""
+    """`slowdown` of single kinds of unit, in its place."""
     price: float = 1.0
     """Device-hours that an hour of it counts as (the objective device_hours)."""
 

@@ -19,9 +19,9 @@ SIZE = {
     "mebibytes": 2.0**20,
     "gibibytes": 2.0**30,
 }
-"""To bytes."""
+"""Bytes in each unit of size."""
 TIME = {"seconds": 1.0, "s": 1.0, "ms": 1e-3, "milliseconds": 1e-3, "us": 1e-6, "microseconds": 1e-6}
-"""To seconds."""
+"""Seconds in each unit of time."""
 RATE = {
     "bytes_per_second": 1.0,
     "megabytes_per_second": 1e6,
@@ -29,7 +29,7 @@ RATE = {
     "mbit_per_s": 1e6 / 8,
     "gbit_per_s": 1e9 / 8,
 }
-"""To bytes per second."""
+"""Bytes per second in each unit of bandwidth."""
 
 
 def find(

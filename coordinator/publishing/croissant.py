@@ -14,7 +14,7 @@ TERMS = (
     "citeAs column extract field fileObject fileProperty fileSet format includes isLiveDataset jsonPath key md5 "
     "parentField path recordSet references regex repeated replace separator source subField transform"
 ).split()
-"""Of Croissant's own vocabulary."""
+"""Names that Croissant's own vocabulary defines."""
 CONTEXT = {
     "@language": "en",
     "@vocab": "https://schema.org/",

@@ -45,5 +45,5 @@ def bill_of_materials(
 
 
 def _normal(name: str) -> str:
-    """As PEP 503 says."""
+    """The name of a package in the normalised form of PEP 503."""
     return re.sub(r"[-_.]+", "-", name).lower()

@@ -37,7 +37,7 @@ class GateSummary:
     """Prepared ones, as the policy names them; empty for a gate of an earlier version."""
     nodes: int = 1
     hours: float = 0.0
-    """Of one job."""
+    """Most hours of one job; 0: the policy does not say."""
 
     def said(self) -> str:
         data = ", ".join(self.datasets) or "datasets that it does not tell"

@@ -80,7 +80,7 @@ class Install:
     """How the facility gets its Python packages."""
 
     arguments: tuple[str, ...]
-    """For facility/setup.sh."""
+    """Arguments of facility/setup.sh; none: nothing can be installed."""
     modules: tuple[str, ...] = ()
     bundle: bool = False
     """Send the packages: there is no internet."""

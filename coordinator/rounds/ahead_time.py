@@ -35,7 +35,7 @@ class Seen:
     runs: Sequence[float] = ()
     """At work, of each job."""
     worked: float = 0.0
-    """Of all jobs together."""
+    """Seconds that all jobs together were at work."""
     lost: float = 0.0
     """In which all jobs together waited for their models."""
 

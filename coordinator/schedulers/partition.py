@@ -23,7 +23,7 @@ class Partition:
     nodes: int = 0
     """0: not known; the same for the next three."""
     cores: int = 0
-    """Of one node."""
+    """Cores of one node; 0: not known."""
     gpus: int = 0
     """Of one node; 0: none."""
     hours: float = 0.0
@@ -53,7 +53,7 @@ class Wish:
     gpus: int = 0
     hours: float = 2.0
     environment: str = ""
-    """As in `Partition`."""
+    """Parallel environment, as `Partition` has it."""
 
     @property
     def clock(self) -> str:

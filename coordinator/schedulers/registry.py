@@ -21,7 +21,7 @@ GROUP = "crossfed.schedulers"
 
 @cache
 def schedulers() -> dict[str, Scheduler]:
-    """By name."""
+    """The schedulers by the name that `deployment.type` has."""
     found: dict[str, Scheduler] = {}
     for module in pkgutil.iter_modules(package.__path__):
         one = getattr(importlib.import_module(f"{package.__name__}.{module.name}"), "SCHEDULER", None)

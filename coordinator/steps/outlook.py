@@ -41,7 +41,7 @@ class Timed:
     fewest: int
     """With the longest of those waits."""
     most: int
-    """With the shortest."""
+    """Steps after the shortest of those waits."""
     seconds_per_step: float
     own_seconds: float
     """Of a job, beside training and its queue."""
@@ -91,7 +91,7 @@ class Outlook:
         return {name: one / sum(tokens.values()) for name, one in tokens.items()}
 
     def table(self) -> str:
-        """For people."""
+        """A table of the outlook for people."""
         width, weights = max(8, *(len(name) for name in self.facilities)), self.weights()
         heads = ("training.steps", "bounds", "expected", "seen waits", "node-hours a round", "weight")
         rows = [heads]

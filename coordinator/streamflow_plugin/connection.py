@@ -17,7 +17,7 @@ from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_setting
 from facility.exchange.core_dumps import leave_no_core
 
 CIPHERS = ["aes128-gcm@openssh.com", "aes256-ctr", "aes192-ctr", "aes128-ctr"]
-"""As StreamFlow asks for."""
+"""Ciphers that StreamFlow asks for, in its order."""
 ALIVE_SECONDS = 30.0
 """Between two questions whether a connection that carries nothing still lives: firewalls forget those that are idle
 for some minutes, and tell neither side."""

@@ -13,7 +13,7 @@ from typing import Any
 from streamflow.cwl.utils import LoadListing
 
 PARAMETERS = ["context", "connector", "cwl_version", "location", "token_value", "load_contents", "load_listing"]
-"""Of `streamflow.cwl.utils.update_file_token`."""
+"""Parameters that `streamflow.cwl.utils.update_file_token` is known to have."""
 
 
 def unlisted(original: Any) -> Any:

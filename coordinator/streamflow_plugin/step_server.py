@@ -33,7 +33,7 @@ from typing import Any
 from coordinator.streamflow_plugin.names import STEP_SERVER
 
 MOST_BYTES = 1 << 17
-"""Of a request."""
+"""Most bytes of a request."""
 
 
 class StepServer:

@@ -99,7 +99,7 @@ WORDS: Mapping[str, TaskWords] = {
     ),
     OWN: TaskWords(unit="tokens", each="prediction", metric="loss"),
 }
-"""By task."""
+"""What is said of each task."""
 KNOWN = (*get_args(Task), OWN)
 
 

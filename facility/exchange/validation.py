@@ -39,7 +39,7 @@ NonNegative = Annotated[N, Ge(0)]
 Share = Annotated[float, Gt(0), Le(1)]
 """More than nothing, at most all."""
 ShareOrNone = Annotated[float, Ge(0), Le(1)]
-"""From nothing to all."""
+"""A share from 0 to 1, both included."""
 CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
 CALLS = ("missing", "unexpected_keyword_argument")
 RANGES = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")

@@ -25,7 +25,7 @@ from facility.gating.session import Session
 OUTPUT_BYTES = 1 << 16
 SECONDS = 120
 GRACE_SECONDS = 20
-"""Between SIGTERM and SIGKILL."""
+"""Time from SIGTERM to SIGKILL."""
 SPARE_SECONDS = 5.0
 """By which a gate is earlier to end what runs on its host."""
 UNANSWERED = 124

@@ -55,7 +55,7 @@ class Limits:
     save: float = 120.0
     """From a SIGTERM or SIGINT that we were sent, and passed on, to SIGKILL."""
     total: float = 0.0
-    """For the whole run."""
+    """How long the whole run may take."""
     silence: float = 0.0
     """Without a word from any rank."""
 

@@ -34,7 +34,7 @@ class LayerSettings:
     samples: tuple[int, ...] = (1, 2)
     """Micro-batch sizes."""
     dtype: torch.dtype = torch.float32
-    """Of forward and backward."""
+    """Dtype of forward and backward."""
     warmup: int = 2
     repeats: int = 5
     cpu_seconds: bool = False

@@ -74,7 +74,7 @@ class MeasuredDevice:
     """Stable: host, device kind and local index."""
     site: str
     name: str
-    """Of the hardware."""
+    """Name of the hardware."""
     memory_bytes: float
     """Free for the model."""
     times: tuple[UnitTimes, ...]

@@ -1,4 +1,4 @@
-"""The same links for users with root: a `tc` script for one host (Linux traffic control, htb and netem)."""
+"""Emulated links for users with root: a `tc` script for one host (Linux traffic control, htb and netem)."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Conversation:
     rejected: list[Message] = field(default_factory=list)
     """Preferences only: the messages with the answer that was rejected."""
     rejected_texts: tuple[str, str] | None = None
-    """The same as plain texts."""
+    """Prompt and rejected completion as plain texts, where the record holds those and not messages."""
 
     @property
     def other(self) -> Conversation:

@@ -22,7 +22,7 @@ class AnswerPairs:
 
     tail_tokens = 0
     why_dropped = "bear no loss, or have two equal answers,"
-    """Of `dropped`, for messages."""
+    """Why documents count as `dropped`, for messages."""
 
     def __init__(self, directory: Path, split: str, block_tokens: int, *, filler: int) -> None:
         self._ids = RowWriter(directory / f"{split}.npy", block_tokens)

@@ -32,7 +32,7 @@ from facility.exchange.files.owners import not_ours
 from facility.exchange.json_values import values_in
 
 SAVE_SECONDS = 20.0
-"""Between two states."""
+"""Time between two saved states."""
 STATE = "state.json"
 
 

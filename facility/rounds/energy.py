@@ -97,7 +97,7 @@ class Meter:
         self.own_alone = tasks.local_tasks > 1 and 0 < seen < (given or tasks.local_tasks)
         """Does each task see its own GPUs alone? Then this one cannot speak for those of the node."""
         self.gpus = given or (tasks.local_tasks if self.own_alone else seen)
-        """Of this node."""
+        """GPUs of this node that the job uses."""
 
     def tell(self, notes: Notes) -> None:
         """Leave this node's gain for the first task."""

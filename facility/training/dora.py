@@ -23,7 +23,7 @@ class Adapted:
     """The weight that a magnitude belongs to."""
 
     name: str
-    """In the base."""
+    """Name of the weight in the base model."""
     shape: tuple[int, ...]
     transposed: bool
     """Inputs by outputs (GPT-2's Conv1D), not outputs by inputs."""

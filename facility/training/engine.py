@@ -32,7 +32,7 @@ class StepResult:
     loss: float
     """Mean over the predictions of the batch, nats."""
     gradient_norm: float
-    """Before clipping."""
+    """Norm of all gradients before clipping."""
     predictions: int
     rate: float
     """Learning rate."""

@@ -35,7 +35,7 @@ class RoundRequest:
     out: Path
     """The update; must not exist."""
     job_directory: Path
-    """Where `progress.json` goes."""
+    """Directory that `progress.json` is written to."""
     state: Path
     """What this facility keeps between rounds."""
     unsent: Path | None

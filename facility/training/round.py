@@ -84,7 +84,7 @@ class Round:
         self.writes = setup.layout.grid.place(ranks.rank)[0] == 0
         """True on the ranks of the first replica, which writes what all replicas agree on."""
         self.drift: DriftCorrection | None = None
-        """Of `drift_correction`; None: off."""
+        """What moves every step by `drift_correction`; None: it is off."""
         self.times = Times()
         self.step_ends: list[float] = []
         """When each step of this start ended (time.perf_counter)."""

@@ -59,7 +59,7 @@ class Loadable(Protocol):
 
     @property
     def name(self) -> str:
-        """In the checkpoint."""
+        """Name of the tensor in the checkpoint."""
 
     def filling(self) -> AbstractContextManager[LocalShard]:
         """Memory to fill; the values are taken over at the end of the block."""

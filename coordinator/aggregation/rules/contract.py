@@ -32,7 +32,7 @@ TensorCoefficients = Callable[[str], Sequence[float] | None]
 INNER_PRODUCTS = "inner_products"
 """The inner products of all pairs of steps, from a first pass over the updates."""
 TENSOR_PRODUCTS = "tensor_products"
-"""The same for every tensor by itself."""
+"""The inner products of all pairs of steps, for every tensor by itself, from a first pass over the updates."""
 HISTOGRAMS = "histograms"
 """A histogram of each update's magnitudes (`facility.exchange.checkpoints.magnitudes`), from a first pass."""
 MOMENTUM = "momentum"
@@ -113,7 +113,7 @@ class Plan:
     """How the steps of a round become one."""
 
     coefficients: list[float] | None = None
-    """Of a weighted sum."""
+    """The step is the sum of the updates' steps times these."""
     tensor_coefficients: TensorCoefficients | None = None
     """Of weighted sums that are not the same for every tensor, in place of `coefficients`."""
     combine: Combine | None = None

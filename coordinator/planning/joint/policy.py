@@ -20,7 +20,7 @@ from facility.exchange.messages.sync import SyncSettings
 LEAST_GAIN = 0.1
 """Share of updates a second that a policy must add."""
 STEPS = 40
-"""Of each replica, simulated."""
+"""Steps of each replica that are simulated."""
 DRAWS = 200_000
 """Computations of one replica that may stall, over its unlike steps: fewer of these where each is long."""
 

@@ -28,7 +28,7 @@ class Rung(NamedTuple):
     shapes: int
     """Most shapes that are annealed."""
     steps: int
-    """Of each chain."""
+    """Annealing steps of each chain."""
     chains: int
     until: float
     """Share of the time after which only the best shape is annealed."""

@@ -40,7 +40,7 @@ class Flows:
     targets: NDArray[np.int64]
     """[chain, leg]"""
     bytes: float
-    """Of each leg."""
+    """Bytes of each leg."""
     steps: int = 1
 
     def sent(self, layout: Layout) -> NDArray[np.float64]:

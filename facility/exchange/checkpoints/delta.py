@@ -64,7 +64,7 @@ class Encoded:
     """What encoding did."""
 
     message_bytes: int
-    """Of the tensor file."""
+    """Bytes of the message's tensor file."""
     parameters: int
     """Elements of all floating-point tensors, sent or not."""
     unchanged: int

@@ -40,7 +40,7 @@ def text_part(config: Mapping[str, Any]) -> Any:
 
 
 def checked_text_part(config: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """The same of the `config.json` of `directory`. Raises `CheckpointError` where it is no object."""
+    """`text_part` of the `config.json` of `directory`. Raises `CheckpointError` where it is not an object."""
     part = text_part(config)
     if not isinstance(part, dict):
         raise CheckpointError(f"{directory / CONFIG}: its text_config is a {type(part).__name__}, expected an object")

@@ -105,7 +105,7 @@ class Moment:
     name: str
     form: str
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter, which the moment need not have."""
 
     @property
     def rows(self) -> int:

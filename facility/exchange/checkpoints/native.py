@@ -49,7 +49,7 @@ class BlockLayout(NamedTuple):
     """Values of one scale."""
     scale_bytes: int
     values: int
-    """Of one item."""
+    """Values that one item holds."""
     item_bytes: int = 1
 
 

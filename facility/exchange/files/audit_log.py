@@ -82,7 +82,7 @@ class Verdict:
     reason: str = ""
 
     def sentence(self, file: Path) -> str:
-        """For a person."""
+        """The verdict on `file` as a sentence."""
         if self.broken:
             return f"{file}: line {self.broken} is broken: {self.reason}; {self.lines} lines before it are sound"
         return f"{file}: {self.lines} lines, unbroken; the head is {self.head}"

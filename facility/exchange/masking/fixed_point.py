@@ -29,7 +29,7 @@ class FixedPoint:
     clip: float
     """Largest magnitude of a step's value that is sent."""
     scale: float
-    """Of one unit."""
+    """What one unit of the whole numbers stands for."""
 
     def encode(self, step: Array, weight: float, rest: Array, out: Array | None = None) -> Array:
         """The whole numbers of a step (contiguous float32), modulo 2^bits; `rest` becomes what they leave of it.

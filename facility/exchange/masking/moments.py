@@ -49,7 +49,7 @@ class Place:
     """Where a parameter's second moments lie."""
 
     shape: tuple[int, ...]
-    """Of the parameter."""
+    """Shape of the parameter."""
     start: int
     """First element in the streams."""
 

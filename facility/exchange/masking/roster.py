@@ -154,7 +154,7 @@ class Roster:
 
     agreement: Agreement
     keys: dict[str, Keys]
-    """By facility, sorted."""
+    """Each facility's keys, sorted by name."""
     digest: str
     """Of all of it, and of what the settings of secure aggregation have in common everywhere."""
 

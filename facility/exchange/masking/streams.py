@@ -45,7 +45,7 @@ class MaskBuffer:
         self._space = np.empty((rows, elements + BLOCK), UNSIGNED[bits])
         self._rows = [row.data.cast("B") for row in self._space]
         self._streams: dict[bytes, KeyStream] = {}
-        """By seed."""
+        """Streams that have begun, by their seed."""
 
     def read(self, seed: bytes, start: int, count: int) -> Array:
         """Elements `start` to `start + count` of the stream; the array is overwritten by the next call."""

@@ -59,7 +59,7 @@ ALIKE_LORA = (
     "modules_to_save",
     "base_sha256",
 )
-"""The same of `training.lora`."""
+"""Fields of `training.lora` that are equal at all facilities of secure aggregation."""
 ALIKE_SYNC = (
     "policy",
     "parameters",
@@ -71,9 +71,9 @@ ALIKE_SYNC = (
     "step",
     "progress",
 )
-"""The same of `training.sync`."""
+"""Fields of `training.sync` that are equal at all facilities of secure aggregation."""
 ALIKE_PREFERENCE = ("beta", "label_smoothing")
-"""The same of `training.preference`."""
+"""Fields of `training.preference` that are equal at all facilities of secure aggregation."""
 MOST_RATIO = 16
 """No facility trains on more than so many times the sequences of another in a round."""
 MOST_STEPS_RATIO = 4

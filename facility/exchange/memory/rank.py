@@ -21,11 +21,11 @@ class RankLayout:
     stages: int = 1
     schedule: str = "1f1b"
     micro_batches: int = 1
-    """Of one optimizer step."""
+    """Micro-batches of one optimizer step."""
     sequences: int
-    """Of one micro-batch."""
+    """Sequences of one micro-batch."""
     tokens: int
-    """Of one sequence."""
+    """Tokens of one sequence."""
     shards: int = 1
     """Ranks that share what it holds."""
     sharded: bool = False

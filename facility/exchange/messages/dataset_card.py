@@ -17,7 +17,7 @@ from facility.exchange.task_words import KNOWN
 DATASET = "dataset"
 """Key in a manifest's `extra`."""
 SPLITS = ("train", "validation")
-"""Of every dataset."""
+"""The splits of every dataset."""
 
 
 @dataclass(frozen=True, kw_only=True)

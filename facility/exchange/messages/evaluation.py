@@ -20,7 +20,7 @@ SCORES = "scores"
 VALIDATION = "validation"
 """Stands for a facility's own validation data where scores of tasks are listed; no task has this name."""
 HELD_OUT = "held-out data"
-"""The same for data that no facility trains on."""
+"""Stands for data that no facility trains on where scores of tasks are listed; no task has this name."""
 OF_DATA = (VALIDATION, HELD_OUT)
 ACCURACY = "accuracy"
 """What is told of models on such data, where they classify."""

@@ -12,7 +12,7 @@ from facility.exchange.messages.report import Report
 KEY = "training_losses"
 """In `details`: pairs of a step, counted from 1, and the mean loss of the steps since the pair before."""
 MOST_POINTS = 40
-"""Of a round."""
+"""Most pairs that a round's curve has."""
 
 Curve = list[tuple[int, float]]
 

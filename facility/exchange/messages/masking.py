@@ -11,7 +11,7 @@ from facility.exchange.text import Line, Name
 from facility.exchange.validation import NonNegative, Positive, Share, validated
 
 ENCODING = "masked"
-"""In an update's manifest."""
+"""What the manifest of a masked update says as its encoding."""
 DETAILS = "masking"
 """In a masked update's `extra`: bits, roster, clip_norm, adapters, and the limits of second moments."""
 

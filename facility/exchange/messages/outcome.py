@@ -12,7 +12,7 @@ from enum import IntEnum
 WARNING = (signal.SIGUSR1, signal.SIGUSR2)
 """By which a scheduler says that a job's end is near: Slurm's `--signal=USR1@300`, grid engine's `-notify` (USR2)."""
 ENDING = (signal.SIGTERM, *WARNING)
-"""The same, or that it is now."""
+"""Signals by which a scheduler says that a job's end is near, or that it is now."""
 
 
 class Outcome(IntEnum):

@@ -9,6 +9,6 @@ MOST_COUNT = 10**15
 MOST_LOSS = 1e4
 """Nats per token; a guess at random among 10^9 tokens has 21."""
 MOST_NODES = 1_000_000
-"""Of one job."""
+"""Most nodes that a job may claim."""
 MOST_JOULES = 1e15
 """Of one job; Slurm writes 2^64 - 2 for what it does not know."""

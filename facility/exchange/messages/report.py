@@ -64,7 +64,7 @@ class Report:
     loss_received: float
     """Mean validation loss (nats per predicted token) of the model as received."""
     loss_returned: float
-    """The same of the model as returned (after rounding to the export dtype where possible)."""
+    """Mean validation loss of the model as returned (after rounding to the export dtype where possible)."""
     perplexity_received: float
     perplexity_returned: float
     training_loss: float

@@ -35,7 +35,7 @@ from facility.exchange.validation import (
 
 FORMAT = 1
 MOST_BYTES = 8 << 20
-"""Of a settings file."""
+"""Most bytes of a settings file."""
 T = TypeVar("T")
 Decay = Annotated[float, Ge(0), Lt(1)]
 SPARSE_DENSITY = 0.75

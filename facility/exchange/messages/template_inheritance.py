@@ -23,7 +23,7 @@ SYNTAX = re.compile(r"\{[{%#]")
 PLACEHOLDER = re.compile(r"<([a-z][a-z0-9_]*)>")
 SHORT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 MOST_BYTES = 1 << 20
-"""Of a template."""
+"""Most bytes of a template."""
 
 
 def shipped_templates() -> dict[str, Path]:

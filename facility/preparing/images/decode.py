@@ -44,7 +44,7 @@ class ImageLimits:
     """What is decoded at most."""
 
     bytes: int = 64 << 20
-    """Of an encoded image."""
+    """Most bytes of an encoded image."""
     pixels: int = 50_000_000
     """Of a decoded one: 150 MB in colour."""
 

@@ -37,9 +37,9 @@ class SchedulerPlan:
     positions: int
     """Ranks of each replica."""
     steps: int
-    """Of each replica."""
+    """Steps that each replica makes."""
     address: str
-    """On which it listens."""
+    """Address that the scheduler listens on."""
     log: Path | None
     """Directory for `groups.jsonl` and `trace.json`; None: no files."""
 

@@ -21,7 +21,7 @@ LENGTH = 24
 LEAK = {"float32": 1e-5, "bfloat16": 2e-3, "float16": 1e-3}
 """Share of a document's loss that rounding may change where only the document before it is another."""
 ALONE = {"float32": 1e-4, "bfloat16": 1e-2, "float16": 5e-3}
-"""The same where the block is another."""
+"""Share of a document's loss that rounding may change where the whole block is another."""
 WAYS = {
     "chat": "prepare the dataset with --documents padded (one document a block) or joined",
     "causal-lm": "prepare the dataset with --documents joined",

@@ -47,7 +47,7 @@ class Layout:
         return (self.grid.shards > 1 or (self.replicas_in_mesh and self.grid.replicas > 1)) and not self.copies
 
     def to_json(self) -> dict[str, Any]:
-        """For the report."""
+        """What the report says of the layout."""
         return {
             "replicas": self.grid.replicas,
             "stages": self.grid.stages,

@@ -22,7 +22,7 @@ class ModelStructure:
     before: tuple[str, ...]
     """Modules with parameters of their own that run before the first block."""
     after: tuple[str, ...]
-    """The same after the last block, or never."""
+    """Modules with parameters of their own that run after the last block, or never."""
     tuple_length: int
     """Items of the tuple that a block returns, the activation first; 0: it returns the activation alone."""
     hidden: int

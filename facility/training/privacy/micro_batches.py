@@ -12,7 +12,7 @@ from facility.training.parallel.arrange import Layout
 GRADIENT_BYTES = 256 << 20
 """Gradients of one micro-batch's rows, where `training.micro_batch_sequences` does not say how many rows it has."""
 MOST_ROWS = 32
-"""Of one micro-batch then."""
+"""Most rows of a micro-batch of a size that is not given."""
 
 
 def rows_of(asked: int, trained: int) -> int:

@@ -120,7 +120,7 @@ def marked_pieces(dataset: PreparedDataset, split: str) -> np.ndarray:
 
 
 def stream_pieces(dataset: PreparedDataset, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """The same of documents that were cut from one stream, and the number of each piece's document.
+    """(block, first, end, bears loss) of every piece of documents cut from one stream, and each piece's document.
 
     A document is put together across blocks, then cut at multiples of a block's length from its own beginning: what its
     pieces are depends on no other document. So `end` may lie in the next block.
