@@ -208,13 +208,13 @@ class PreparedDataset:
 
     @property
     def hides_rests(self) -> bool:
-        """Plain text kept apart: is it unknown whether a block begins with a document or with the rest of one?"""
+        """Plain text kept apart: true if it is unknown whether a block begins with a document or the rest of one."""
         stream = self.manifest.task == "causal-lm" and self.manifest.documents == "separate"
         return stream and not all(split.rests_marked for split in self.manifest.splits.values())
 
     @property
     def marked(self) -> bool:
-        """Does the dataset say which tokens bear loss and where documents begin?"""
+        """True if the dataset says which tokens bear loss and where documents begin."""
         return self.manifest.task in ("chat", "preference") or self.manifest.documents != "joined"
 
     def marks(self, name: str) -> numpy.memmap:

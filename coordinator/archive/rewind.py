@@ -154,7 +154,7 @@ def tell_rewinds(archive: Archive, base: Path, *directories: Path | None) -> Non
 
 
 def stateless(archive: Archive, to: int) -> bool:
-    """Does round `to` start from a model whose float32 master and server optimizer's tensors are gone?
+    """True if round `to` starts from a model whose float32 master and server optimizer's tensors are gone.
 
     The archive keeps those of the newest round. Without them the master is the half-precision model itself, and the
     server optimizer starts afresh.

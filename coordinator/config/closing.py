@@ -53,7 +53,7 @@ class ClosingSettings:
 
 
 def carries(closing: ClosingSettings | None) -> bool:
-    """Are updates averaged in a later round than they were made for?"""
+    """True if updates are averaged in a later round than they were made for."""
     return closing is not None and closing.late == "carry"
 
 

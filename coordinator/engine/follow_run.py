@@ -56,8 +56,8 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
 
 
 class Renewed:
-    """Is the run of each snapshot that is shown still alive? One that no new snapshot follows for `STALE_SECONDS` of
-    this process is not, whatever its time says: where the clock was set back, that of a killed run lies ahead."""
+    """Tells of each snapshot that is shown whether its run is still alive. One that no new snapshot follows for
+    `STALE_SECONDS` of this process is not, whatever its time: after a clock was set back, a killed run's lies ahead."""
 
     def __init__(self) -> None:
         self._time, self._since = 0.0, 0.0

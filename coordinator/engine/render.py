@@ -240,7 +240,7 @@ def facility_settings(federation: Federation, facility: Facility) -> str:
 
 
 def _states_norms(federation: Federation, facility: Facility) -> bool:
-    """Does the norm of a facility's step save the coordinator a reading of its update?"""
+    """True if the norm of a facility's step saves the coordinator a reading of its update."""
     read_as_sent = facility.training.encoding == "full" or averages_encoded(federation)
     return read_as_sent and not federation.masks and norms_suffice(federation.aggregation, len(federation.facilities))
 

@@ -28,7 +28,7 @@ class Stop:
         return 0.0 if self.interrupted else max(0.0, self.seconds - self.used)
 
     def __call__(self, iteration: int = 0) -> bool:
-        """Is it time to end, `iteration` iterations done?"""
+        """True if it is time to end after `iteration` iterations."""
         return self.left <= 0 or (self.iterations is not None and iteration >= self.iterations)
 
     def part(self, share: float) -> Stop:

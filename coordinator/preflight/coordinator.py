@@ -177,7 +177,7 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:
-    """Is there room for what the archive and the work directory will hold, beyond what they hold now?"""
+    """A row on the room for what the archive and the work directory will hold, beyond what they hold now."""
     archive, work = _existing(federation.archive_path), _existing(federation.workdir_path)
     need = coordinator_disk(
         model,

@@ -36,7 +36,7 @@ def check_memory(
     template: str,
     plan: Plan | None = None,
 ) -> Row:
-    """Does the training fit, and on how many GPUs? `plan`: the facility's, where it can be read here."""
+    """A row on whether the training fits, and on how many GPUs. `plan`: the facility's, where it can be read here."""
     nodes, gpus = wanted_nodes(deployment, template)
     ranks = nodes * gpus or facility.training.ranks
     training = facility.training

@@ -217,7 +217,7 @@ def _what(answer: dict[str, Any]) -> str:
 
 
 def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
-    """Has the model's head the dataset's classes, in its order? A row where not; a head without names takes any."""
+    """A row where the model's head does not have the dataset's classes in its order; a head without names takes any."""
     if not model or not answer.get("classes"):
         return []
     labels, count = list(model.labels), answer["classes"]
@@ -238,7 +238,7 @@ def _some(names: list[str]) -> str:
 
 
 def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
-    """Was the dataset tokenised, or were its images sized and scaled, as the model expects? A row where not."""
+    """A row where the dataset was not tokenised, or its images not sized and scaled, as the model expects."""
     if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
         found = (
             f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: "
@@ -262,7 +262,7 @@ def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) ->
 
 
 def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
-    """Are the blocks short enough for the model, and enough for a batch and validation? A row for each that fails."""
+    """A row for blocks too long for the model, and for too few of them for a batch or for validation."""
     blocks, batch = answer["blocks"], facility.training.batch_sequences
     rows = []
     if model and model.positions and answer["block_tokens"] > model.positions:

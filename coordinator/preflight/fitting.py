@@ -90,7 +90,7 @@ def task_here(federation: Federation, facility: Facility) -> Task | None:
 
 
 def _names(path: Path, task: Task | None) -> tuple[Row, Any]:
-    """Does every parameter of the model that a job builds get its values from some stored tensor?
+    """A row on whether every parameter of the model that a job builds gets its values from some stored tensor.
 
     And that model on the meta device; None where it does not fit, could not be built, or is not known.
     """

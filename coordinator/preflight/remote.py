@@ -200,7 +200,7 @@ def _left_to_agent(key: Path) -> bool:
 
 
 def check_connection(name: str, deployment: Deployment) -> Row:
-    """Can the facility be reached, is it the right host, and does it let us in?"""
+    """A row on whether the facility can be reached, is the right host, and lets us in."""
     if not deployment.host:
         return ok(name, "connection", "this machine")
     key = Path(deployment.key).expanduser() if deployment.key else None

@@ -22,7 +22,7 @@ class Runtime:
     transport: Transport = "streaming"
     """`streaming`: messages overlap computation; `blocking`: as torch.distributed.pipelining sends them."""
     overlap: bool = True
-    """Do gradients travel between replicas while the last backward goes on? The trainer's go after it."""
+    """True if gradients travel between replicas while the last backward goes on; the trainer's go after it."""
     pass_seconds: float = 0.0
     """Of a stage's forward or backward of one micro-batch, whatever it holds: the schedule, its messages."""
     replica_forward_seconds: float = 0.0

@@ -177,7 +177,7 @@ def renewed_by(round: Commit) -> Renewed:
 
 
 def counts_work(round: Commit) -> bool:
-    """Do updates count what was done for them, and that differs from round to round?"""
+    """True if updates count by what was done for them, and that differs from round to round."""
     return round.settings.even is not None and round.settings.aggregation.weights in ("tokens", "samples")
 
 

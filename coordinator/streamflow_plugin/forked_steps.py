@@ -72,7 +72,7 @@ def step_of_command(
 
 
 def is_this_python(path: str) -> bool:
-    """Is `python3` there of the environment that runs the engine? A link may lead to it, as to one on a larger disk."""
+    """True if `python3` there is of the environment that runs the engine, perhaps by a link, as to a larger disk."""
     found = shutil.which("python3", path=path)
     return found is not None and Path(found).parent.resolve() == Path(sys.executable).parent.resolve()
 

@@ -104,7 +104,7 @@ class TellingLocalConnector(LocalConnector):
 
 
 def working_in(directory: str) -> bool:
-    """Is that the working directory of a living process of this user?"""
+    """True if that is the working directory of a living process of this user."""
     for link in Path("/proc").glob("[0-9]*/cwd"):
         try:
             if os.readlink(link) == directory:

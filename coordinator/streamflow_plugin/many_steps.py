@@ -141,6 +141,6 @@ def install() -> None:
 
 
 def _calls(function: Any, *texts: str) -> bool:
-    """Is each of these in the function's source exactly once?"""
+    """True if each of these is in the function's source exactly once."""
     source = inspect.getsource(function)
     return all(source.count(text) == 1 for text in texts)

@@ -47,7 +47,7 @@ REFUSED = "refused-"
 
 T = TypeVar("T")
 may_be_repeated: ContextVar[bool] = ContextVar("may_be_repeated", default=True)
-"""May a command whose answer was lost be given again? Not a submission: the job may be in the queue."""
+"""True where a command whose answer was lost may be given again; not a submission: the job may be in the queue."""
 
 
 class ConnectionBroke(WorkflowExecutionException):

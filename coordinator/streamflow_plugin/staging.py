@@ -124,7 +124,7 @@ class Staged:
         return self.step.workflow.context.scheduler.get_locations(self.job.name)
 
     async def holds(self, path: str) -> bool:
-        """Is there such a directory at the facility?"""
+        """True if there is such a directory at the facility."""
         return bool(await StreamFlowPath(path, context=self.step.workflow.context, location=self.locations[0]).is_dir())
 
     async def settle(self, directory: str) -> None:

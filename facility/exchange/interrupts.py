@@ -17,8 +17,10 @@ _before = sys.excepthook
 
 
 def is_command(name: str) -> bool:
-    """Is `sys.argv[0]`, as our packages are imported, that of one of our own commands? `-m` stands there while Python
-    looks for the module to run; another's script has its own path there."""
+    """True if `name`, `sys.argv[0]` as our packages are imported, is of one of our own commands.
+
+    `-m` stands there while Python looks for the module to run; another's script has its own path there.
+    """
     return name == "-m" or name.replace("\\", "/").rpartition("/")[2] in (COMMAND, f"{COMMAND}.exe")
 
 

@@ -30,9 +30,9 @@ class TaskWords:
     metric: str
     """What is shown of a validation loss."""
     exponential: bool = False
-    """Is exp(loss) shown?"""
+    """True if exp(loss) is shown."""
     by_row: bool = False
-    """Are rows of the dataset counted, and not their tokens?"""
+    """True if rows of the dataset are counted, and not their tokens."""
     live_unit: str = "tokens"
     """Unit of a running job's speed, which is reported before its rows are counted."""
     hub_task: str = "text-generation"

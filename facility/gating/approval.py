@@ -137,8 +137,8 @@ def check_asked(session: Session, settings: FacilitySettings, module: str, datas
 
 
 def test_settings(session: Session, request: Request) -> int:
-    """Would the policy allow a round with the settings that come on standard input? No model is looked at, nothing is
-    kept and nothing trained."""
+    """Print whether the policy would allow a round with the settings on standard input; returns the exit code. No model
+    is looked at, nothing is kept and nothing trained."""
     with settings_copy(session) as copy:
         copy.write(sys.stdin.buffer.read(SETTINGS_BYTES + 1))
         settings = copy.read(session)

@@ -226,7 +226,7 @@ def scratch(session: Session) -> Path:
 
 
 def test_job(session: Session, request: Request) -> int:
-    """Would the queue take the site's template? Submits nothing."""
+    """Print whether the queue would take the site's template; returns the exit code. Submits nothing."""
     policy = session.policy
     if policy.scheduler == "ssh":
         print("no queue")

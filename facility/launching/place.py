@@ -69,7 +69,7 @@ class Tasks:
 
     @property
     def first(self) -> bool:
-        """Does this task report for the job?"""
+        """True if this task reports for the job."""
         return self.task == 0
 
 

@@ -170,7 +170,7 @@ class Request(AnyRequest):
 
     @property
     def apart(self) -> bool:
-        """Does no document share its context with another?"""
+        """True if no document shares its context with another."""
         return self.sharing != "joined" or self.task == "classification"
 
 
@@ -323,7 +323,7 @@ def _check_length(request: Request, tokenizer: Any) -> None:
 
 
 def begins_texts(tokenizer: Any) -> bool:
-    """Does the tokenizer put its bos token before a text, where it is asked for its own special tokens?"""
+    """True if the tokenizer puts its bos token before a text, where it is asked for its own special tokens."""
     begin = tokenizer.bos_token_id
     return begin is not None and tokenizer("a")["input_ids"][:1] == [begin]
 

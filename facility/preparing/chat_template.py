@@ -66,7 +66,7 @@ class ChatTemplate:
     with_tools: str = ""
     """Jinja of conversations with tools, where the tokenizer has one of its own for them (`tool_use`)."""
     in_parts: bool = False
-    """Is the content of a message a list of parts?"""
+    """True if the content of a message is a list of parts."""
 
     @property
     def sha256(self) -> str:
@@ -141,7 +141,7 @@ class ChatTemplate:
             )
 
     def _gives(self, messages: list[Message], tools: list[Any] | None, text: str) -> bool:
-        """Are these messages rendered as this text?"""
+        """True if these messages are rendered as this text."""
         try:
             return self.render(messages, tools) == text
         except DatasetError:
@@ -159,7 +159,7 @@ class ChatTemplate:
                     )
 
     def _marks_just(self, messages: list[Message], wanted: list[int]) -> bool:
-        """Are all answers wanted? A template's marks are not attributed to messages."""
+        """True if all answers are wanted; a template's marks are not attributed to messages."""
         return wanted == [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
     def _answer(self, text: str, messages: list[Message], tools: list[Any] | None, number: int) -> tuple[int, int]:

@@ -204,7 +204,7 @@ def hand_out(job: Job, received: Manifest, model: Path, alone: Alone) -> None:
 
 
 def is_adapter(model: Path) -> bool:
-    """Are these adapters without the model below them?"""
+    """True if these are adapters without the model below them."""
     return (model / ADAPTER).is_file() and not (model / SINGLE).exists() and not (model / INDEX).exists()
 
 

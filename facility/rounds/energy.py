@@ -95,7 +95,7 @@ class Meter:
         self.first = self._read()
         given, seen = tasks.devices_per_node or tasks.devices_here, len(self.first.counters.get("nvml", {}))
         self.own_alone = tasks.local_tasks > 1 and 0 < seen < (given or tasks.local_tasks)
-        """Does each task see its own GPUs alone? Then this one cannot speak for those of the node."""
+        """True if each task sees its own GPUs alone: then this one cannot speak for those of the node."""
         self.gpus = given or (tasks.local_tasks if self.own_alone else seen)
         """GPUs of this node that the job uses."""
 

@@ -58,12 +58,12 @@ class Job:
 
     @property
     def masks(self) -> bool:
-        """Does the update leave masked?"""
+        """True if the update leaves masked."""
         return self.settings.masking is not None and self.round < self.settings.rounds
 
     @property
     def hides(self) -> bool:
-        """Do the weights that this job trains stay out of its directory, which the coordinator reads?"""
+        """True if the weights that this job trains stay out of its directory, which the coordinator reads."""
         return self.masks or self.settings.masking is not None and self.kind == ALONE
 
     @property
@@ -82,21 +82,21 @@ class Job:
 
     @property
     def built_in(self) -> bool:
-        """Is the trainer CrossFed's own?"""
+        """True if the trainer is CrossFed's own."""
         return (self.arguments.module or self.settings.trainer.module) == BUILT_IN
 
     @property
     def writes_messages(self) -> bool:
-        """May the trainer write its update as a message at once? CrossFed's own does, in a round that takes steps,
-        where nothing is to be taken out of the update, or masked, before it is encoded."""
+        """True if the trainer may write its update as a message at once: CrossFed's own does, in a round that takes
+        steps, where nothing is to be taken out of the update, or masked, before it is encoded."""
         encoding = self.settings.training.encoding
         encoded = encoding != FULL and self.round < self.settings.rounds
         return self.built_in and encoded and not self.personal.any and self.settings.masking is None
 
     @property
     def masks_from_memory(self) -> bool:
-        """May the trainer mask its update as it writes it? CrossFed's own does, where nothing is to be taken out of
-        the update before, and nobody needs it whole afterwards."""
+        """True if the trainer may mask its update as it writes it: CrossFed's own does, where nothing is taken out of the
+        update before, and nobody needs it whole afterwards."""
         whole = self.personal.any or self.settings.evaluation.own_models or self.settings.norms_of_whole
         return self.masks and self.built_in and not whole and self.settings.training.encoding == FULL
 

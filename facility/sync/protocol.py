@@ -40,7 +40,7 @@ class ReplicaRank:
 
     @property
     def chief(self) -> bool:
-        """Does this rank host the scheduler?"""
+        """True if this rank hosts the scheduler."""
         return self.replica == 0 and self.position == 0
 
 
@@ -48,7 +48,7 @@ class Synchroniser(Protocol):
     """A policy at work on one rank."""
 
     def wants_more(self) -> bool:
-        """Is another step wanted of this replica? The same answer on every rank of the replica."""
+        """True if another step is wanted of this replica; the same on every rank of the replica."""
 
     @property
     def remaining(self) -> int | None:
@@ -75,7 +75,7 @@ class Synchroniser(Protocol):
 
     @property
     def pausing(self) -> bool:
-        """Is this replica to make no further step for now? The same answer on every rank of the replica."""
+        """True once a pause of this replica is pending; the same on every rank of the replica."""
 
     @property
     def members(self) -> tuple[int, ...]:

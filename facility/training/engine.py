@@ -59,7 +59,7 @@ class Engine:
         self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []
         _, row, _ = layout.grid.place(ranks.rank)
         self.counts = row == 0
-        """Does this rank count its predictions? The other stages of its pipeline read the same."""
+        """True if this rank counts its predictions; the other stages of its pipeline read the same."""
         self.together = layout.grid.replicas == 1 or layout.replicas_in_mesh
         """True if replicas step in lockstep on a shared batch, False if a policy of `facility.sync` joins them."""
         self.scale = LossScale(adapts=settings.compute_dtype == "float16")
@@ -82,7 +82,7 @@ class Engine:
         return total.tolist()
 
     def agree_to_stop(self, wanted: bool) -> bool:
-        """Does any rank of this replica want to stop? The same answer on each."""
+        """True if any rank of this replica wants to stop; the same on each."""
         return self._sum(float(wanted))[0] > 0
 
     def step(self, batches: Sequence[Batch], rate: Callable[[], float], sync: Synchroniser | None = None) -> StepResult:

@@ -210,7 +210,7 @@ def _decide_by_counts(chain: Chain, value: float) -> Decision:
 
 
 def _fits(problem: ChainProblem, extra: float, deadline: float) -> bool:
-    """Would `extra` bytes on every device make a plan possible?"""
+    """True if `extra` bytes on every device would make a plan possible."""
     wider = Chain(problem)
     wider.limit = wider.limit + extra
     by_size = sorted(range(wider.devices), key=lambda d: wider.limit[d])

@@ -71,7 +71,7 @@ class Cost:
         self.runtime = problem.runtime
         self.prices = weights(problem)
         self.hooked = replicas > 1 and "allreduce" in problem.syncs
-        """Are replicas kept together by the trainer's own all-reduce? Assumed where it may be chosen."""
+        """True if the trainer's own all-reduce keeps replicas together; assumed where it may be chosen."""
         gathered = problem.per_unit("gathered_bytes") * (self.hooked and stages > 1)
         self.state = _prefix(problem.per_unit("state_bytes") + gathered)
         self.latency = problem.latency

@@ -28,11 +28,11 @@ class Shape:
     worth: np.ndarray
     """Their cost by closed forms, in terms of the objective."""
     fits: bool
-    """Is there one within memory? Else their cost says how far they are from that, and is no promise."""
+    """True if one is within memory; else their cost says how far they are from that, and is no promise."""
     schedules: tuple[str, ...]
     """Schedules that its best layout is simulated under."""
     whole: bool = False
-    """Were all its layouts looked at? Then there is nothing to search."""
+    """True if all its layouts were looked at: there is nothing to search."""
     bias: float = 1.0
     """Simulated over closed forms, of the layout that was simulated last."""
 

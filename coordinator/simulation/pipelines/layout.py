@@ -66,7 +66,7 @@ class Layout:
     """Iterations between synchronisations."""
     transport: Transport = "streaming"
     overlap: bool = True
-    """Do buckets of gradients travel while the last backward goes on? Else after it, one after the other."""
+    """True if buckets of gradients travel while the last backward goes on; else after it, one after the other."""
     agreement_seconds: float = 0.0
     """Of every bucket, besides latency and bytes."""
     step_seconds: float = 0.0

@@ -88,7 +88,7 @@ class GroupState:
 
     @property
     def stop(self) -> bool:
-        """Is the budget of updates spent?"""
+        """True if the budget of updates is spent."""
         return 0 < self.rules.budget <= self._updates
 
     def rounds(self, member: Member) -> int:
@@ -209,7 +209,7 @@ class GroupState:
         return None, 0
 
     def _too_long(self) -> bool:
-        """Does handing on take more of a step than the rules allow? Asked again after a while."""
+        """True if handing on takes more of a step than the rules allow; asked again after a while."""
         if len(self._relays) < TIMED or median(self._relays) <= self.rules.relay:
             return False
         self._refused += 1

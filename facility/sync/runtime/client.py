@@ -184,7 +184,7 @@ class SchedulerClient:
         return False, True
 
     def called_off(self, decision: Decision) -> bool:
-        """Has the scheduler aborted this group, or is it gone itself?"""
+        """True if the scheduler has aborted this group, or is gone itself."""
         return decision.uid in self._aborted or bool(self._lost)
 
     def summary(self) -> dict[str, Any]:

@@ -62,7 +62,7 @@ class Replica:
     def __init__(self, context: Context) -> None:
         self.context, self.settings, self.place = context, context.settings, context.place
         self.accumulated = self.settings.accumulated
-        """Are updates of all replicas counted together?"""
+        """True if updates of all replicas are counted together."""
         self.scheduler: SchedulerProcess | SchedulerThread | None = None
         if self.place.chief:
             plan = SchedulerPlan(

@@ -40,7 +40,7 @@ class _Open:
     votes: dict[int, set[tuple[int, int]]] = field(default_factory=dict)
     """Round of the group -> ranks that succeeded in it."""
     apart: bool = False
-    """Has a rank reported that it did not average with the group's partner?"""
+    """True if a rank has reported that it did not average with the group's partner."""
 
 
 @dataclass(kw_only=True)

@@ -48,13 +48,13 @@ class Task(Protocol):
     """One kind of training."""
 
     pools: bool
-    """Does the head choose a position by the token ids (the last that is not padding)?"""
+    """True if the head chooses a position by the token ids (the last that is not padding)."""
     separate: bool
-    """Do documents share a block without seeing each other?"""
+    """True if documents share a block without seeing each other."""
     main_input: str
     """The input that a pipeline's first stage takes."""
     answers: bool
-    """Is a prediction right or wrong, so that accuracy is reported?"""
+    """True if a prediction is right or wrong, so that accuracy is reported."""
 
     @property
     def factory(self) -> Any:
@@ -230,7 +230,7 @@ def check_end_tokens(dataset: PreparedDataset, config: Any) -> None:
 
 
 def needs_padding_token(config: Any, factory: Any) -> bool:
-    """Does the model refuse a batch of two as long as it knows no padding token? Asked without memory (FakeTensor)."""
+    """True if the model refuses a batch of two without a padding token; tried without memory (FakeTensor)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     config = copy.deepcopy(config)

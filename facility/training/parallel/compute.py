@@ -24,7 +24,7 @@ class Compute(Protocol):
     modules: list[nn.Module]
     """What this rank holds."""
     tells_loss: bool
-    """Does this rank know the loss (is the head here)?"""
+    """True if this rank knows the loss: the head is here."""
     task: Task
 
     def train(self, batches: Sequence[Batch], weight: float) -> torch.Tensor:

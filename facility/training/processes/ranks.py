@@ -46,7 +46,7 @@ class Ranks:
     one_node: bool = True
     """True if every rank of the job, idle ones included, is on this node."""
     hosts: bool = False
-    """Does the store run in this process at which the ranks meet? (Not with torchrun, which runs it itself.)"""
+    """True if the store at which the ranks meet runs in this process (torchrun runs it itself)."""
     members: tuple[int, ...] = ()
     """The ranks that finish the round, ascending, where a replica was lost; empty: all."""
     group: dist.ProcessGroup | None = None

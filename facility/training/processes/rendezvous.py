@@ -131,7 +131,7 @@ def own_directory() -> Path | None:
 
 
 def serves_others(ranks: Ranks) -> bool:
-    """Does this process hold a store where the ranks meet? Without it they form no group any more."""
+    """True if this process holds a store where the ranks meet; without it they form no group any more."""
     return (ranks.hosts or ranks.first) and own_directory() is None
 
 

@@ -96,7 +96,7 @@ def note_of(request: RoundRequest, inputs: RoundInputs) -> ReferenceNote:
 
 
 def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
-    """Are these differences kept already? In a round after the first the model of round 0 is not compared."""
+    """True if these differences are kept already; after the first round the model of round 0 is not compared."""
     try:
         found = parse(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
     except (OSError, ValueError, ConfigurationError):

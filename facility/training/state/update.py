@@ -199,7 +199,7 @@ def state_norms(norms: StepNorms, directory: Path, *, from_disk: bool) -> None:
 
 
 def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) -> bool:
-    """Is the parameter of that name among the tensors that are written, whole or in pieces?"""
+    """True if the parameter of that name is among the tensors that are written, whole or in pieces."""
     return name in slots or (conversion is not None and name in conversion.pieces)
 
 
