@@ -140,7 +140,7 @@ def test_of_two_disks_the_one_that_is_full_is_named(tmp_path: Path, monkeypatch:
     with pytest.raises(OSError, match="No space") as raised:
         make_smaller(update, model=base, state=tmp_path / "state", round=0, settings=settings, patterns=Patterns())
     said = file_error_sentence(raised.value)
-    assert f" is full: {disk}/" in said and " needed); free some room" in said
+    assert f" is full: {disk}/" in said and " for this file alone); free some room" in said
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS])

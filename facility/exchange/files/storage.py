@@ -57,7 +57,7 @@ def is_path(error: BaseException) -> TypeGuard[OSError]:
 
 
 def file_error_sentence(error: OSError, place: str | Path = "", *, again: bool = True) -> str:
-    """`DISK is full: PATH could not be written (1.2 MB free now, 3.4 MB needed); free some room, then ...`.
+    """`DISK is full: PATH could not be written (1.2 MB free now, 3.4 MB for this file alone); free some, then ...`.
 
     `place`: where the error names no file. `again`: False in a job, whose command no person gives.
     """
@@ -113,14 +113,16 @@ OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)\s*$")
 @contextmanager
 def naming(place: Path, *, needed: int = 0) -> Iterator[None]:
     """What a file system refuses within names `place`, where the error names no file, as those of open files do, and
-    is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, told beside."""
+    is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, told beside.
+
+    What is free is told once what was written is removed, its folder's other files too: it may be more than that."""
     try:
         yield
     except OSError as error:
         if is_storage(error) and not (error.filename or error.filename2):
             error.filename = str(place)
             if needed:
-                error.add_note(f"{size(needed)} needed")
+                error.add_note(f"{size(needed)} for this file alone")
         raise
     except Exception as error:
         number = int(found[1]) if (found := OF_A_LIBRARY.search(str(error))) else 0
