@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,9 +20,18 @@ from facility.exchange.checkpoints.layouts import (
 )
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.saved_modules import refusal_of_saved
-from facility.exchange.checkpoints.task_class import built_for_some_task, config_in, model_of, named_class
+from facility.exchange.checkpoints.task_class import (
+    FACTORIES,
+    OWN_ATTENTION,
+    built_for_some_task,
+    config_in,
+    model_of,
+    named_class,
+    task_of_classes,
+)
 from facility.exchange.errors import CrossFedError
 from facility.exchange.json_values import values_in
+from facility.exchange.memory.chunks import obstacle_to_chunks
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task
@@ -41,6 +50,9 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
     for task in dict.fromkeys(tasks.values()):
         names, model = _names(path, task)
         rows.append(names)
+        if model is not None:
+            of_task = [one for one in federation.facilities if tasks[one.name] == task]
+            rows += _chunked_loss(path, task, [one for one in of_task if one.training.chunked_loss == "always"])
         for one in federation.facilities:
             if model is None or tasks[one.name] != task:
                 continue
@@ -50,6 +62,19 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
             if one.training.lora.rank:
                 rows += _adapters(one.name, one.training.lora, model, federation.aggregation.federated)
     return rows + [row for one in federation.facilities for row in _without_effect(one, tasks[one.name])]
+
+
+def _chunked_loss(path: Path, task: Task | None, always: Sequence[Facility]) -> list[Row]:
+    """Facilities that demand chunks of a model whose loss is not its output layer's alone: their jobs would refuse."""
+    if not always:
+        return []
+    import transformers
+
+    config = config_in(path)
+    factory = getattr(transformers, FACTORIES[task or task_of_classes(config.architectures)])
+    obstacle = obstacle_to_chunks(config, factory, OWN_ATTENTION)
+    found = f"training.chunked_loss is 'always', but {obstacle}"
+    return [fail(one.name, "chunked loss", found, "use 'auto' or 'never'") for one in always if obstacle]
 
 
 def _without_effect(facility: Facility, task: Task | None) -> list[Row]:

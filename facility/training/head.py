@@ -10,7 +10,6 @@ are computed again in backward instead of keeping a gradient of the weight for e
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.memory.chunks import wanted_rows
+from facility.exchange.memory.chunks import obstacle_to_chunks, wanted_rows
 from facility.exchange.messages.settings import TrainingSettings
 from facility.training.data.tasks import IGNORED
 
@@ -56,35 +55,12 @@ def choose_head(
     rows = wanted_rows(settings, sequences * tokens, vocabulary, device)
     if not rows:
         return HeadChoice(rows=0, reason=f"all logits at once: {sizes}")
-    obstacle = refuses(config, factory, attention)
+    obstacle = obstacle_to_chunks(config, factory, attention)
     if obstacle and settings.chunked_loss == "always":
         raise ConfigurationError(f"training.chunked_loss is 'always', but {obstacle}; use 'auto' or 'never'")
     if obstacle:
         return HeadChoice(rows=0, reason=f"all logits at once, although {sizes}: {obstacle}")
     return HeadChoice(rows=rows, reason=f"loss in chunks of {rows} positions: {sizes}")
-
-
-def refuses(config: Any, factory: Any, attention: str) -> str:
-    """Why the output layer cannot compute the loss itself; empty where it can.
-
-    One forward pass without memory (FakeTensor) shows whether what the layer returns is what the model returns: a
-    model that scales or caps its logits afterwards does something else.
-    """
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    config = copy.deepcopy(config)
-    config.use_cache = False
-    returned: list[Any] = []
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
-        head = model.get_output_embeddings()
-        if type(head) is not nn.Linear:
-            return f"{type(model).__name__} has no linear output layer over its vocabulary"
-        head.register_forward_hook(lambda module, args, output: returned.append(output))
-        logits = model.eval()(input_ids=torch.zeros(1, 8, dtype=torch.int64)).logits
-    if len(returned) != 1 or returned[0] is not logits:
-        return f"{type(model).__name__} changes its logits after the output layer"
-    return ""
 
 
 class ChunkedHead:

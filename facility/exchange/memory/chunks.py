@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 from facility.exchange.messages.settings import TrainingSettings
 
 LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
@@ -25,3 +28,28 @@ def wanted_rows(training: TrainingSettings, positions: int, vocabulary: int, dev
     """Positions of a chunk of a forward pass over so many, where the model allows chunks; 0: all logits at once."""
     small = training.chunked_loss == "auto" and 4 * positions * vocabulary <= LARGE_BYTES[device]
     return 0 if training.chunked_loss == "never" or small else rows_of(positions, vocabulary, device)
+
+
+def obstacle_to_chunks(config: Any, factory: Any, attention: str) -> str:
+    """Why a model's output layer cannot compute the loss itself, chunk by chunk; empty where it can.
+
+    `factory`: the class of transformers that builds a model of `config`. One forward pass without memory (FakeTensor)
+    shows whether what the layer returns is what the model returns: a model that scales or caps its logits afterwards
+    does something else.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = copy.deepcopy(config)
+    config.use_cache = False
+    returned: list[Any] = []
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = factory.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
+        head = model.get_output_embeddings()
+        if type(head) is not torch.nn.Linear:
+            return f"{type(model).__name__} has no linear output layer over its vocabulary"
+        head.register_forward_hook(lambda module, args, output: returned.append(output))
+        logits = model.eval()(input_ids=torch.zeros(1, 8, dtype=torch.int64)).logits
+    if len(returned) != 1 or returned[0] is not logits:
+        return f"{type(model).__name__} changes its logits after the output layer"
+    return ""
