@@ -14,18 +14,21 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
 from coordinator.config.federation import Federation, read_federation
 from coordinator.engine.render import write
-from coordinator.steps import aggregate, receive, report, send, start
+from coordinator.steps import aggregate, aggregate_masked, receive, report, roster, send, start, survivors
+from facility import keys, unmask
 from facility import round as facility_round
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import write_json
+from facility.exchange.masking.unmasking import REQUEST
 from facility.exchange.messages.outcome import Outcome
 from tests import forked_trainers
 
@@ -46,6 +49,12 @@ class BySteps:
     file: Path
     absent: Collection[tuple[int, str]] = ()
     """Round and name of facilities that leave no update."""
+    late: Mapping[tuple[int, str], int] = field(default_factory=dict)
+    """By how many rounds an update comes after its own, by round and name."""
+    at_work: dict[str, tuple[int, Path]] = field(default_factory=dict)
+    """Updates that are late, with the round that they come in."""
+    twice: bool = False
+    """Whether every step and every job that ended well is run again, as an engine does that lost what it gave."""
     said: list[str] = field(default_factory=list)
     """What steps and jobs printed."""
 
@@ -57,47 +66,108 @@ class BySteps:
         """All rounds and the report; why the federation stopped, or nothing. Raises `Refused`."""
         with contextlib.redirect_stderr(io.StringIO()):
             write(self.federation)
-        model = self.federation.path(self.federation.model)
-        following = self.values(start.main, "start", "--model", model)
+        following = self.started()
         for number in range(MOST_ROUNDS):
             if not following["proceed"]:
                 break
             following = self.round(number, int(following["round"]), Path(following["model"]["path"]))
+            if self.twice:
+                started = self.started()
+                assert all(following[key] == started[key] for key in ("round", "proceed")), (following, started)
+                handed = [digests_in(Path(one["model"]["path"])) for one in (following, started)]
+                assert handed[0] == handed[1] or not started["proceed"], (following, started, handed)
+                following = started
         else:
             raise AssertionError(f"it goes round for ever: {self.said[-1]}")
         code, text = self.step(report.main, "report", "--out", "summary.json", expect=(0, 1))
         assert (self.federation.archive_path / "report.html").is_file(), text
         return text if code else ""
 
+    def started(self) -> dict[str, Any]:
+        """Where a run begins, or goes on."""
+        return self.values(start.main, "start", "--model", self.federation.path(self.federation.model))
+
     def round(self, place: int, number: int, model: Path) -> dict[str, Any]:
         """One round of the workflow; what it hands on to the next."""
-        received = []
         here = ("--model", model, "--round", number)
-        for facility in self.federation.facilities:
-            name, folder = facility.name, f"{place}-{facility.name}"
-            options: list[object] = ["--facility", name, *here]
+        if self.federation.masks is None:
+            received = [self.trained(place, name, number, model) for name in self.federation.names]
+            return self.values(aggregate.main, f"{place}-aggregate", *here, "--updates", *received)
+        drawn = [self.at_login(keys, place, name, number) for name in self.there("keys", number)]
+        roster_at = self.made(roster.main, place, "roster", *here, "--keys", *drawn)
+        held = ("--roster", roster_at)
+        received = [self.trained(place, name, number, model, *held) for name in self.federation.names]
+        request = self.made(survivors.main, place, "request", *here, *held, "--updates", *received)
+        asked = json.loads((request / REQUEST).read_text())["survivors"]
+        answering = self.there("unmask", number) if asked else []
+        answers = [self.at_login(unmask, place, name, number, "--request", request) for name in answering]
+        more = ("--updates", *received, "--request", request, "--answers", *answers)
+        return self.values(aggregate_masked.main, f"{place}-aggregate", *here, *more)
+
+    def there(self, phase: str, number: int) -> list[str]:
+        """Facilities that do not miss a phase of the round: keys, train or unmask."""
+        names = self.federation.names
+        if number >= self.federation.rounds:
+            return [] if phase != "train" else list(names)
+        return [name for name in names if phase not in self.missed(number, name)]
+
+    def missed(self, number: int, name: str) -> Collection[str]:
+        """The phases of a round that a facility misses: from some phase on, all."""
+        phases = ("keys", "train", "unmask") if self.federation.masks is not None else ("train",)
+        return phases[(number + ord(name[0])) % len(phases) :] if (number, name) in self.absent else ()
+
+    def trained(self, place: int, name: str, number: int, model: Path, *more: object) -> Path:
+        """What the coordinator has of a facility after its training: an update, or why there is none."""
+        folder = f"{place}-{name}"
+        options: list[object] = ["--facility", name, "--model", model, "--round", number]
+        if number >= self.federation.rounds:
+            self.at_work.pop(name, None)
+        if name not in self.at_work and "train" not in self.missed(number, name):
             sent = model
             if self.federation.sending.encoding != "full":
-                self.step(send.main, f"{folder}/send", *options, "--out", "sent")
-                sent = self.root / "steps" / folder / "send" / "sent"
-            if (number, name) not in self.absent:
-                options += ["--update", self.train(folder, name, sent, number)]
-            self.step(receive.main, f"{folder}/receive", *options, "--out", "update")
-            received.append(self.root / "steps" / folder / "receive" / "update")
-        return self.values(aggregate.main, f"{place}-aggregate", *here, "--updates", *received)
+                sent = self.made(send.main, folder, "sent", *options)
+            due = number + self.late.get((number, name), 0)
+            self.at_work[name] = due, self.train(folder, name, sent, number, *more)
+        if name in self.at_work and self.at_work[name][0] <= number:
+            options += ["--update", self.at_work.pop(name)[1]]
+        return self.made(receive.main, folder, "update", *options)
 
-    def train(self, folder: str, name: str, model: Path, number: int) -> Path:
-        """Jobs of one facility until its round has ended; its update. Raises `Refused`."""
+    def made(self, main: Callable[[], int], folder: object, out: str, *arguments: object) -> Path:
+        """The directory that a step makes."""
+        self.step(main, f"{folder}/{out}", *arguments, "--out", out)
+        return self.root / "steps" / str(folder) / out / out
+
+    def asked(self, name: str, number: int) -> tuple[object, ...]:
+        """What every command of a facility is given."""
         facility = next(one for one in self.federation.facilities if one.name == name)
         settings = self.file.parent / "facilities" / f"{name}.json"
-        job = self.root / "jobs" / folder
-        asked = ("--model", model, "--dataset", self.federation.path(facility.dataset), "--settings", settings)
-        more = ("--round", number, "--out", "update", "--state", self.root / "state" / name)
+        return (
+            *("--dataset", self.federation.path(facility.dataset), "--settings", settings),
+            *("--round", number, "--out", "update", "--state", self.root / "state" / name),
+        )
+
+    def at_login(self, command: ModuleType, place: int, name: str, number: int, *more: object) -> Path:
+        """What a command on a facility's login node makes. Raises `Refused`."""
+        job = self.root / "jobs" / f"{place}-{name}" / command.__name__
+        code, text = called(command.main, job, *self.asked(name, number), *more)
+        self.said.append(text)
+        if code:
+            raise Refused(text)
+        return job / "update"
+
+    def train(self, folder: str, name: str, model: Path, number: int, *more: object) -> Path:
+        """Jobs of one facility until its round has ended; its update. Raises `Refused`."""
+        job = self.root / "jobs" / folder / "train"
+        asked = ("--model", model, *self.asked(name, number), *more)
         for stop in range(1, MOST_JOBS):
-            stop_after(settings, stop)
-            code, text = called(facility_round.main, job, *asked, *more)
+            stop_after(self.file.parent / "facilities" / f"{name}.json", stop)
+            code, text = called(facility_round.main, job, *asked)
             self.said.append(text)
             if code == 0:
+                if self.twice:
+                    first = digests_in(job / "update")
+                    code, text = called(facility_round.main, job, *asked)
+                    assert not code and digests_in(job / "update") == first, f"{job} again: {code} {text}"
                 return job / "update"
             failure = json.loads((job / "update" / "failure.json").read_text())
             assert code == Outcome.SKIPPED, text
@@ -112,6 +182,11 @@ class BySteps:
         both = ("--federation", self.file.parent / "coordinator.json", "--archive", self.federation.archive_path)
         code, text = called(main, self.root / "steps" / folder, *both, *arguments)
         self.said.append(text)
+        if self.twice and not code and main in (send.main, receive.main):
+            first = digests_in(self.root / "steps" / folder)
+            code, text = called(main, self.root / "steps" / folder, *both, *arguments)
+            self.said.append(text)
+            assert digests_in(self.root / "steps" / folder) == first, f"{folder} run again: {text}"
         if code not in expect or "Traceback" in text or "cannot be closed" in text:
             raise AssertionError(f"{folder} ended with {code}:\n{text}")
         if "goes on without" in text and "left no update" not in text:
@@ -126,11 +201,13 @@ class BySteps:
 
     def digests(self) -> dict[str, str]:
         """Of every file of tensors in the archive."""
-        files = sorted(self.federation.archive_path.rglob("*.safetensors"))
-        return {
-            str(file.relative_to(self.federation.archive_path)): hashlib.sha256(file.read_bytes()).hexdigest()
-            for file in files
-        }
+        return digests_in(self.federation.archive_path)
+
+
+def digests_in(directory: Path) -> dict[str, str]:
+    """Of every file of tensors in a directory."""
+    files = sorted(directory.rglob("*.safetensors"))
+    return {str(file.relative_to(directory)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def stop_after(settings: Path, steps: int) -> None:

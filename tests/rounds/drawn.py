@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +11,10 @@ from typing import Any
 
 import yaml
 
+from facility.exchange.task_words import Task
 from tests.federations import write_federation
+from tests.masking.federation import ssh_keys
+from tests.rounds.drawn_kinds import draw_kind, write_kind
 
 Table = Mapping[str, tuple[float, Sequence[Any]]]
 """Of each key: how often it is given, and its values."""
@@ -106,14 +110,25 @@ class Drawn:
     size: dict[str, Any]
     own: dict[str, Any]
     """What facility b trains by beside that."""
+    late: dict[tuple[int, str], int] = field(default_factory=dict)
+    """Round and name of facilities whose updates are so many rounds late."""
+    masked: bool = False
+    """Under secure aggregation."""
+    kind: tuple[Task, str] | None = None
+    """Task and family of the model; None: a Llama on blocks of tokens."""
     absent: set[tuple[int, str]] = field(default_factory=set)
     """Round and name of facilities that leave no update."""
 
     @property
+    def task(self) -> Task:
+        """What its datasets were prepared for."""
+        return self.kind[0] if self.kind else "causal-lm"
+
+    @property
     def same_every_time(self) -> bool:
         """Whether nothing of it depends on clocks or on noise that nobody may know."""
-        rounds = self.settings["rounds"]
-        return "privacy" not in self.settings and rounds.get("steps") is None and "quorum" not in rounds
+        noised = "differential" in self.settings.get("privacy", {})
+        return not noised and self.settings["rounds"].get("steps") is None
 
     def write(self, root: Path, **training: Any) -> Path:
         """Its federation.yml, whose `training` has these settings as well."""
@@ -123,7 +138,16 @@ class Drawn:
         for facility in described["facilities"]:
             if facility["name"] == "b" and self.own:
                 facility["training"] = self.own
+        if self.masked:
+            signers = ssh_keys(root / "keys", self.names)
+            described["privacy"]["peer_signers"] = str(signers)
+            described["aggregation"]["allowed_signers"] = str(signers)
+            for facility in described["facilities"]:
+                key = {"signing_key": str(root / "keys" / facility["name"])}
+                facility["training"] = facility.get("training", {}) | key
         file.write_text(yaml.safe_dump(described, sort_keys=False))
+        if self.kind is not None:
+            write_kind(root, self.names, self.kind)
         return file
 
 
@@ -149,7 +173,7 @@ def draw(seed: int) -> Drawn:
         training["lora"] = some_of(LORA, chance)
     if chance.random() < 0.4:
         training |= chance.choice(LAYOUTS)
-    settings = {
+    settings: dict[str, Any] = {
         "rounds": {"count": count} | some_of(ROUNDS, chance),
         "seed": chance.choice([0, 7]),
         "aggregation": some_of(AGGREGATION, chance),
@@ -167,3 +191,46 @@ def draw(seed: int) -> Drawn:
         never = {name for name in names if {(number, name) for number in range(count)} <= found.absent}
         found.absent.difference_update({(number, name) for number in range(count) for name in never})
     return found
+
+
+def of_a_kind(drawn: Drawn, seed: int) -> Drawn:
+    """The same federation with another family of models, or another task."""
+    kind = draw_kind(random.Random(f"kind {seed}"))
+    first = kind[0] == "preference"  # in whose first round facilities keep what the model then says
+    absent = {(number, name) for number, name in drawn.absent if number or not first}
+    return dataclasses.replace(drawn, kind=kind, size={}, absent=absent)
+
+
+def with_late(drawn: Drawn, seed: int) -> Drawn:
+    """The same federation in rounds that wait for one facility, with updates that are one round late or two."""
+    chance = random.Random(f"late {seed}")
+    count = chance.choice([3, 4])
+    rounds = {"count": count, "quorum": 1, "late": "carry"} | some_of({"late_weight": (0.5, ["participation"])}, chance)
+    late = {(number, name): chance.choice([1, 2]) for number in range(count) for name in drawn.names[1:]}
+    late = {key: value for key, value in late.items() if chance.random() < 0.5}
+    aggregation = drawn.settings["aggregation"] | some_of({"staleness_exponent": (0.5, [0.0, 1.0])}, chance)
+    return dataclasses.replace(
+        drawn, settings=drawn.settings | {"rounds": rounds, "aggregation": aggregation}, late=late
+    )
+
+
+def under_masks(drawn: Drawn, seed: int) -> Drawn:
+    """The same federation with secure aggregation: of three or four facilities, without what that excludes for sure."""
+    chance = random.Random(f"masked {seed}")
+    names = ["a", "b", "c", "d"][: chance.choice([3, 4])]
+    without = ("encoding", "unsent_share", "sparse_density", "drift_correction", "export_dtype")
+    training = {key: value for key, value in drawn.training.items() if key not in without}
+    training |= {"export_dtype": "float32", "optimizer_state_form": "factors"}
+    rule = chance.choice(["mean", "fedavgm", "nesterov", "fedadam", "fedyogi", "fedadagrad", "slowmo", "auto"])
+    kept = ("server_decay_share", "maximum_share", "accumulate", "output_dtype", "guard", "momentum", "exclude")
+    aggregation = {key: value for key, value in drawn.settings["aggregation"].items() if key in kept}
+    aggregation |= {"rule": rule, "clip_ratio": 0} | some_of({"weights": (0.5, ["samples", "equal"])}, chance)
+    privacy = drawn.settings.get("privacy", {}) | {"secure_aggregation": True, "minimum_sum": 2}
+    privacy |= some_of({"bits": (0.5, [32]), "clip_norm": (0.3, [0.05])}, chance)
+    settings = {key: value for key, value in drawn.settings.items() if key not in ("sending", "rounds", "evaluation")}
+    count: int = drawn.settings["rounds"]["count"]
+    settings |= {"aggregation": aggregation, "privacy": privacy, "rounds": {"count": count}}
+    lost = {(number, chance.choice(names)) for number in range(count) if chance.random() < 0.4}
+    return dataclasses.replace(
+        drawn, names=names, training=training, settings=settings, own={}, absent=lost, late={}, masked=True
+    )

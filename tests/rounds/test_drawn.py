@@ -1,9 +1,10 @@
 """Whatever settings stand beside each other: a federation is refused before it begins, or it ends; in the same bits
-where its jobs are interrupted after every step."""
+where its jobs are interrupted after every step, and all that ended well is run again."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,16 @@ from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.fitting import check_fitting
 from facility.exchange.errors import ConfigurationError
 from tests.rounds.by_steps import BySteps, Refused
-from tests.rounds.drawn import Drawn, draw
+from tests.rounds.drawn import Drawn, draw, of_a_kind, under_masks, with_late
 
-SEEDS = range(*map(int, os.environ.get("CROSSFED_DRAWN", "10:30").split(":")))
-"""`CROSSFED_DRAWN=1000:1200` draws others."""
-LEAST_RUN = 0.15
-"""Of those drawn, such as are run: fewer would mean that next to nothing is looked at."""
+CHANGES: dict[str, tuple[Callable[[Drawn, int], Drawn], str, float]] = {
+    "blocks of tokens": (lambda drawn, seed: drawn, "10:30", 0.15),
+    "families and tasks": (of_a_kind, "19:30", 0.15),
+    "late updates": (with_late, "20:27", 0.15),
+    "secure aggregation": (under_masks, "10:16", 0.3),
+}
+"""What is drawn beside settings; the seeds, for which `CROSSFED_DRAWN=1000:1200` names others; and of those drawn, such
+as are run: fewer would mean that next to nothing is looked at."""
 
 
 def refused(drawn: Drawn, root: Path) -> str:
@@ -29,28 +34,32 @@ def refused(drawn: Drawn, root: Path) -> str:
         return str(error)
     rows, model = check_here(federation)
     if model is not None:
-        rows += check_fitting(federation, dict.fromkeys(drawn.names, "causal-lm"))
+        rows += check_fitting(federation, dict.fromkeys(drawn.names, drawn.task))
     return "\n".join(row.found for row in rows if row.verdict == "fail")
 
 
 def ended(drawn: Drawn, root: Path) -> None:
     """It runs to its end, twice in the same bits where nothing of it is left to chance."""
-    quiet = BySteps(file=drawn.write(root / "quiet"), absent=drawn.absent)
+    quiet = BySteps(file=drawn.write(root / "quiet"), absent=drawn.absent, late=drawn.late)
     stopped = quiet.run()
-    told = ("0 sound updates", "divergence", "above the best")
+    told = ("0 sound updates", "1 sound update", "divergence", "above the best")
     assert not stopped or any(reason in stopped for reason in told), stopped
     if stopped or not drawn.same_every_time:
         return
-    paused = BySteps(file=drawn.write(root / "paused", limits={"stop_after": 1}), absent=drawn.absent)
+    file = drawn.write(root / "paused", limits={"stop_after": 1})
+    paused = BySteps(file=file, absent=drawn.absent, late=drawn.late, twice=True)
     assert not paused.run() and any("the same command resumes here" in text for text in paused.said)
     assert paused.digests() == quiet.digests()
 
 
 @pytest.mark.slow
-def test_any_settings_beside_any_others_are_refused_before_a_job_begins_or_come_to_an_end(tmp_path: Path):
+@pytest.mark.parametrize("what", list(CHANGES))
+def test_any_settings_beside_any_others_are_refused_before_a_job_begins_or_come_to_an_end(tmp_path: Path, what: str):
+    change, seeds, least = CHANGES[what]
+    between = range(*map(int, os.environ.get("CROSSFED_DRAWN", seeds).split(":")))
     run = 0
-    for seed in SEEDS:
-        drawn = draw(seed)
+    for seed in between:
+        drawn = change(draw(seed), seed)
         if refused(drawn, tmp_path / f"{seed}-looked-at"):
             continue
         run += 1
@@ -58,4 +67,4 @@ def test_any_settings_beside_any_others_are_refused_before_a_job_begins_or_come_
             ended(drawn, tmp_path / str(seed))
         except (AssertionError, Refused) as error:
             raise AssertionError(f"the federation of seed {seed}, {drawn}: {error}") from error
-    assert run >= LEAST_RUN * len(SEEDS), run
+    assert run >= least * len(between), run
