@@ -31,7 +31,7 @@ from facility.exchange.checkpoints.task_class import (
 )
 from facility.exchange.errors import CrossFedError
 from facility.exchange.json_values import values_in
-from facility.exchange.memory.chunks import obstacle_to_chunks
+from facility.exchange.memory.chunks import WHOLE_LOGITS, obstacle_to_chunks
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.preference import PreferenceSettings
 from facility.exchange.task_words import Task
@@ -50,15 +50,16 @@ def check_fitting(federation: Federation, answered: Mapping[str, Any] | None = N
     for task in dict.fromkeys(tasks.values()):
         names, model = _names(path, task)
         rows.append(names)
-        if model is not None:
-            of_task = [one for one in federation.facilities if tasks[one.name] == task]
-            rows += _chunked_loss(path, task, [one for one in of_task if one.training.chunked_loss == "always"])
-        for one in federation.facilities:
-            if model is None or tasks[one.name] != task:
-                continue
-            if federation.trainer_of(one).built_in:
-                private = federation.privacy is not None and federation.privacy.differential is not None
-                rows += _layout(one, model, private=private)
+        if model is None:
+            continue
+        of_task = [one for one in federation.facilities if tasks[one.name] == task]
+        built_in = [one for one in of_task if federation.trainer_of(one).built_in]
+        private = federation.privacy is not None and federation.privacy.differential is not None
+        if not private and task not in WHOLE_LOGITS:
+            rows += _chunked_loss(path, task, [one for one in built_in if one.training.chunked_loss == "always"])
+        for one in built_in:
+            rows += _layout(one, model, private=private)
+        for one in of_task:
             if one.training.lora.rank:
                 rows += _adapters(one.name, one.training.lora, model, federation.aggregation.federated)
     return rows + [row for one in federation.facilities for row in _without_effect(one, tasks[one.name])]

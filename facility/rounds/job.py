@@ -95,8 +95,8 @@ class Job:
 
     @property
     def masks_from_memory(self) -> bool:
-        """True if the trainer may mask its update as it writes it: CrossFed's own does, where nothing is taken out of the
-        update before, and nobody needs it whole afterwards."""
+        """True if the trainer may mask its update as it writes it: CrossFed's own does, where nothing is taken out of
+        the update before, and nobody needs it whole afterwards."""
         whole = self.personal.any or self.settings.evaluation.own_models or self.settings.norms_of_whole
         return self.masks and self.built_in and not whole and self.settings.training.encoding == FULL
 

@@ -12,15 +12,14 @@ from facility.exchange.checkpoints.adapters import PREFIX, is_adapter
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import ConfigurationError
+from facility.exchange.memory.chunks import WHOLE_LOGITS
 from facility.exchange.messages.manifest import check_digest
 from facility.exchange.seeds import derive
 from facility.training import account, memory
 from facility.training.batch_norm import check_variances
 from facility.training.begin_adapters import check_scale, load_adapters
-from facility.training.data.images import ImageClassification
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.loader import DataLoader
-from facility.training.data.preference import Preference
 from facility.training.engine import Engine
 from facility.training.half_base import hold_in_half
 from facility.training.head import HeadChoice, choose_head
@@ -78,8 +77,7 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
     if reason := refusal_of_router_loss(inputs.config, pipeline=bool(layout.units), private=False):
         raise ConfigurationError(reason)
     attention = inputs.attention.name
-    # A pair's loss is not a sum over positions; a record's own gradient needs its logits; classes are few.
-    whole = isinstance(task, Preference | ImageClassification) or request.settings.differential is not None
+    whole = inputs.dataset.manifest.task in WHOLE_LOGITS or request.settings.differential is not None
     head = choose_head(
         dataclasses.replace(training, chunked_loss="never") if whole else training,
         inputs.config,

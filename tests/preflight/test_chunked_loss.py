@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import transformers
 
-from coordinator.config.federation import read_federation
+from coordinator.config.federation import Federation, read_federation
 from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.fitting import check_fitting
+from coordinator.preflight.row import Row
 from facility.exchange.checkpoints.task_class import FACTORIES
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.settings import TrainingSettings
@@ -24,6 +25,20 @@ def save(directory: Path, task: str, family: str) -> Path:
     if task == "classification":
         return save_classifier(directory, 1, family)
     return save_tiny(directory, family) if family == "mamba" else save_pico(directory, family)
+
+
+def described(folder: Path, model: Path, more: str = "") -> Federation:
+    """Two facilities, the first of which demands chunks."""
+    path = folder / "federation.yml"
+    path.write_text(
+        f"name: f\nmodel: {model}\nrounds: 1\ntraining: {{steps: 1, chunked_loss: always}}\n{more}"
+        "facilities:\n  - {name: far, dataset: d}\n  - {name: own, dataset: d, training: {chunked_loss: auto}}\n"
+    )
+    return read_federation(path)
+
+
+def chunk_rows(federation: Federation, task: str) -> list[Row]:
+    return [row for row in check_fitting(federation, {"far": task, "own": task}) if row.check == "chunked loss"]
 
 
 @pytest.mark.parametrize(
@@ -53,13 +68,21 @@ def test_chunks_that_a_model_does_not_allow_are_told_before_a_job(
     except ConfigurationError as error:
         said = str(error)
     assert (obstacle in said) if obstacle else not said
-    path = tmp_path / "federation.yml"
-    path.write_text(
-        f"name: f\nmodel: {model}\nrounds: 1\ntraining: {{steps: 1, chunked_loss: always}}\n"
-        "facilities:\n  - {name: far, dataset: d}\n  - {name: own, dataset: d, training: {chunked_loss: auto}}\n"
-    )
-    federation = read_federation(path)
-    rows = [row for row in check_fitting(federation, {"far": task, "own": task}) if row.check == "chunked loss"]
+    federation = described(tmp_path, model)
+    rows = chunk_rows(federation, task)
     assert [(row.subject, f"{row.found}; {row.fix}") for row in rows] == ([("far", said)] if obstacle else [])
     if obstacle and task == "causal-lm":
         assert rows[0] in failing_here(federation)
+
+
+@pytest.mark.parametrize(
+    ("task", "more"),
+    [
+        ("preference", ""),
+        ("causal-lm", "privacy: {differential: {epsilon: 8, delta: 1.0e-5, unit: block}}\n"),
+        ("causal-lm", "trainer: {module: theirs}\n"),
+    ],
+    ids=["pairs", "noise", "a trainer of one's own"],
+)
+def test_nothing_is_told_where_no_job_would_compute_its_loss_in_chunks(tmp_path: Path, task: str, more: str):
+    assert not chunk_rows(described(tmp_path, save(tmp_path / "model", task, "mamba"), more), task)

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.task_words import Task
 
 LARGE_BYTES = {"cpu": 8 * 2**20, "cuda": 256 * 2**20}
 """Logits of one forward pass in float32 from which on they are computed in chunks: what caches hold; what memory does
@@ -16,6 +17,9 @@ CHUNK_ROWS = {"cpu": 128, "cuda": 1024}
 """Least positions of a chunk, whatever the vocabulary: each chunk reads the weight and its gradient once."""
 CHUNKS = 4
 """Least chunks of a forward pass."""
+WHOLE_LOGITS: tuple[Task, ...] = ("preference", "image-classification")
+"""Tasks whose logits are always computed at once: a pair's loss is no sum over positions, and classes are few. So are
+those of private training, since a record's own gradient needs its logits."""
 
 
 def rows_of(positions: int, vocabulary: int, device: str = "cpu") -> int:
