@@ -46,7 +46,7 @@ def open_round(aggregation: Aggregation, scratch: Path) -> None:
             layout = {name: (dtype if dtype in FLOATS else "F32", shape) for name, (dtype, shape) in layout.items()}
         drawn = request.seed if request.unmasking is None else None  # masked, what is begun with is part of the step
         aggregation.source, begun = adapter_base(whole, layout, scratch, drawn)
-        if begun:  # there is no step yet that a server optimizer could take
+        if begun:  # their mean is the first that all share: a server optimizer moves what comes after
             aggregation.settings = settings.without_optimizer()
     patterns = settings.federated
     tensors = aggregation.source.tensors
