@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from coordinator.config.federation import Federation
 from coordinator.config.yaml_lines import Lined
+from facility.exchange.messages.preference import BENEATH
 
 
 def check_paths(federation: Federation) -> None:
@@ -18,10 +19,11 @@ def check_paths(federation: Federation) -> None:
         )
     for number, facility in enumerate(federation.facilities):
         training = facility.training
+        reference = training.preference.reference
         for key, path in (
             ("layout.plan", training.layout.plan),
             ("lora.base", training.lora.base),
-            ("preference.reference", training.preference.reference),
+            ("preference.reference", "" if reference == BENEATH else reference),
             ("sync.emulation.trace", training.sync.emulation.trace),
         ):
             if facility.deployment.type == "local" and path and not federation.path(path).exists():

@@ -38,12 +38,15 @@ from coordinator.engine.round_workflow import round_workflow
 from coordinator.engine.shipped_cwl import differing, update_shipped
 from coordinator.rounds.late import WORKDIR
 from coordinator.rounds.verification import averages_encoded
+from facility.exchange.checkpoints.adapters import CONFIG
+from facility.exchange.checkpoints.checkpoint import ADAPTER
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import write_text
 from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.job_names import job_name
 from facility.exchange.messages.evaluation import FacilityEvaluation
 from facility.exchange.messages.masking import MaskingSettings
+from facility.exchange.messages.preference import BENEATH, PreferenceSettings
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import find_template
 
@@ -268,22 +271,33 @@ def _masking(federation: Federation, facility: Facility) -> MaskingSettings | No
 
 def _training(federation: Federation, facility: Facility) -> TrainingSettings:
     """A facility's settings with resolved paths; a local facility's are relative to federation.yml's folder."""
-    training = facility.training
+    training = dataclasses.replace(facility.training, preference=_preference(federation, facility))
     if facility.deployment.type != "local":
         return training
 
     def here(path: str) -> str:
         return _for_a_step(federation.path(path)) if path else ""
 
+    reference = training.preference.reference
     emulation = dataclasses.replace(training.sync.emulation, trace=here(training.sync.emulation.trace))
     return dataclasses.replace(
         training,
         signing_key=here(training.signing_key),
         layout=dataclasses.replace(training.layout, plan=here(training.layout.plan)),
         lora=dataclasses.replace(training.lora, base=here(training.lora.base)),
-        preference=dataclasses.replace(training.preference, reference=here(training.preference.reference)),
+        preference=dataclasses.replace(
+            training.preference, reference=reference if reference == BENEATH else here(reference)
+        ),
         sync=dataclasses.replace(training.sync, emulation=emulation),
     )
+
+
+def _preference(federation: Federation, facility: Facility) -> PreferenceSettings:
+    """How a facility learns preferences: new adapters add nothing, so the model of round 0 is the one beneath them, of
+    which a facility that comes later has all it needs."""
+    found, model = facility.training.preference, federation.path(federation.model)
+    new = facility.training.lora.rank and not any((model / name).exists() for name in (ADAPTER, CONFIG))
+    return dataclasses.replace(found, reference=BENEATH) if new and not found.reference else found
 
 
 def _sequences(federation: Federation, facility: Facility) -> int:

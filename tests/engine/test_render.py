@@ -15,9 +15,10 @@ from typer.testing import CliRunner
 from coordinator.cli import app
 from coordinator.config.deployments import federation_of
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import render, stale, write
+from coordinator.config.local_paths import check_paths
+from coordinator.engine.render import facility_settings, render, stale, write
 from coordinator.preflight.coordinator import check_here
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import paths
 from facility.exchange.messages.sync import EmulationSettings
 from tests.conftest import ROOT
@@ -257,6 +258,35 @@ def test_paths_in_settings_are_those_of_the_machine_that_reads_them(tmp_path: Pa
         str(tmp_path / "reference"),
     ]
     assert found("far") == ["~/plan.json", "../base", "/t.json", "../reference"]
+
+
+@pytest.mark.parametrize(
+    ("training", "brings", "told"),
+    [
+        ({"lora": {"rank": 2}}, False, "base"),
+        ({"lora": {"rank": 2}}, True, ""),
+        ({}, False, ""),
+        ({"lora": {"rank": 2}, "preference": {"reference": "sites"}}, False, "sites"),
+        ({"lora": {"rank": 2}, "preference": {"reference": "base"}}, True, "base"),
+    ],
+)
+def test_preferences_are_measured_from_beneath_adapters_that_no_initial_model_brings(
+    tmp_path: Path, training: dict[str, Any], brings: bool, told: str
+):
+    file = write_federation(tmp_path, ["a"], training=training)
+    (tmp_path / "workflow/sites").mkdir()
+    if brings:
+        (tmp_path / "model/adapter_config.json").write_text("{}")
+    federation = read_federation(file)
+    check_paths(federation)
+    (one,) = federation.facilities
+    found = json.loads(facility_settings(federation, one))["training"]["preference"]["reference"]
+    assert Path(found).name == told
+
+
+def test_without_adapters_there_is_nothing_beneath_them(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="'base' without lora"):
+        read_federation(write_federation(tmp_path, ["a"], training={"preference": {"reference": "base"}}))
 
 
 def test_keys_and_signers_are_relative_to_federation_yml_as_other_paths_are(tmp_path: Path):

@@ -196,7 +196,7 @@ def draw(seed: int) -> Drawn:
 def of_a_kind(drawn: Drawn, seed: int) -> Drawn:
     """The same federation with another family of models, or another task."""
     kind = draw_kind(random.Random(f"kind {seed}"))
-    first = kind[0] == "preference"  # in whose first round facilities keep what the model then says
+    first = kind[0] == "preference" and "lora" not in drawn.training  # then they keep what the model says in round 0
     absent = {(number, name) for number, name in drawn.absent if number or not first}
     return dataclasses.replace(drawn, kind=kind, size={}, absent=absent)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,31 @@ def test_the_reference_is_measured_once_and_stays_that_of_round_0(tmp_path: Path
     late = arguments(tmp_path / "late", received, dataset.directory, round=1, **second)
     said = rounds_in([("late", late)], expect=2)
     assert "set training.preference.reference" in said["late"][0]
-    told = second | {"preference": PREFERENCE | {"reference": str(model)}}
-    rounds_in([("told", arguments(tmp_path / "told", received, dataset.directory, round=1, **told))])
-    assert read_report(tmp_path / "told/out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
+    for name, reference in (("told", str(model)), ("beneath", "base")):
+        told = second | {"preference": PREFERENCE | {"reference": reference}}
+        rounds_in([(name, arguments(tmp_path / name, received, dataset.directory, round=1, **told))])
+        assert read_report(tmp_path / name / "out").loss_received == pytest.approx(first.loss_returned, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{"dora": True}, {"modules_to_save": ["lm_head"]}, {"base": "the model"}], ids=str)
+def test_whoever_comes_later_measures_the_model_beneath_its_adapters(tmp_path: Path, more: dict[str, Any]):
+    """As of a copy of the initial model: with magnitudes and saved modules, of a base that travels or lies there."""
+    dataset, model = prepare_pairs(tmp_path / "data", pairs(6)), save_pico(tmp_path / "model", "llama", **SIZE)
+    more = {key: str(model) if key == "base" else value for key, value in more.items()}
+    settings = SETTINGS | {"batch_sequences": 6, "learning_rate": 2e-2, "lora": {"rank": 4} | more}
+    rounds_in([("first", arguments(tmp_path / "a", model, dataset.directory, **settings))])
+    received = (tmp_path / "a/out").rename(tmp_path / "received")
+    (received / "manifest.json").unlink()
+    if "base" not in more:  # the base travels too
+        for path in model.iterdir():
+            shutil.copy(path, received)
+    for name, reference in (("copy", str(model)), ("beneath", "base")):
+        told = settings | {"preference": PREFERENCE | {"reference": reference}}
+        rounds_in([(name, arguments(tmp_path / name, received, dataset.directory, round=1, **told))])
+    one, other = (read_report(tmp_path / name / "out") for name in ("copy", "beneath"))
+    assert (one.loss_received, one.loss_returned) == (other.loss_received, other.loss_returned)
+    assert largest_difference(tmp_path / "copy/out", tmp_path / "beneath/out") == 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,9 @@ from annotated_types import Ge, Lt
 from facility.exchange.text import Line
 from facility.exchange.validation import Positive, validated
 
+BENEATH = "base"
+"""In place of the path of a reference model: the model beneath the adapters that are trained."""
+
 
 @validated(frozen=True, kw_only=True)
 class PreferenceSettings:
@@ -19,5 +22,6 @@ class PreferenceSettings:
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Share of the preferences that are taken to be wrong (conservative DPO)."""
     reference: Line = ""
-    """The reference model at the facility (as `layout.plan`), for one that took no part in round 0; empty: the model of
-    round 0."""
+    """The reference model at the facility (as `layout.plan`), for one that took no part in round 0; `base`: the model
+    beneath the adapters; empty: the model of round 0, which is that one where adapters are trained that no initial
+    model brings."""

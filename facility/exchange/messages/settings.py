@@ -16,7 +16,7 @@ from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.layout import LayoutSettings, LimitSettings, LoraSettings
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.optimizers import OPTIMIZERS
-from facility.exchange.messages.preference import PreferenceSettings
+from facility.exchange.messages.preference import BENEATH, PreferenceSettings
 from facility.exchange.messages.privacy import DifferentialSettings, check_layout
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.messages.trainer import TrainerSettings
@@ -182,6 +182,11 @@ class TrainingSettings:
             raise ConfigurationError(
                 "optimizer_state is 'shared' with keep_optimizer false: moments that are not kept cannot be shared; "
                 "set keep_optimizer to true, or optimizer_state to 'personal'"
+            )
+        if self.preference.reference == BENEATH and not self.lora.rank:
+            raise ConfigurationError(
+                f"preference.reference is {BENEATH!r} without lora: there is no model beneath adapters; expected a "
+                "path, or none"
             )
         if self.first_moments == "mean":
             check_first_moments(self)

@@ -22,6 +22,7 @@ from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.paths import resolve
 from facility.exchange.json_values import values_in
+from facility.exchange.messages.preference import BENEATH
 from facility.exchange.validation import parse, validated
 from facility.training import dora
 from facility.training.data.inputs import RoundInputs
@@ -106,36 +107,46 @@ def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
     return found == wanted
 
 
-def reference_of(request: RoundRequest, inputs: RoundInputs) -> Checkpoint:
-    """The checkpoint of the reference model. Raises `InputError` where there is none here."""
+def reference_of(request: RoundRequest, inputs: RoundInputs) -> Checkpoint | None:
+    """The checkpoint of the reference model; None: the model beneath the adapters. Raises `InputError` where there is
+    none here."""
+    if request.training.preference.reference == BENEATH:
+        return None
     if request.training.preference.reference:
         return open_checkpoint(resolve(request.training.preference.reference))
     if request.round == 0:
         return inputs.received
+    beneath = f", or to {BENEATH!r} where that one had no adapters" if request.training.lora.rank else ""
     raise InputError(
         f"round {request.round} needs the reference's log-probabilities, and {request.state / FOLDER} holds none for "
         "this dataset: the facility took no part in round 0, or its state or dataset changed; set "
-        "training.preference.reference to a copy of the initial model there"
+        f"training.preference.reference to a copy of the initial model there{beneath}"
     )
 
 
 @torch.no_grad()
-def load_reference(engine: Engine, inputs: RoundInputs, source: Checkpoint) -> None:
-    """Put the reference's weights into the model: an adapter that it does not hold adds nothing."""
+def load_reference(engine: Engine, inputs: RoundInputs, source: Checkpoint | None) -> None:
+    """Put the reference's weights into the model: an adapter that it does not hold adds nothing.
+
+    `source`: None, where the reference is what is beneath the adapters, and frozen there already.
+    """
     names = engine.assembly.names
+    tensors = source.tensors if source is not None else {}
     plain = [part for part in engine.assembly.parts if not part.name.startswith(PREFIX)]
     adapters = [part for part in engine.assembly.parts if part.name.startswith(PREFIX)]
-    alone = bool(source.tensors) and all(name.startswith(PREFIX) for name in source.tensors)
-    if not alone:
+    if source is None or (tensors and all(name.startswith(PREFIX) for name in tensors)):
+        beneath = inputs.checkpoint
+    else:
+        beneath = source
         load_shards([*plain, *engine.assembly.quantized], source, names.conversion)
     for part in adapters:
-        if part.name in source.tensors:
+        if source is not None and part.name in tensors:
             load_shards([part], source)
         elif is_magnitude(part.name):
-            dora.begin(part, names.magnitudes[part.name], inputs.checkpoint if alone else source, names.conversion)
+            dora.begin(part, names.magnitudes[part.name], beneath, names.conversion)
         elif not is_factor(part.name):
             own = dataclasses.replace(part, name=names.saved[part.name])
-            load_shards([own], inputs.checkpoint if alone else source, names.conversion)
+            load_shards([own], beneath, names.conversion)
         elif B in part.name:
             part.tensor.zero_()
 
