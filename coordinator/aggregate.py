@@ -93,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--record", type=Path, metavar="FILE", help="round.json (default: in --state-out, or <out>.round.json)"
     )
+    p.add_argument(
+        "--seed",
+        type=int,
+        metavar="N",
+        help="the federation's, from which facilities drew its first adapters: they then count by what they moved "
+        "(default: by all that they hold)",
+    )
     p.add_argument("--drop-refused", action="store_true", help="go on without updates that are refused, and say so")
     p.add_argument("--threads", type=int, default=0, help="worker threads (default: 0, automatic: at most 2)")
     p.add_argument("--json", action="store_true", help="print the record as JSON")
@@ -114,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             state_out=a.state_out,
             record=a.record,
             threads=a.threads,
+            seed=a.seed,
             drop_refused=a.drop_refused,
         )
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from coordinator.aggregate import main
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings, ScreenSettings
 from facility.exchange.checkpoints.begun_adapters import begun_factor
@@ -52,3 +53,13 @@ def test_a_facility_that_goes_a_hundred_times_as_far_counts_as_one_in_the_first_
     settings = AggregationSettings(rule="mean", clip_ratio=1.0, screen=ScreenSettings(action="off"))
     _, record = averaged(tmp_path, {}, settings)
     assert record.details["clip_factors"]["f6"] == pytest.approx(0.01, rel=0.05)
+
+
+def test_an_aggregation_by_hand_is_told_the_seed(tmp_path: Path):
+    settings = AggregationSettings(rule="ties", weights="equal")
+    expected, _ = averaged(tmp_path, {}, settings)
+    updates = [part for i in range(7) for part in ("--update", str(tmp_path / f"u{i}"))]
+    given = ["--base", str(tmp_path / "m0"), "--rule", "ties", "--weights", "equal", "--seed", str(SEED)]
+    assert main([*given, *updates, "--out", str(tmp_path / "by-hand")]) == 0
+    found = make.read_all(tmp_path / "by-hand")
+    assert all(torch.equal(found[name], expected[name]) for name in SHAPES)
