@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from coordinator.planning.budget import Budget, budget_from_json
 from coordinator.planning.solve import DEFAULT_SECONDS, METHODS, solve
 from coordinator.planning.stop import Stop, on_interrupt
+from coordinator.problem.printable import read_printable
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
 from facility.exchange.command_line import changed_options, parsed, refuse_unused
 from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
-from facility.exchange.json_values import note_in, read_values
+from facility.exchange.json_values import note_in
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.plan import Plan, read_plan, write_plan
 from facility.exchange.seeds import check_seed
@@ -221,7 +222,7 @@ def check_batch(problem: AnyProblem, samples: int | None, path: Path) -> None:
 
 def read_profile(path: Path) -> dict[str, Any]:
     """A problem's file as plain values. Raises `ConfigurationError`."""
-    raw = read_values(path)
+    raw = read_printable(path)
     if not isinstance(raw, dict):
         raise ConfigurationError(f"a problem is {raw!r:.60}, expected a mapping", file=path)
     return raw
@@ -262,7 +263,7 @@ def budget_of(path: Path, *, queues: list[str], samples: float | None, gain: flo
 
         return plan_work(read_federation(path), queues=_queues(queues), samples=samples, gain=gain)
     raw = note_in(path)  # read_problem says what is wrong
-    return budget_from_json(raw, file=path) if isinstance(raw, dict) and "facilities" in raw else None
+    return budget_from_json(read_printable(path), file=path) if isinstance(raw, dict) and "facilities" in raw else None
 
 
 def _queues(texts: list[str]) -> dict[str, float]:

@@ -10,11 +10,11 @@ import numpy as np
 
 from coordinator.problem.chain import ChainProblem
 from coordinator.problem.placement import PlacementProblem
+from coordinator.problem.printable import read_printable
 from coordinator.problem.problem import FORMAT, Codec, Device, Links, Matrix, Problem, SharedLink, Unit
 from coordinator.problem.quantities import RATE, SIZE, TIME, find, numbers
 from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.json_values import read_values
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.validation import check_format, parse
 
@@ -30,7 +30,7 @@ def read_problem(path: Path, *, devices: str | None = None, defaults: Mapping[st
     (`batch_samples`, ...). Raises `ConfigurationError`.
     """
     path = Path(path)
-    return problem_from_json(read_values(path), devices=devices, defaults=defaults, file=path)
+    return problem_from_json(read_printable(path), devices=devices, defaults=defaults, file=path)
 
 
 def problem_from_json(

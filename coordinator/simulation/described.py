@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.config.closing import MOST_LATE
+from coordinator.problem.printable import read_printable
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.json_values import read_values
 from facility.exchange.validation import NonNegative, check_format, parse, validated
 
 Array = NDArray[np.float64]
@@ -194,6 +194,6 @@ class Scenario:
 
 def read_scenario(path: Path) -> Scenario:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
-    raw = read_values(path)
+    raw = read_printable(path)
     check_format(raw, FORMAT, file=path)
     return parse(Scenario, raw, file=path)

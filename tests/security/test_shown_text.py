@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,9 +27,12 @@ from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import Run, _picture
 from coordinator.events.event import Event, quoted
+from coordinator.plan import read_profile
+from coordinator.problem.read import read_problem
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.shown_text import shown
+from coordinator.simulation.described import read_federation
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import configure_logging
@@ -37,6 +41,7 @@ from facility.exchange.messages.settings import read_facility_settings
 from facility.training.monitor.logs import start_logging
 from facility.training.monitor.tracker import Tracker
 from facility.training.processes.ranks import Ranks
+from tests.planning.cases import whole
 
 HOSTILE = {
     "a closing tag": "[/] [/red] [bold]",
@@ -199,6 +204,25 @@ def test_a_log_shows_what_others_wrote_as_text(
     logger.warning("a library said: %s\tthen\nthis", COMMANDS)
     said = capsys.readouterr().err
     assert said.endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\nthis\n")
+
+
+@pytest.mark.parametrize("place", ["a device", "a key", "deep"])
+@pytest.mark.parametrize("read", [read_problem, read_profile, read_federation])
+def test_what_a_facility_measured_names_no_device_by_a_command_of_the_terminal(
+    read: Callable[[Path], object], place: str, tmp_path: Path
+):
+    """`crossfed plan` and the simulators show names of a profile.json that was made at a facility."""
+    raw = whole()
+    for odd in ("\x1b]52;c;eA==\x07", "host\u202e1", "a\u0301\u0301\u0301\u0301\u0301", "\u3164"):
+        changed = {
+            "a device": raw | {"devices": [raw["devices"][0] | {"id": odd}, *raw["devices"][1:]]},
+            "a key": raw | {odd: 1},
+            "deep": raw | {"profile": json.loads('{"a": [' * 400 + json.dumps(odd) + "]}" * 400)},
+        }[place]
+        (tmp_path / "profile.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigurationError, match="profile.json: holds the text .*, expected printable") as caught:
+            read(tmp_path / "profile.json")
+        assert str(caught.value).isprintable()
 
 
 def test_the_engines_log_shows_what_jobs_printed_as_text():
