@@ -31,6 +31,7 @@ from facility.exchange.panics import panics_refused
 from facility.exchange.text import number_of
 from facility.preparing.fitting_options import check_options
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
+from facility.preparing.said_of_records import summary_of_classes
 from facility.preparing.sources import spelled
 
 LINE_SECONDS = 30.0
@@ -299,7 +300,7 @@ def summary(dataset: PreparedDataset, *, reused: bool) -> str:
             f"  {name}: {documents}, {split.tokens:,} tokens, {blocks} of "
             f"{manifest.block_tokens}, tail of {split.tail_tokens:,} tokens left out{more}"
         )
-    lines += [f"  {len(manifest.classes)} classes: {', '.join(manifest.classes[:20])}"] * bool(manifest.classes)
+    lines += [summary_of_classes(manifest.classes)] * bool(manifest.classes)
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from facility.exchange.logs import visible
 from facility.exchange.text import KINDS, number_of
 
 MOST_NAMES = 20
@@ -39,6 +40,11 @@ def names_in(names: Iterable[Any]) -> str:
     listed = [str(name) for name in names]
     shown = [name if len(name) <= MOST_CHARACTERS else f"({kind_of(name)})" for name in listed]
     return first_of(shown, MOST_NAMES) or "no field"
+
+
+def summary_of_classes(classes: Sequence[str]) -> str:
+    """A line with the names of classes, which are values of a field: of a wrong one they are documents."""
+    return f"  {len(classes)} classes: {visible(names_in(classes))}"
 
 
 def first_of(words: Sequence[str], most: int) -> str:

@@ -38,10 +38,13 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import configure_logging
 from facility.exchange.messages import report as reports
 from facility.exchange.messages.settings import read_facility_settings
+from facility.prepare import main as prepare_command
 from facility.training.monitor.logs import start_logging
 from facility.training.monitor.tracker import Tracker
 from facility.training.processes.ranks import Ranks
 from tests.planning.cases import whole
+from tests.preparing.chats import save_chat_tokenizer
+from tests.preparing.corpora import write_json_lines
 
 HOSTILE = {
     "a closing tag": "[/] [/red] [bold]",
@@ -204,6 +207,22 @@ def test_a_log_shows_what_others_wrote_as_text(
     logger.warning("a library said: %s\tthen\nthis", COMMANDS)
     said = capsys.readouterr().err
     assert said.endswith("\\x1b]52;c;eA==\\x07\\x9b2J\\r\\u202e\tthen\nthis\n")
+
+
+def test_documents_that_anybody_may_have_written_move_no_cursor_as_they_are_prepared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Data sets of the hub are; and of a wrong field a class is a document, which `crossfed setup` would show."""
+    classes = [f"{COMMANDS}{number}" for number in range(2)] + ["private words " * 7]
+    records = [{"text": f"{COMMANDS} hello {number}", "label": classes[number % 3]} for number in range(30)]
+    source = write_json_lines(tmp_path / "all.jsonl", records)
+    tokenizer = save_chat_tokenizer(tmp_path / "tokenizer")
+    options = ["--task", "classification", "--validation-share", "0.2", "--block-tokens", "64", "--show", "2"]
+    words = ["--input", str(source), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "out")]
+    assert not prepare_command([*words, *options])
+    said = capsys.readouterr().out
+    assert all(letter.isprintable() or letter == "\n" for letter in said)
+    assert "--- block 0" in said and "3 classes: \\x1b]52" in said and "private" not in said
 
 
 @pytest.mark.parametrize("place", ["a device", "a key", "deep"])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from facility.dataset import PreparedDataset
+from facility.preparing.said_of_records import summary_of_classes
 
 if TYPE_CHECKING:
     from facility.preparing.output import Prepared
@@ -74,4 +75,4 @@ def summary_of_images(dataset: PreparedDataset) -> list[str]:
         more = f", {split.dropped_documents:,} unreadable left out" if split.dropped_documents else ""
         more += f", {split.overlapping_documents:,} also in training" if split.overlapping_documents else ""
         lines.append(f"  {name}: {split.documents:,} images of {size}{more}")
-    return [*lines, f"  {len(manifest.classes)} classes: {', '.join(manifest.classes[:20])}"]
+    return [*lines, summary_of_classes(manifest.classes)]
