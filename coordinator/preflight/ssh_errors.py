@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.row import Row, fail
-from coordinator.streamflow_plugin.openssh import address
+from coordinator.streamflow_plugin.openssh import address, known_as
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def _words(deployment: Deployment, error: str) -> dict[str, str]:
     return {
         "host": deployment.host,
         "bare": bare,
-        "known": f"[{bare}]:{port}" if port else bare,
+        "known": known_as(deployment.host),
         "scan": f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}",
         "user": deployment.user or "this user",
         "error": error,

@@ -67,6 +67,12 @@ def _target(login: Login) -> list[str]:
     return [*(["-p", str(port)] if port else []), *(["-l", login.user] if login.user else []), "--", host]
 
 
+def known_as(host: str) -> str:
+    """The name under which known_hosts, and so `ssh-keygen -R`, has a host: with its port where that is not 22."""
+    bare, port = address(host)
+    return f"[{bare}]:{port}" if port not in (0, 22) else bare
+
+
 def address(host: str) -> tuple[str, int]:
     """Name or address, and port (0: none is said), of `name`, `name:port`, `[address of IPv6]` or the latter with
     `:port`."""

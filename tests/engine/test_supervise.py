@@ -57,7 +57,10 @@ def test_only_a_person_can_fix_a_wrong_host_key_or_a_refusing_start():
         return fatal_reason(Event(kind=kind, fields=fields))
 
     told = of("host_key", host="10.1.1.2", reason="Host key is not trusted")
-    assert "host key of 10.1.1.2" in told and "ssh-keygen -R" in told
+    assert "host key of 10.1.1.2" in told and "ssh-keygen -R '10.1.1.2'" in told and "Where it has none" in told
+    told = of("host_key", host="login.site:2222", reason="Host key is not trusted")
+    assert "ssh-keygen -R '[login.site]:2222'" in told, "known_hosts has it by its port"
+    assert "-R 'login.site'" in of("host_key", host="login.site:22", reason="Host key is not trusted"), "but not by 22"
     assert of("login_refused", facility="a", host="login.site", reason="Permission denied") == "", "it is waited for"
     assert of("failed", step="/start", reason="the archive is damaged", futile=False) == "start: the archive is damaged"
     assert "disk" in of("failed", step="/rounds/aggregate", reason="the disk is full", futile=True)
