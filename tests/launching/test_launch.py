@@ -40,6 +40,8 @@ if "real-time" in what:
     os.kill(os.getpid(), 40)
 if "deaf" in what:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if f"saves{rank}" in what:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(85))
 if "usr1" in what:
     signal.signal(signal.SIGUSR1, lambda *_: sys.exit(85))
     print("ready", flush=True)
@@ -145,6 +147,13 @@ def test_limits_of_time_and_silence(tmp_path: Path):
     for option, words in (("--time-limit", "ran longer"), ("--silence", "said nothing")):
         code, output = finish(launch(tmp_path, ["--ranks", "2", option, "2", "--grace", "1"], ["stay"]))
         assert code == 124 and words in output and left_in(tmp_path) == []
+
+
+def test_a_limit_at_which_one_rank_has_saved_its_round_is_no_fault_of_those_that_had_to_be_killed(tmp_path: Path):
+    """The mid-round checkpoint is there: the job may be asked for again."""
+    options = ["--ranks", "2", "--time-limit", "4", "--grace", "2"]
+    code, output = finish(launch(tmp_path, options, ["deaf", "saves0", "stay"]))
+    assert code == 85 and left_in(tmp_path) == [], output
 
 
 def test_signals_are_passed_on(tmp_path: Path):
