@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import secrets
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from facility.exchange.files.durable import write_bytes
+from facility.exchange.files.durable import scratch_directory, write_bytes
 from facility.exchange.files.locks import temporary_place
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
@@ -33,11 +31,8 @@ def private_directory(tasks: Tasks, notes: Notes, seconds: float) -> Iterator[di
         yield {}
         return
     if tasks.tasks == 1:
-        alone = Path(tempfile.mkdtemp(prefix="crossfed-", dir=temporary_place()))  # torch locks its store there
-        try:
+        with scratch_directory(Path(temporary_place()) / "crossfed-meeting") as alone:  # torch locks its store there
             yield {DIRECTORY: str(alone)}
-        finally:
-            shutil.rmtree(alone, ignore_errors=True)
         return
     shared = notes.directory / "rendezvous"
     if tasks.first:

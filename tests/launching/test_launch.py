@@ -227,6 +227,10 @@ def test_killing_the_launcher_leaves_nothing(tmp_path: Path):
     process.kill()
     process.wait()
     assert left_in(tmp_path) == []
+    (meeting,) = (one for one in tmp_path.iterdir() if one.is_dir())
+    assert finish(launch(tmp_path, ["--ranks", "2"], [], TMPDIR=str(tmp_path)))[0] == 0
+    assert not meeting.exists(), "in the node's memory, where TMPDIR has no locks, it stayed until the node began anew"
+    assert {one.name for one in tmp_path.iterdir()} == {"rank.py"}
 
 
 def node(number: int, nodes: int = 2) -> dict[str, str]:
