@@ -9,6 +9,7 @@ from facility.conforming.finding import Finding, checked
 from facility.conforming.trial import FACILITY, FEDERATION, ROUNDS, STEPS, Ended, Trial
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
+from facility.exchange.exit_codes import ExitCode
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.progress import FILE as PROGRESS
@@ -17,7 +18,7 @@ from facility.exchange.messages.report import read_report
 
 SAME = 1e-4
 """Largest difference of a weight between two runs of the same command."""
-BAD_INPUT = 2
+BAD_INPUT = int(ExitCode.INPUT)
 """Exit code of a command whose input must be changed."""
 
 
@@ -113,7 +114,7 @@ def tensors(model: Path, update: Path) -> str:
     shapes = [{name: entry.shape for name, entry in one.tensors.items()} for one in (wanted, found)]
     if shapes[0] != shapes[1]:
         odd = sorted(set(shapes[0].items()) ^ set(shapes[1].items()))[:3]
-        raise InputError(f"the update's tensors are not the model's: {odd}")
+        raise InputError(f"the update's tensors are not the model's: {odd}; expected its names and shapes")
     import torch
 
     for name, entry in found.tensors.items():
@@ -125,17 +126,19 @@ def tensors(model: Path, update: Path) -> str:
 def report(update: Path, round: int) -> str:
     """Raise `InputError` for a report of another round, or without counts; returns its losses."""
     found = read_report(update)
-    if (found.federation, found.facility, found.round) != (FEDERATION, FACILITY, round):
-        raise InputError(f"it is of {(found.federation, found.facility, found.round)}")
+    of = (found.federation, found.facility, found.round)
+    if of != (expected := (FEDERATION, FACILITY, round)):
+        raise InputError(f"report.json is of {of}, expected {expected} (federation, facility, round)")
     if not found.samples or not found.tokens or not found.steps:
-        raise InputError("samples, tokens and steps must count what was trained on: they weigh the update")
+        counts = f"samples {found.samples}, tokens {found.tokens} and steps {found.steps}"
+        raise InputError(f"report.json counts {counts}, expected what was trained on: that weighs the update")
     return f"loss {found.loss_received:.3f} to {found.loss_returned:.3f}"
 
 
 def moved(model: Path, update: Path) -> str:
     """Raise `InputError` where training changed nothing; returns the largest change."""
     if (largest := _apart(open_checkpoint(model), open_checkpoint(update))) == 0:
-        raise InputError("the update is the received model")
+        raise InputError("the update is the received model, expected weights that training changed")
     return f"by up to {largest:.2g}"
 
 
@@ -178,14 +181,14 @@ def leaves_nothing(stopped: Ended) -> str:
 def refuses(result: Ended) -> str:
     """Raise `InputError` unless a run ended as one that refuses its model."""
     if result.update.exists():
-        raise InputError(f"it ended with {result.code} and an update")
+        raise InputError(f"it ended with {result.code} and an update, expected {BAD_INPUT} and none")
     if result.code != BAD_INPUT:
-        raise InputError(f"it ended with {result.code}")
+        raise InputError(f"it ended with {result.code}, expected {BAD_INPUT}")
     return ""
 
 
 def _apart(one: Checkpoint, other: Checkpoint) -> float:
     """Largest difference of two checkpoints' weights. Raises `InputError` where their tensors differ."""
     if one.tensors.keys() != other.tensors.keys():
-        raise InputError("they hold different tensors")
+        raise InputError("the two checkpoints hold different tensors, expected the same")
     return max((one.read(name).float() - other.read(name).float()).abs().max().item() for name in one.tensors)

@@ -19,6 +19,8 @@ from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
 from coordinator.preflight.facility import probe
 from facility.conformance import main as conformance
+from facility.conforming.laws import refuses
+from facility.conforming.trial import Ended
 from facility.contract import Call, read_call
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import Manifest, verify_manifest
@@ -83,6 +85,17 @@ def test_a_trainer_that_delivers_nothing_ends_the_trial_at_once(tmp_path, capsys
         "round 0 ends with exit code 0": True,
         "the update has a manifest of its round over its files": False,
     }
+
+
+@pytest.mark.parametrize(("code", "leaves"), [(0, False), (1, False), (2, True)])
+def test_a_trainer_that_takes_a_model_that_it_must_refuse_is_told_the_exit_code_that_is_expected(
+    code, leaves, tmp_path
+):
+    update = tmp_path / "update"
+    if leaves:
+        update.mkdir()
+    with pytest.raises(InputError, match=f"it ended with {code}.*expected 2"):
+        refuses(Ended(code=code, said="", update=update, seconds=1.0))
 
 
 @pytest.mark.parametrize("keep", ["--keep={}", "--keep {}", "--ke {}"])
