@@ -20,10 +20,11 @@ from facility.exchange.files.storage import private
 
 def log_in(federation: Federation, facility: str) -> Row:
     """Run `deployment.renew` on this terminal, then test the login. Raises `InputError` for an unknown facility."""
-    found = {one.name: one.deployment for one in federation.facilities}
-    if facility not in found:
-        raise InputError(f"{facility!r} is not a facility of this federation, expected one of {', '.join(found)}")
-    deployment = found[facility]
+    members = {one.name: one for one in federation.facilities}
+    if facility not in members:
+        raise InputError(f"{facility!r} is not a facility of this federation, expected one of {', '.join(members)}")
+    member = members[facility]
+    deployment = member.deployment
     if deployment.renew:
         try:
             code = subprocess.run(shlex.split(deployment.renew)).returncode
@@ -34,10 +35,8 @@ def log_in(federation: Federation, facility: str) -> Row:
                 facility, "renew", f"`{deployment.renew}` ended with code {code}", "give the same command again"
             )
     if deployment.type == FIRECREST:
-        member = next(one for one in federation.facilities if one.name == facility)
         row = check_firecrest(member, "")[0]
     elif deployment.gate:
-        member = next(one for one in federation.facilities if one.name == facility)
         row = check_gate(federation, member, link=False)[0]
     else:
         row = check_connection(facility, deployment)
