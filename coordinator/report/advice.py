@@ -126,7 +126,10 @@ ADVICE: Sequence[tuple[str, str]] = (
     ),
     (r"no answer|does not answer|timed out|unreachable", "the facility does not answer: wait, or ask its staff"),
 )
-OTHERWISE = "read the log lines; the whole log is in the job's directory at the facility"
+OTHERWISE = (
+    "what the reason says; where it says nothing, read the log lines; the whole log is in the job's directory at the "
+    "facility"
+)
 
 
 def advice_for(reason: str, ending: str = "") -> str:

@@ -174,6 +174,8 @@ DIVERGED = "tensor 'model.embed_tokens.weight' holds weights that are not finite
         ("", "tensor 'lm_head.weight' holds NaN or infinity", "lower `learning_rate`"),
         ("", "the loss is nan at step 3", "lower `learning_rate`"),
         ("", "the ownership of the assigned folder is another's", "read the log lines"),
+        ("", "round-2/m.safetensors was altered: restore it from a copy, or remove round-2", "what the reason says"),
+        ("", "rank 1 ended with exit code 2: train with layout.stages 1", "what the reason says"),
         ("", "HIP error: invalid device function", "the GPU's software"),
         ("", UNSIGNED, "`aggregation.allowed_signers` names"),
         ("", "it claims 9 tokens in round 3, its settings allow 5 (steps x batch)", "claims.sequence_tokens"),
