@@ -32,7 +32,7 @@ from coordinator.problem.read import read_problem
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
 from coordinator.shown_text import shown
-from coordinator.simulation.described import read_federation
+from coordinator.simulation.described import read_scenario
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.logs import configure_logging
@@ -226,7 +226,7 @@ def test_documents_that_anybody_may_have_written_move_no_cursor_as_they_are_prep
 
 
 @pytest.mark.parametrize("place", ["a device", "a key", "deep"])
-@pytest.mark.parametrize("read", [read_problem, read_profile, read_federation])
+@pytest.mark.parametrize("read", [read_problem, read_profile, read_scenario])
 def test_what_a_facility_measured_names_no_device_by_a_command_of_the_terminal(
     read: Callable[[Path], object], place: str, tmp_path: Path
 ):
