@@ -63,3 +63,23 @@ def test_what_a_killed_process_had_in_a_scratch_directory_goes_with_the_next_and
     with scratch_directory(tmp_path / "moved") as first, scratch_directory(tmp_path / "moved") as second:
         assert set(tmp_path.iterdir()) == {first, second} and not list(first.iterdir())
     assert not list(tmp_path.iterdir())
+
+
+AT_ONCE = """
+import sys
+from pathlib import Path
+from facility.exchange.files.durable import scratch_directory
+for number in range(400):
+    with scratch_directory(Path(sys.argv[1])) as scratch:
+        (scratch / "model").write_bytes(b"x")
+        assert [path.name for path in scratch.iterdir()] == ["model"]
+"""
+
+
+def test_processes_that_use_a_scratch_directory_of_one_name_at_once_do_not_take_one_anothers(tmp_path: Path):
+    """Between its making and its lock one looks as if its maker were gone: two aggregations of one account, of which
+    one ended with `No such file or directory: '/tmp/.crossfed-adapters.….tmp'`."""
+    command = [sys.executable, "-c", AT_ONCE, str(tmp_path / "one name")]
+    every = [subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) for _ in range(4)]
+    assert [(one.communicate()[1], one.returncode) for one in every] == [("", 0)] * 4
+    assert not list(tmp_path.iterdir())

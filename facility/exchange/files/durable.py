@@ -210,12 +210,20 @@ def locked_sibling(path: Path) -> tuple[Path, int]:
     """A new temporary directory beside `path`, and the descriptor whose lock says that its maker lives."""
     while True:
         temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"))
-        descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # a file system without locks of directories: its age tells (`maker_is_gone`)
+        try:
+            descriptor = os.open(temporary, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            continue  # taken for abandoned before it was opened
+        taken = False
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if temporary.exists():
+        except BlockingIOError:
+            taken = True  # by a process that takes it for abandoned, and removes it
+        except OSError:
+            pass  # a file system without locks of directories: its age tells (`maker_is_gone`)
+        if not taken and temporary.exists():
             return temporary, descriptor
-        os.close(descriptor)  # taken for abandoned before the lock was held
+        os.close(descriptor)
 
 
 def remove_abandoned(path: Path) -> None:
