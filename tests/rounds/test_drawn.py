@@ -18,8 +18,8 @@ from tests.rounds.drawn import Drawn, draw, of_a_kind, under_masks, with_late
 
 CHANGES: dict[str, tuple[Callable[[Drawn, int], Drawn], str, float]] = {
     "blocks of tokens": (lambda drawn, seed: drawn, "10:30", 0.15),
-    "families and tasks": (of_a_kind, "19:30", 0.15),
-    "late updates": (with_late, "20:27", 0.15),
+    "families and tasks": (of_a_kind, "10:24", 0.15),
+    "late updates": (with_late, "1:9", 0.15),
     "secure aggregation": (under_masks, "10:16", 0.3),
 }
 """What is drawn beside settings; the seeds, for which `CROSSFED_DRAWN=1000:1200` names others; and of those drawn, such
