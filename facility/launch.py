@@ -22,7 +22,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, TransientError, exit_on_error
-from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import number_of
 from facility.launching.compiled import place_of_compiled
@@ -75,7 +74,6 @@ def launch(
         _refuse_taken(where)
     changes, cleaning = cleaned(os.environ, devices.kind)
     _say(where, f"{why}; {devices.reason}" + (f"; {cleaning}" if cleaning else ""))
-    changes |= compiled_code_place()
     environments = [_environment(where, index, changes) for index in range(len(where.local_ranks))]
     several = tasks.tasks > 1 and tasks.scheduler != TORCHRUN.name
 

@@ -20,12 +20,13 @@ from coordinator.config.closing import MOST_LATE
 from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import only_one
 from facility.exchange.files import audit_log, durable, locks
+from facility.exchange.files.compiled_code import VARIABLE
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.locks import take_lock, temporary_place
 from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.progress import FILE, read_progress
 from facility.gating import ledger as gate_ledger
-from facility.launching.compiled import VARIABLE, place_of_compiled
+from facility.launching.compiled import place_of_compiled
 from facility.launching.notes import Notes
 from facility.launching.place import read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
