@@ -34,8 +34,9 @@ PLACES: list[Path] = []
 
 
 def variables() -> dict[str, str]:
-    """For the environment of whatever starts trainers."""
-    path = os.pathsep.join([os.environ["PYTHONPATH"], str(STARTUP)])  # Python imports one sitecustomize, the first
+    """For the environment of whatever starts trainers; a bench may run without the path that tests have."""
+    own = os.environ.get("PYTHONPATH") or str(Path(__file__).parents[1])
+    path = os.pathsep.join([own, str(STARTUP)])  # Python imports one sitecustomize, the first
     return {"PYTHONPATH": path, SOCKET: str(_socket())}
 
 

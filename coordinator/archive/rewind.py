@@ -9,7 +9,7 @@ from typing import Any
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import CHANGES, COMPARED, REWOUND, ROUND, Archive, RoundFile
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.comparison import UPDATE_OF
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
@@ -44,9 +44,12 @@ def rewind(archive: Archive, to: int) -> Path:
     if not model.is_dir():
         kept = [number for number in done if archive.model_for(number).is_dir()]
         raise InputError(f"the model that round {to} starts from was pruned; rounds to go back to are {_span(kept)}")
-    verify_manifest(model)
-    if (state := archive.state_for(to)) is not None and state.is_dir():
-        verify_manifest(state)
+    try:
+        verify_manifest(model)
+        if (state := archive.state_for(to)) is not None and state.is_dir():
+            verify_manifest(state)
+    except ManifestError as error:
+        raise ManifestError(f"{error.found}; restore that file from a copy, or go back to another round") from None
     aside = archive.path / f"{ASIDE}{time.strftime('%Y%m%d-%H%M%S')}"
     while aside.exists():  # the second within a second
         aside = aside.with_name(f"{aside.name}-again")

@@ -310,7 +310,7 @@ class Archive:
         try:
             kept = verify_manifest(initial / "model")
         except ManifestError as error:
-            raise ManifestError(f"{error}; restore that file from a copy: {model} was copied there") from None
+            raise ManifestError(f"{error.found}; restore that file from a copy: {model} was copied there") from None
         if kept.federation != federation:
             raise InputError(
                 f"archive {self.path} belongs to federation {kept.federation!r}, not {federation!r}; choose another "

@@ -39,7 +39,7 @@ def _check_models(federation: Federation, archive: Archive, following: int) -> R
         owner = verify_manifest(initial).federation
     except ManifestError as error:
         copied = f"{federation.path(federation.model)} was copied there"
-        return fail(ME, CHECK, str(error), f"restore that file from a copy: {copied}")
+        return fail(ME, CHECK, error.found, f"restore that file from a copy: {copied}")
     if owner != federation.name:
         return fail(ME, CHECK, f"{archive.path} belongs to federation {owner!r}", "choose another `archive:`")
     state = archive.state_for(following)
@@ -50,5 +50,5 @@ def _check_models(federation: Federation, archive: Archive, following: int) -> R
         if state is not None and state.is_dir():
             verify_manifest(state)
     except ManifestError as error:
-        return fail(ME, CHECK, str(error), way_back(archive, following))
+        return fail(ME, CHECK, error.found, way_back(archive, following))
     return ok(ME, CHECK, f"complete rounds: {following}; the next begins with what was written, digest by digest")

@@ -156,7 +156,7 @@ def verify_whole(archive: Archive, following: int) -> None:
     except ManifestError as error:
         if not following:
             raise
-        raise ManifestError(f"{error}; {way_back(archive, following)}") from None
+        raise ManifestError(f"{error.found}; {way_back(archive, following)}") from None
 
 
 def check_state_is_there(archive: Archive, following: int) -> None:

@@ -33,7 +33,7 @@ from streamflow.workflow.step import ScheduleStep
 from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployment_names import is_facility
-from coordinator.events.event import quoted
+from coordinator.events.event import failures_of, quoted
 from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.copies import Copies, going_to
@@ -137,11 +137,13 @@ def making_directories(original: Any) -> Any:
     """`ScheduleStep._schedule`: a facility where the directories of a job cannot be made has no such job.
 
     A full disk there, no right to write, a login node that fails at everything: the step fails, and with it the run.
+    Where it is a step of the coordinator's, the reason is reported: the engine may wait for it for ever.
     """
 
     async def schedule(self: ScheduleStep, job: Job) -> None:
         if not all(is_facility(target.deployment.name) for target in self.binding_config.targets):
-            return await original(self, job=job)
+            with failures_of(step_of(job.name)):
+                return await original(self, job=job)
         try:
             return await original(self, job=job)
         except Exception as error:

@@ -22,6 +22,8 @@ from streamflow.workflow.step import ScheduleStep, _get_directory
 from streamflow.workflow.token import JobToken
 
 from coordinator.config.deployment_names import is_facility
+from coordinator.events.event import failures_of
+from coordinator.streamflow_plugin.patient import step_of
 
 
 async def storage_usages(context: Any, location: Any, hardware: Any) -> dict[str, int]:
@@ -54,7 +56,8 @@ def scheduling(original: Any) -> Any:
 
     async def schedule(self: ScheduleStep, job: Job) -> None:
         if not all(is_facility(target.deployment.name) for target in self.binding_config.targets):
-            return await original(self, job=job)
+            with failures_of(step_of(job.name)):  # as in `facility_steps.making_directories`
+                return await original(self, job=job)
         scheduler = self.workflow.context.scheduler
         await scheduler.schedule(job, self.binding_config, AtOnce(self.hardware_requirement))
         await hand_on(self, job)

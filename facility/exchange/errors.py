@@ -81,6 +81,11 @@ class CheckpointError(InputError):
 class ManifestError(CheckpointError):
     """A directory does not hold what its manifest says."""
 
+    def __init__(self, found: str, advice: str = "") -> None:
+        """`advice`: what to do about a directory that was sent; of one that is kept, whoever keeps it says what."""
+        self.found = found
+        super().__init__(f"{found}{advice}")
+
 
 class NotWritten(InputError):
     """A file system takes no more: full, over a quota, read-only."""

@@ -63,7 +63,7 @@ def test_a_pruned_or_damaged_start_is_refused_and_nothing_moves(archive: Archive
         rewind(archive, 1)
     weights = next((archive.round_directory(1) / "model").glob("*.safetensors"))
     weights.write_bytes(flipped(weights.read_bytes()))
-    with pytest.raises(ManifestError):
+    with pytest.raises(ManifestError, match="altered; restore that file from a copy, or go back to another round"):
         rewind(archive, 2)
     assert archive.rounds() == [0, 1, 2]
 

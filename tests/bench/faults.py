@@ -3,7 +3,7 @@
     python -m tests.bench.faults --out docs/reference/faults.json
     python -m tests.bench.faults --only "^work directory" --out docs/reference/faults.json
 
-Half an hour on two cores; as root, since it mounts small file systems. The file is written after each cause and keeps
+Some five minutes on two idle cores; as root, since it mounts small file systems. The file is written after each cause and keeps
 the rows of the causes that are not measured. `docs/reference/faults.md` shows it.
 """
 

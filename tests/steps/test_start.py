@@ -50,7 +50,7 @@ def test_one_damaged_bit_is_named_with_the_way_back(part: str, two_rounds: Archi
         files = sorted(two_rounds.round_directory(1).glob("state/*/*.safetensors"))[-1:]
     original = files[0].read_bytes()
     flip(files[0])
-    with pytest.raises(CheckpointError, match=rf"{files[0].name}.*crossfed rewind --to 1"):
+    with pytest.raises(CheckpointError, match=rf"{files[0].name}.*altered; restore.*crossfed rewind --to 1"):
         start(two_rounds, tmp_path / "model", SETTINGS)
     files[0].write_bytes(original)
     assert start(two_rounds, tmp_path / "model", SETTINGS)[1:] == (2, True), "restored: the same command goes on"

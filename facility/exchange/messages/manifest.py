@@ -27,6 +27,7 @@ from facility.exchange.messages.strict_json import Fields, read_json
 FORMAT = 1
 NAME = "manifest.json"
 SIGNATURE = "manifest.json.sig"
+SEND_AGAIN = "; send it again"
 """Of the manifest, where a facility signs (`facility.exchange.messages.signatures`)."""
 
 MOST_BYTES = 8 << 20
@@ -246,12 +247,12 @@ def verify_manifest(directory: Path, *, later: Collection[str] = ()) -> Manifest
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise ManifestError(f"{directory}/{NAME} names {name!r}, which is outside the directory")
         if name not in present:
-            raise ManifestError(f"{directory}/{name} is missing: the transfer is incomplete; send the directory again")
+            advice = ": the transfer is incomplete; send the directory again"
+            raise ManifestError(f"{directory}/{name} is missing", advice)
         size = (directory / name).stat().st_size
         if size != entry.size:
-            raise ManifestError(
-                f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered; send it again"
-            )
+            found = f"{directory}/{name} has {size} bytes, expected {entry.size}: truncated or altered"
+            raise ManifestError(found, SEND_AGAIN)
     names = sorted(manifest.files.keys() - set(later))
     with ThreadPoolExecutor(2) as pool:
         digests = pool.map(lambda name: streamed_digest(directory, manifest, name).finish(), names)
@@ -267,7 +268,7 @@ def check_digest(directory: Path, manifest: Manifest, name: str, digest: str) ->
     entry = manifest.files[name]
     if digest != entry.digest:
         kind = "checksum" if entry.checksum else "sha256"
-        raise ManifestError(f"{directory}/{name} has another {kind} than its manifest says: altered; send it again")
+        raise ManifestError(f"{directory}/{name} has another {kind} than its manifest says: altered", SEND_AGAIN)
 
 
 def tensor_files(manifest: Manifest, folders: Collection[str] = ("",)) -> list[str]:
