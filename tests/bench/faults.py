@@ -3,8 +3,8 @@
     python -m tests.bench.faults --out docs/reference/faults.json
     python -m tests.bench.faults --only "^work directory" --out docs/reference/faults.json
 
-Some five minutes on two idle cores; as root, since it mounts small file systems. The file is written after each cause and keeps
-the rows of the causes that are not measured. `docs/reference/faults.md` shows it.
+Some five minutes on two idle cores; as root, since it mounts small file systems. The file is written after each cause
+and keeps the rows of the causes that are not measured. `docs/reference/faults.md` shows it.
 """
 
 from __future__ import annotations
