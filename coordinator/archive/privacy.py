@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from coordinator.archive.rounds import FacilityRow, RoundFile
+from coordinator.archive.rounds import RoundFile
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.privacy import privacy_of
 from facility.exchange.messages.report import Report
@@ -30,18 +30,6 @@ def told_deviations(history: Iterable[RoundFile], now: Mapping[str, Report]) -> 
     rounds = [{row.facility: row.privacy for row in entry.facilities} for entry in history]
     rounds.append({name: told_privacy(report) for name, report in now.items()})
     return [{name: one["validation_deviation"] for name, one in told.items() if one} for told in rounds]
-
-
-def deviations_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, float]]:
-    """As `told_deviations`, of what was reported of the model that each round received; a late update's figure is of
-    an earlier round's."""
-    rows = [[row for row in one if row.privacy] for one in rounds]
-    found = [{row.facility: float(row.privacy["validation_deviation"]) for row in one} for one in rows]
-    for number, one in enumerate(rows):
-        for row in one:
-            if row.late_loss is not None and 0 < row.staleness <= number:
-                found[number - row.staleness].setdefault(row.facility, float(row.privacy["validation_deviation"]))
-    return found
 
 
 def latest_privacy(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

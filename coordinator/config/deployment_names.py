@@ -22,6 +22,6 @@ def is_facility(deployment: str) -> bool:
     return deployment.startswith(FACILITY)
 
 
-def facility_of(deployment: str, ending: str = "") -> str:
+def facility_of_deployment(deployment: str, ending: str = "") -> str:
     """The inverse of `deployment_name`. A facility's own name may end in what an `ending` is."""
     return deployment.removeprefix(FACILITY).removesuffix(ending)

@@ -21,7 +21,7 @@ from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.unmasking import Unmasking
 from coordinator.archive.best import best_round
-from coordinator.archive.privacy import deviations_by_model, told_deviations
+from coordinator.archive.privacy import told_deviations
 from coordinator.archive.rewind import rewind_remarks, rounds_set_aside, tell_rewinds
 from coordinator.archive.rounds import CLIPS, FacilityRow, RoundFile
 from coordinator.archive.sweep import sweep_round
@@ -40,6 +40,7 @@ from coordinator.steps.final import compare_next
 from coordinator.steps.following import asks_ahead, tell_released, within_limits
 from coordinator.steps.global_loss import (
     Renewed,
+    deviations_by_model,
     global_losses,
     later_than,
     losses_by_model,

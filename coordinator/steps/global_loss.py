@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from coordinator.archive.rounds import FacilityRow, LaterLoss, RoundFile
 
@@ -90,13 +90,38 @@ def until_known(losses: Sequence[float | None]) -> list[float | None]:
 
 def losses_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, float]]:
     """What was reported of the model that each round received; a late update's figure is of an earlier round's."""
+    return _by_model(rounds, losses_of_rows, lambda row: row.late_loss)
+
+
+def deviations_by_model(rounds: Sequence[Iterable[FacilityRow]]) -> list[dict[str, float]]:
+    """By facility, the standard deviation of the noise in each of `losses_by_model`, in nats; those without
+    differential privacy are left out."""
+
+    def of_rows(rows: Iterable[FacilityRow]) -> dict[str, float]:
+        return {row.facility: found for row in rows if (found := deviation_of(row)) is not None}
+
+    return _by_model(rounds, of_rows, deviation_of)
+
+
+def deviation_of(row: FacilityRow) -> float | None:
+    """Standard deviation of the noise in a row's validation losses, in nats; None without differential privacy."""
+    return float(row.privacy["validation_deviation"]) if row.privacy else None
+
+
+def _by_model(
+    rounds: Sequence[Iterable[FacilityRow]],
+    of_rows: Callable[[Iterable[FacilityRow]], dict[str, float]],
+    of_late: Callable[[FacilityRow], float | None],
+) -> list[dict[str, float]]:
+    """Figures of each round's rows by facility; `of_late`: one that belongs to the round whose model was received."""
     rows = [list(one) for one in rounds]
-    reported = [losses_of_rows(one) for one in rows]
+    found = [of_rows(one) for one in rows]
     for number, one in enumerate(rows):
         for row in one:
-            if row.status == "ok" and row.late_loss is not None and 0 < row.staleness <= number:
-                reported[number - row.staleness].setdefault(row.facility, row.late_loss)
-    return reported
+            late = row.status == "ok" and row.late_loss is not None and 0 < row.staleness <= number
+            if late and (figure := of_late(row)) is not None:
+                found[number - row.staleness].setdefault(row.facility, figure)
+    return found
 
 
 def losses_known(history: Sequence[RoundFile]) -> list[float | None]:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.privacy import deviations_by_model
 from coordinator.archive.rewind import finish, tell_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
@@ -24,7 +23,7 @@ from coordinator.rounds.order import order
 from coordinator.steps.decide import decide_after
 from coordinator.steps.final import compare_next
 from coordinator.steps.following import ends_anew
-from coordinator.steps.global_loss import losses_by_model, losses_known, plausible, renewed_in
+from coordinator.steps.global_loss import deviations_by_model, losses_by_model, losses_known, plausible, renewed_in
 from coordinator.steps.incomplete import number_of_attempt
 from coordinator.steps.limits import MOVED, UNDER_WAY, exceeded_in
 from coordinator.steps.limits import NOTE as LIMITED

@@ -26,7 +26,7 @@ from streamflow.core.utils import get_local_to_remote_destination
 from streamflow.deployment.connector.base import BaseConnector, copy_same_connector
 from streamflow.log_handler import logger
 
-from coordinator.config.deployment_names import INTERFACE, facility_of
+from coordinator.config.deployment_names import INTERFACE, facility_of_deployment
 from coordinator.schedulers.firecrest import NO_ANSWER, SCHEDULER, plain_job
 from coordinator.schedulers.scheduler import FORGOTTEN, OUTPUT_BYTES
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
@@ -79,7 +79,7 @@ class FirecrestConnector(BaseConnector):
         )
         self.nodes = {system: system}
         self.retries, self.retryDelay = retries, retryDelay
-        self.facility = facility_of(deployment_name, INTERFACE)
+        self.facility = facility_of_deployment(deployment_name, INTERFACE)
         self._login = PatientLogin(facility=self.facility, files=[clientSecretFile]) if waits_for_login else None
         self._calls = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest")
         self._work = ThreadPoolExecutor(CALLS, thread_name_prefix="firecrest-files")

@@ -25,7 +25,7 @@ from streamflow.deployment.wrapper import get_inner_location
 from streamflow.log_handler import logger
 
 from coordinator.archive.audit import VARIABLE as LOG
-from coordinator.config.deployment_names import facility_of
+from coordinator.config.deployment_names import facility_of_deployment
 from coordinator.events.event import VARIABLE, emit, quoted
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import ANSWER_BYTES, FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
@@ -377,7 +377,7 @@ class PatientQueue(QueueManagerConnector):
             for job in jobs:
                 if job.began and job.id not in reported:
                     logger.info(f"job {job.id} ({name}) of an earlier run has begun ({job.state}): waiting for its end")
-                    emit("earlier", facility=facility_of(self.deployment_name), job=job.id)
+                    emit("earlier", facility=facility_of_deployment(self.deployment_name), job=job.id)
                     reported.add(job.id)
             await asyncio.sleep(min(self.pollingInterval, 5))
             asked = self._overdue.now()

@@ -20,7 +20,7 @@ from streamflow.core.utils import get_local_to_remote_destination, run_in_shell
 from streamflow.deployment.connector.ssh import SSHConfig, SSHConnector, SSHContextFactory, SSHContextManager
 from streamflow.log_handler import logger
 
-from coordinator.config.deployment_names import CONNECTION, facility_of
+from coordinator.config.deployment_names import CONNECTION, facility_of_deployment
 from coordinator.config.deployments import SERVICE
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
@@ -65,7 +65,7 @@ class ParallelSSHConnector(SSHConnector):
     def __init__(self, *args, waits_for_login: bool = True, **settings) -> None:
         super().__init__(*args, **settings)
         is_bound = SERVICE in (settings.get("services") or {})  # else a queue, which the facility's steps are bound to
-        self.facility = facility_of(self.deployment_name, "" if is_bound else CONNECTION)
+        self.facility = facility_of_deployment(self.deployment_name, "" if is_bound else CONNECTION)
         self._waiting = Waiting()
         login = PatientLogin(facility=self.facility, files=self._renewed(), waiting=self._waiting)
         self._login = login if waits_for_login else None
