@@ -47,6 +47,7 @@ LORA: Table = {
     "rslora": (0.3, [True]),
     "dora": (0.2, [True]),
     "modules_to_save": (0.2, [["lm_head"]]),
+    "freeze_a": (0.2, [True]),
 }
 LAYOUTS: Sequence[dict[str, Any]] = [
     {"layout": {"activation_checkpointing": "full"}},

@@ -9,18 +9,21 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.archive.rewind import ASIDE
 from coordinator.config.federation import read_federation
-from coordinator.preflight.coordinator import check_here
-from coordinator.preflight.fitting import check_fitting
 from facility.exchange.errors import ConfigurationError
-from tests.rounds.by_steps import BySteps, Refused
+from tests.rounds.by_steps import Refused
 from tests.rounds.drawn import Drawn, draw, of_a_kind, under_masks, with_late
+from tests.rounds.drawn_changes import Edit, Edited, draw_edits, refusal_of
 
+EDITED = "edited between rounds"
+PAUSED = {"limits": {"stop_after": 1}}
 CHANGES: dict[str, tuple[Callable[[Drawn, int], Drawn], str, float]] = {
     "blocks of tokens": (lambda drawn, seed: drawn, "10:30", 0.15),
     "families and tasks": (of_a_kind, "10:24", 0.15),
     "late updates": (with_late, "1:9", 0.15),
     "secure aggregation": (under_masks, "10:16", 0.3),
+    EDITED: (lambda drawn, seed: drawn, "34:41", 0.15),
 }
 """What is drawn beside settings; the seeds, for which `CROSSFED_DRAWN=1000:1200` names others; and of those drawn, such
 as are run: fewer would mean that next to nothing is looked at."""
@@ -32,24 +35,27 @@ def refused(drawn: Drawn, root: Path) -> str:
         federation = read_federation(drawn.write(root))
     except ConfigurationError as error:
         return str(error)
-    rows, model = check_here(federation)
-    if model is not None:
-        rows += check_fitting(federation, dict.fromkeys(drawn.names, drawn.task))
-    return "\n".join(row.found for row in rows if row.verdict == "fail")
+    return refusal_of(federation, drawn.task, drawn.names)
 
 
-def ended(drawn: Drawn, root: Path) -> None:
+def ended(drawn: Drawn, root: Path, edits: list[Edit]) -> None:
     """It runs to its end, twice in the same bits where nothing of it is left to chance."""
-    quiet = BySteps(file=drawn.write(root / "quiet"), absent=drawn.absent, late=drawn.late)
+    file = drawn.write(root / "quiet")
+    quiet = Edited(file=file, absent=drawn.absent, late=drawn.late, edits=[*edits])
     stopped = quiet.run()
     told = ("0 sound updates", "1 sound update", "divergence", "above the best")
     assert not stopped or any(reason in stopped for reason in told), stopped
-    if stopped or not drawn.same_every_time:
+    if stopped or not all(one.same_every_time for one in (drawn, *(edit.to for edit in edits))):
         return
-    file = drawn.write(root / "paused", limits={"stop_after": 1})
-    paused = BySteps(file=file, absent=drawn.absent, late=drawn.late, twice=True)
+    file = drawn.write(root / "paused", **PAUSED)
+    paused = Edited(file=file, absent=drawn.absent, late=drawn.late, twice=True, edits=[*edits], more=PAUSED)
     assert not paused.run() and any("the same command resumes here" in text for text in paused.said)
-    assert paused.digests() == quiet.digests()
+    assert of_rounds(paused.digests()) == of_rounds(quiet.digests()) and paused.refusals == quiet.refusals
+
+
+def of_rounds(digests: dict[str, str]) -> dict[str, str]:
+    """Without what a rewind set aside, whose folder is named by the time of day."""
+    return {name: digest for name, digest in digests.items() if not name.startswith(ASIDE)}
 
 
 @pytest.mark.slow
@@ -64,7 +70,7 @@ def test_any_settings_beside_any_others_are_refused_before_a_job_begins_or_come_
             continue
         run += 1
         try:
-            ended(drawn, tmp_path / str(seed))
+            ended(drawn, tmp_path / str(seed), draw_edits(drawn, seed) if what == EDITED else [])
         except (AssertionError, Refused) as error:
             raise AssertionError(f"the federation of seed {seed}, {drawn}: {error}") from error
     assert run >= least * len(between), run
