@@ -15,8 +15,8 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import number_of
 
-OF_ADAPTERS = ("rank", "alpha", "rslora", "dora", "targets", "parameters", "modules_to_save")
-"""Keys of `training.lora` that say what an adapter's factors are and stand for."""
+OF_ADAPTERS = ("rank", "freeze_a", "alpha", "rslora", "dora", "targets", "parameters", "modules_to_save")
+"""Keys of `training.lora` that say what an adapter's factors are and stand for, and which of them differ."""
 
 
 def check_quorum(closing: ClosingSettings, settings: RoundSettings, facilities: int) -> None:
@@ -159,6 +159,12 @@ def check_adapters(aggregation: AggregationSettings, training: Mapping[str, Trai
                 "aggregation.lora",
                 f"aggregation.lora is 'product', but facility {name!r} trains adapters of fused experts "
                 f"(lora.parameters {one.lora.parameters}), whose factors hold all experts: expected 'factors'",
+            )
+        if one.lora.freeze_a and aggregation.lora == "product":
+            raise _error(
+                "aggregation.lora",
+                f"aggregation.lora is 'product', which gives adapters another A, but facility {name!r} trains B alone "
+                "(lora.freeze_a): the mean of the factors is that of the products already; expected 'factors'",
             )
 
 

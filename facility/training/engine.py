@@ -53,7 +53,7 @@ class Engine:
         self.parts = [part for part in assembly.parts if part.trained]
         self.compute = assembly.compute
         self.optimizer = optimizer_of(self.parts, settings)
-        self.trained_rank = TrainedRank(self.parts, settings.lora.trained_rank)
+        self.trained_rank = TrainedRank(self.parts, settings.lora)
         self.correct: Callable[[float], None] | None = None
         """Moves the weights after a step of that learning rate (`facility.training.drift`)."""
         self.anchor = [part.tensor.detach().clone() for part in self.parts] if settings.proximal else []

@@ -1,4 +1,4 @@
-"""Adapters of which a facility trains the leading components alone (`training.lora.trained_rank`).
+"""Adapters of which a facility trains the leading components, or B, alone (`lora.trained_rank`, `lora.freeze_a`).
 
 Facilities of different ranks share adapters of one shape, the largest rank. One of rank r trains the first r rows of A
 and columns of B; the others keep their values in its forward passes and in its update. So nothing is truncated, and an
@@ -7,6 +7,10 @@ federated fine-tuning of on-device foundation models", EMNLP 2024, arXiv 2401.06
 the components go on from round to round as well, in place of being sorted by their singular values (J. Bai et al.,
 "Federated fine-tuning of large language models under heterogeneous tasks and client resources", NeurIPS 2024, arXiv
 2402.11505): what an optimizer keeps of a component stays its own.
+
+Where A is frozen, all facilities have the same one, and the mean of their B times A is exactly the mean of what their
+adapters stand for (FFA-LoRA: Y. Sun et al., "Improving LoRA in privacy-preserving federated learning", ICLR 2024, arXiv
+2403.12313).
 """
 
 from __future__ import annotations
@@ -23,11 +27,10 @@ from facility.training.shards import LocalShard
 
 
 class TrainedRank:
-    """Holds the components beyond a rank."""
+    """Holds what is not trained of the adapters: components beyond a rank, or A."""
 
-    def __init__(self, parts: Sequence[LocalShard], rank: int) -> None:
-        """`rank` 0: everything is trained."""
-        self._beyond = [_beyond(part, rank) if rank and (A in part.name or B in part.name) else None for part in parts]
+    def __init__(self, parts: Sequence[LocalShard], lora: LoraSettings) -> None:
+        self._beyond = [_held(part, lora) for part in parts]
         self.held = [(part, beyond) for part, beyond in zip(parts, self._beyond, strict=True) if beyond is not None]
 
     @torch.no_grad()
@@ -62,13 +65,16 @@ class TrainedRank:
 def trained_whole(shapes: Mapping[str, tuple[int, ...]], lora: LoraSettings) -> dict[str, tuple[int, ...]]:
     """The tensors of which every component is trained. The moments of the others are 0 where nothing is
     trained: in the mean over facilities they would make the steps of those that train it too long."""
-    if not 0 < lora.trained_rank < lora.rank:
-        return dict(shapes)
-    return {name: shape for name, shape in shapes.items() if A not in name and B not in name}
+    some = 0 < lora.trained_rank < lora.rank
+    held = [factor for factor, is_held in ((A, some or lora.freeze_a), (B, some)) if is_held]
+    return {name: shape for name, shape in shapes.items() if not any(factor in name for factor in held)}
 
 
-def _beyond(part: LocalShard, rank: int) -> tuple[slice, ...]:
-    """Index of what is held among the rows that lie here: A is (rank, in), B is (out, rank)."""
+def _held(part: LocalShard, lora: LoraSettings) -> tuple[slice, ...] | None:
+    """Index of what is held among the rows that lie here, or None for nothing: A is (rank, in), B is (out, rank)."""
     if A in part.name:
-        return (slice(max(0, rank - part.first), None),)
-    return slice(None), slice(rank, None)
+        first = 0 if lora.freeze_a else lora.trained_rank or lora.rank
+        return (slice(max(0, first - part.first), None),) if first < lora.rank else None
+    if B in part.name and 0 < lora.trained_rank < lora.rank:
+        return slice(None), slice(lora.trained_rank, None)
+    return None

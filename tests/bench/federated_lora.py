@@ -33,8 +33,9 @@ class Adapted(nn.Module):
         return self.layer(inputs) + (inputs @ a.T) @ b.T * self.scale
 
 
-def adapt(model: nn.Module, rank: int, seed: int) -> nn.Module:
-    """The model with an adapter beside every linear layer of its blocks, and nothing else trained."""
+def adapt(model: nn.Module, rank: int, seed: int, *, freeze_a: bool = False) -> nn.Module:
+    """The model with an adapter beside every linear layer of its blocks, and nothing else trained; `freeze_a`: of the
+    adapters B alone (`training.lora.freeze_a`)."""
     torch.manual_seed(seed)
     model.requires_grad_(False)
     found = [
@@ -44,7 +45,9 @@ def adapt(model: nn.Module, rank: int, seed: int) -> nn.Module:
         if isinstance(layer, nn.Linear) and ".layers." in f".{place}."
     ]
     for parent, name, layer in found:
-        setattr(parent, name, Adapted(layer, rank))
+        adapted = Adapted(layer, rank)
+        adapted.a.requires_grad_(not freeze_a)
+        setattr(parent, name, adapted)
     return model
 
 

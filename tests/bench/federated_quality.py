@@ -217,7 +217,7 @@ def train(model: torch.nn.Module, texts: dict[str, Text], cell: Cell, device: st
     rounds, steps = map(int, cell.schedule.split("x"))
     local = dataclasses.replace(Local(), **arm.local)
     if arm.lora:
-        model = adapt(model, arm.lora["rank"], cell.seed)
+        model = adapt(model, arm.lora["rank"], cell.seed, freeze_a=arm.lora.get("freeze_a", False))
     model = model.to(device)
     if arm.kind == "base":
         return untrained(model, texts)

@@ -31,7 +31,7 @@ class Arm:
     """What the server does in rounds that some facilities miss (`federated_incomplete.WAYS`)."""
     lora: dict[str, Any] = field(default_factory=dict)
     """Adapters of `rank` alone are trained; `product`: the mean of their products, not of the factors; `trained`: the
-    components that each facility trains, in turn. Empty: the whole model."""
+    components that each facility trains, in turn; `freeze_a`: B alone is trained. Empty: the whole model."""
     without: Literal["pooled", "alone", "base"] = "pooled"
     """How to train where nothing is aggregated."""
 

@@ -88,6 +88,7 @@ LORA_RATE = {"learning_rate": 1e-2}
 RANK = {"rank": 8}
 DIFFERING = RANK | {"trained": [8, 2]}
 """Every other facility trains two of the eight components."""
+FROZEN = RANK | {"freeze_a": True}
 
 
 def adapters() -> list[tuple[str, Arm]]:
@@ -111,6 +112,12 @@ def adapters() -> list[tuple[str, Arm]]:
         one("nesterov 0.5", NESTEROV | {"momentum": 0.5}, RANK),
         one("nesterov 0.3", NESTEROV | {"momentum": 0.3}, RANK),
         one("nesterov at 0.02", NESTEROV, RANK, learning_rate=2e-2),
+        one("pooled, frozen A", None, FROZEN),
+        one("mean, frozen A", mean, FROZEN),
+        one("mean, frozen A, at 0.02", mean, FROZEN, learning_rate=2e-2),
+        one("pooled, frozen A, at 0.02", None, FROZEN, learning_rate=2e-2),
+        one("mean, frozen A, at 0.04", mean, FROZEN, learning_rate=4e-2),
+        one("pooled, frozen A, at 0.04", None, FROZEN, learning_rate=4e-2),
     ]
 
 

@@ -36,6 +36,7 @@ def write(directory: Path, lora: dict[str, Any], own: dict[str, Any]) -> Path:
         (ALL | {"alpha": 32}, ALL, "alpha"),
         (ALL, ALL | {"rslora": True}, "rslora"),
         (ALL, ALL | {"dora": True}, "dora"),
+        (ALL | {"freeze_a": True}, ALL, "freeze_a"),
         (ALL, {"rank": 4}, "targets"),
         (ALL | {"parameters": ["experts.down_proj"]}, ALL, "parameters"),
         (ALL | {"modules_to_save": ["lm_head"]}, ALL, "modules_to_save"),

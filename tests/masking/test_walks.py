@@ -61,6 +61,7 @@ OTHER: dict[str, Any] = {
 LORA: dict[str, Any] = {
     "rank": 4,
     "trained_rank": 1,
+    "freeze_a": True,
     "alpha": 1e-9,
     "dropout": 0.99,
     "targets": ["q_proj"],

@@ -238,12 +238,16 @@ def test_adapters_of_the_first_round_that_come_late_count_from_how_they_began(tm
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 8), (8, 33), (64, 7)])
-def test_adapters_begin_with_the_numbers_that_torch_draws(shape: tuple[int, int]):
+def test_adapters_begin_with_the_numbers_that_torch_draws_as_every_format_holds_them(shape: tuple[int, int]):
     name = f"base_model.model.layer{A}weight"
     for seed in (0, 3, 2**40):
         generator = torch.Generator().manual_seed(derive(seed, "lora", name))
         drawn = (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
-        assert torch.equal(torch.from_numpy(begun_factor(seed, name, shape)), drawn)
+        begun = torch.from_numpy(begun_factor(seed, name, shape))
+        assert torch.equal(begun.bfloat16().float(), begun) and torch.equal(begun.half().float(), begun)
+        normal = drawn.abs() >= 2**-14  # as float16 has it with all its bits
+        assert torch.equal(begun[normal], drawn.bfloat16().float()[normal])
+        assert (begun - drawn)[~normal].abs().sum() < 2**-24
     assert not begun_factor(3, f"base_model.model.layer{B}weight", shape).any()
 
 

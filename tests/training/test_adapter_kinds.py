@@ -15,7 +15,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
 from coordinator.publishing.publish import name_the_base
-from facility.exchange.checkpoints.adapters import is_adapter, is_magnitude
+from facility.exchange.checkpoints.adapters import A, is_adapter, is_magnitude
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
@@ -37,6 +37,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"rank": 4, "dora": True}),
     "dora of columns": ("gpt2", {"rank": 4, "dora": True, "rslora": True}),
     "fused experts": ("qwen3_moe", {"rank": 2, "parameters": BOTH}),
+    "frozen A": ("llama", {"rank": 4, "freeze_a": True}),
+    "frozen A of experts": ("qwen3_moe", {"rank": 2, "parameters": BOTH, "freeze_a": True}),
     "fused experts alone": ("mixtral", {"rank": 2, "parameters": BOTH[1:], "targets": ["q_proj"]}),
 }
 
@@ -49,12 +51,16 @@ def made(directory: Path, family: str) -> Path:
     return save_pico(directory, family) if family in ("llama", "gpt2") else save_tiny(directory, family)
 
 
-def loaded(model: Path, adapter: Path) -> Any:
+def loaded(model: Path, adapter: Path, *, freeze_a: bool = False) -> Any:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    return PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    found = PeftModel.from_pretrained(base, adapter, is_trainable=True)
+    for name, parameter in found.named_parameters():
+        if freeze_a and ".lora_A." in name:
+            parameter.requires_grad_(False)
+    return found
 
 
 def named(words: list[str], facility: str) -> list[str]:
@@ -68,11 +74,17 @@ def named(words: list[str], facility: str) -> list[str]:
 def test_a_step_from_received_adapters_is_pefts(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)
-    check_step_is_pefts(tmp_path, dataset, model, lora, lambda adapter: loaded(model, adapter), within=SAME)
+    frozen = bool(lora.get("freeze_a"))
+    check_step_is_pefts(
+        tmp_path, dataset, model, lora, lambda adapter: loaded(model, adapter, freeze_a=frozen), within=SAME
+    )
+    received, returned = weights(tmp_path / "received"), weights(tmp_path / "r1/out")
+    same = {name for name, one in returned.items() if one.equal(received[name])}
+    assert same == ({name for name in returned if A in name} if frozen else set())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dora", "fused experts"])
+@pytest.mark.parametrize("kind", ["dora", "fused experts", "frozen A"])
 def test_every_layout_trains_them_alike(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)

@@ -92,6 +92,7 @@ def test_moments_leave_of_what_is_trained_whole():
     shapes = {"x.lora_A.weight": (4, 8), "x.lora_B.weight": (8, 4), "head.weight": (8, 8)}
     for rank, sent in ((0, {*shapes}), (4, {*shapes}), (1, {"head.weight"})):
         assert trained_whole(shapes, LoraSettings(rank=4, trained_rank=rank)).keys() == sent
+    assert trained_whole(shapes, LoraSettings(rank=4, freeze_a=True)).keys() == {"x.lora_B.weight", "head.weight"}
 
 
 def test_no_more_than_the_rank_can_be_trained():

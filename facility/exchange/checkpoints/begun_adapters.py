@@ -2,7 +2,9 @@
 
 A is uniform, B zero, as peft begins them (Hu et al. 2021, arXiv 2106.09685, section 4.1). A is drawn from the
 federation's seed and the tensor's name, so that every facility begins with the same, and the coordinator knows with
-what: the values are those that `torch.rand` gives a generator with that seed, made by NumPy.
+what: the values are those that `torch.rand` gives a generator with that seed, made by NumPy, in the few bits that
+every format of an update holds. So no format changes an A that nobody trains, and no server optimizer takes what it
+changed for a step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,11 @@ from facility.exchange.seeds import derive
 MANTISSA = 24
 """Random bits of a float32 in [0, 1)."""
 
+BITS = 8
+"""Significant bits of a bfloat16."""
+LEAST = -24
+"""Binary exponent of the smallest float16."""
+
 
 def begun_factor(seed: int, name: str, shape: Sequence[int]) -> npt.NDArray[np.float32]:
     """The first value of the factor `name`; `seed`: the federation's."""
@@ -28,4 +35,12 @@ def begun_factor(seed: int, name: str, shape: Sequence[int]) -> npt.NDArray[np.f
     raw = draws.randint(0, 2**32, size=tuple(shape), dtype=np.uint32)
     unit = (raw & (2**MANTISSA - 1)).astype(np.float32) * np.float32(2.0**-MANTISSA)
     bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix
-    return np.asarray((unit * 2 - 1) * np.float32(bound), np.float32)
+    return in_any_format((unit * 2 - 1) * np.float32(bound))
+
+
+def in_any_format(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """The values, at most 1 in size, as float16, bfloat16 and float32 all hold them without another rounding: 8
+    significant bits, and none below 2^-24, which float16 does not have."""
+    _, exponent = np.frexp(values)
+    digit = np.maximum(exponent - BITS, LEAST)
+    return np.asarray(np.ldexp(np.rint(np.ldexp(values, -digit)), digit), np.float32)

@@ -50,6 +50,7 @@ ALIKE = (
 ALIKE_LORA = (
     "rank",
     "trained_rank",
+    "freeze_a",
     "alpha",
     "dropout",
     "targets",

@@ -72,6 +72,9 @@ class LoraSettings:
     trained_rank: NonNegative[int] = 0
     """Leading components of each adapter that this facility trains, the others stay as received; 0: all. Facilities
     may differ in it while `rank` is the same for all."""
+    freeze_a: bool = False
+    """Train B alone, over the A that the federation began with, the same at all facilities: the mean of their factors
+    is then exactly the mean of B A (FFA-LoRA, Sun et al. 2024, arXiv 2403.12313)."""
     alpha: Positive[float] = 16.0
     """Scale: an adapter adds alpha / rank * B A."""
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0

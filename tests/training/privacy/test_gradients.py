@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from facility.dataset import LOSS, open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.privacy import LEAST_CLIP, DifferentialSettings
 from facility.training.data.tasks import CausalLM, MaskedLM
 from facility.training.parallel.compute import Precision
@@ -120,15 +121,19 @@ def test_adapters_alone_are_clipped_and_added_up(dataset: Any):
     assert_equal(gradients_of(model).clipped_sum(reader.read(range(6)), 0.3), oracle(model, rows, 0.3))
 
 
+@pytest.mark.parametrize("lora", [LoraSettings(rank=4, trained_rank=1), LoraSettings(rank=4, freeze_a=True)])
 @pytest.mark.parametrize("vectorise", [True, False], ids=["vectorised", "one by one"])
-def test_components_that_are_not_trained_take_nothing_of_a_records_clip(dataset: Any, vectorise: bool):
+def test_components_that_are_not_trained_take_nothing_of_a_records_clip(
+    dataset: Any, vectorise: bool, lora: LoraSettings
+):
     """With `trained_rank` 1 of 4 they took half of it, and noise is as large whatever is left."""
     model = with_adapters(4)
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     parts = [shard_of(name.replace(".default.", "."), parameter) for name, parameter in named]
-    beyond = [(slice(1, None),) if "lora_A" in name else (slice(None), slice(1, None)) for name, _ in named]
+    first, columns = (0, 4) if lora.freeze_a else (1, 1)  # those of A and of B that are held
+    beyond = [(slice(first, None),) if "lora_A" in name else (slice(None), slice(columns, None)) for name, _ in named]
     gradients = RecordGradients(
-        model, [p for _, p in named], CausalLM(), FLOAT, vectorise=vectorise, held=TrainedRank(parts, 1)
+        model, [p for _, p in named], CausalLM(), FLOAT, vectorise=vectorise, held=TrainedRank(parts, lora)
     )
     reader, limit = RowReader(dataset, "train", whole_blocks(12, 8), CausalLM(), model, most_rows=4), 0.02
     found = gradients.clipped_sum(reader.read(range(6)), limit)
