@@ -26,6 +26,7 @@ from facility.gating.grammar import Request
 from facility.gating.log_share import LogFull, check_log_share
 from facility.gating.policy import STATE, Policy, read_policy
 from facility.gating.refusal import Refused
+from facility.gating.search_paths import keep_absolute
 from facility.gating.session import Session
 from facility.gating.several import check_others
 from facility.gating.slots import one_of_many
@@ -197,6 +198,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     os.umask(0o077)
     os.environ["LC_ALL"] = "C"
+    keep_absolute()
     try:
         if arguments.check:
             print(check(arguments.policy))

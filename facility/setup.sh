@@ -281,6 +281,7 @@ if [ ! "$programs/python3" -ef "$run" ]; then  # jobs say python3, and that is a
 fi
 {
     echo "# Written by facility/setup.sh; sourced by the job templates. Run setup.sh again instead of editing it."
+    echo "crossfed_here=\$PWD; cd $(quote "$home")  # what modules put on a search path may be '', the folder that a job begins in"
     [ ${#modules[@]} = 0 ] || echo 'command -v module >/dev/null || [ ! -r /etc/profile ] || . /etc/profile'
     for name in ${modules[@]+"${modules[@]}"}; do echo "module load $(quote "$name")"; done
     if [ -n "$conda" ]; then echo ". \"\$(conda info --base)/etc/profile.d/conda.sh\" && conda activate $(quote "$conda")"; fi
@@ -289,6 +290,10 @@ fi
     echo "export HF_HOME=$(quote "$home/cache/huggingface") TORCH_HOME=$(quote "$home/cache/torch") TRITON_CACHE_DIR=$(quote "$home/cache/triton")"
     echo "export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHONNOUSERSITE=1"
     echo "[ ! -f $(quote "$home/site.sh") ] || . $(quote "$home/site.sh")  # the site's own, never written by setup.sh"
+    cat <<'SH'  # as facility/gating/search_paths.py has it
+set -f; IFS=:; for n in PATH LD_LIBRARY_PATH PYTHONPATH CPATH C_INCLUDE_PATH CPLUS_INCLUDE_PATH LIBRARY_PATH; do eval "w=\${$n-}"; r=; for e in $w; do case $e in /*) r=$r${r:+:}$e ;; esac; done; [ -z "$w" ] || export "$n=$r"; done; unset IFS; set +f
+cd "$crossfed_here"
+SH
 } >"$home/.env.sh.new"
 if cmp -s "$home/.env.sh.new" "$home/env.sh"; then rm "$home/.env.sh.new"; say "env.sh: unchanged"
 else mv "$home/.env.sh.new" "$home/env.sh"; say "env.sh: written to $home/env.sh"; fi

@@ -27,6 +27,7 @@ from facility.gating.grammar import Request
 from facility.gating.held import check_places, paths_alone, writable
 from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
 from facility.gating.refusal import Refused
+from facility.gating.search_paths import SHELL
 from facility.gating.session import Session
 from facility.launching.notes import PLACE as NOTES
 from facility.masking.site_rules import MINIMUM_SUM, PEER_SIGNERS
@@ -203,7 +204,7 @@ def line(session: Session, words: Sequence[str], exports: Mapping[str, object], 
 
     The coordinator may write that directory. So no module is imported from it, and what libraries keep in HOME and
     TMPDIR and load again (compiled kernels, say) is where no request leads; nor do any lead to the notes by which the
-    job's tasks meet, with the secret that admits a rank.
+    job's tasks meet, with the secret that admits a rank. Nor is a search path left that leads there.
     """
     own = scratch(session)
     all_exports = {"HOME": own, "TMPDIR": own, NOTES: own, "PYTHONSAFEPATH": 1, "PYTHONNOUSERSITE": 1} | dict(exports)
@@ -211,7 +212,8 @@ def line(session: Session, words: Sequence[str], exports: Mapping[str, object], 
         all_exports[report.JOB_OUTPUT] = 0
     set_up = " && ".join(f"export {name}={shlex.quote(str(value))}" for name, value in all_exports.items())
     place = shlex.quote(str(own))
-    return f"cd {shlex.quote(str(directory))} && mkdir -m 700 -p {place} && {set_up} && {shlex.join(words)} 2>&1"
+    make = f"cd {shlex.quote(str(directory))} && mkdir -m 700 -p {place}"
+    return f"{SHELL}; {make} && {set_up} && {shlex.join(words)} 2>&1"
 
 
 def scratch(session: Session) -> Path:

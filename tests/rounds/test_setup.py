@@ -28,6 +28,7 @@ from coordinator.model import convert
 from coordinator.remote_setup import _send
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TransientError
+from facility.gating.search_paths import SHELL
 from tests.pico import save_pico
 from tests.training.images import save_image_model
 
@@ -896,6 +897,25 @@ def test_a_sites_modules_may_use_what_is_not_set_and_fail_where_it_does_not_matt
     options = ["--home", str(tmp_path / "home"), "--python", str(python), "--module", "m", "--as-is"]
     result = setup("facility", *options, BASH_ENV=str(tmp_path / "modules.sh"))
     assert result.returncode == 0 and "self-check: " in result.stdout, result.stderr
+
+
+def test_what_modules_leave_on_a_search_path_is_not_looked_for_where_a_job_runs(tmp_path: Path, python: Path):
+    """A coordinator writes there: by `LD_LIBRARY_PATH=/of/module:` srun, and what modules start, load its libraries."""
+    leave = 'module() { ls >>"$HOME/seen"; export LD_LIBRARY_PATH="/of/module:${LD_LIBRARY_PATH:-}"; }\n'
+    (tmp_path / "modules.sh").write_text(leave)
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "planted").touch()
+    options = ["--home", str(tmp_path / "home"), "--python", str(python), "--module", "m", "--module", "n", "--as-is"]
+    site = {"BASH_ENV": str(tmp_path / "modules.sh"), "LD_LIBRARY_PATH": "", "HOME": str(tmp_path)}
+    result = setup("facility", *options, "--no-self-check", **site)
+    assert result.returncode == 0, result.stderr
+    env = tmp_path / "home" / "env.sh"
+    assert f"\n{SHELL}\n" in env.read_text()
+    job = ["bash", "-euc", f'. {env}; echo "$LD_LIBRARY_PATH $PWD"']
+    (tmp_path / "seen").unlink()
+    told = subprocess.run(job, cwd=tmp_path / "job", env=os.environ | site, capture_output=True, text=True)
+    assert told.stdout == f"/of/module:/of/module {tmp_path}/job\n", told.stderr
+    assert "planted" not in (tmp_path / "seen").read_text()
 
 
 def test_a_shell_that_looks_for_directories_elsewhere_changes_nothing(tmp_path: Path, python: Path):

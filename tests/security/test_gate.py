@@ -28,6 +28,7 @@ from facility.gating import queue
 from facility.gating.grammar import FORMS
 from facility.gating.ledger import JobEntry
 from facility.gating.policy import read_policy
+from facility.gating.search_paths import SHELL
 from facility.gating.session import Session
 from tests.conftest import ROOT
 
@@ -318,7 +319,7 @@ def test_the_script_is_the_sites_own(site: Gate):
     assert (code, out) == (0, b"17\n")
     command, script = site.calls[-1]
     assert command[:2] == ["sbatch", "--parsable"] and "--job-name=crossfed-heron-alpha" in command
-    assert script is not None and script.startswith("#!/bin/bash\n#SBATCH --partition=gpu\ncd ")
+    assert script is not None and script.startswith(f"#!/bin/bash\n#SBATCH --partition=gpu\n{SHELL}; cd ")
     w = site.workdir
     digests = f"{sha256_of(w / 'in/model/manifest.json')} {sha256_of(w / 'in/alpha.json')}"
     assert f"python3 -m facility.round --out update --model {w}/in/model" in script

@@ -18,6 +18,7 @@ from facility.exchange.messages.report import read_failure
 from facility.gating import ahead as gating_ahead
 from facility.gating.ledger import Ledger, read_ledger
 from facility.gating.policy import read_policy
+from facility.gating.search_paths import SHELL
 from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate
@@ -80,7 +81,7 @@ def test_a_job_waits_and_is_given_an_approved_round_that_counts_once(site: Gate)
     code, _, error = site.ask(handing(site, request))
     assert code == 0, error
     told = (place(site) / COMMAND).read_text()
-    assert told.startswith(f"cd {site.workdir}/next && ") and "facility.round --out update" in told
+    assert told.startswith(f"{SHELL}; cd {site.workdir}/next && ") and "facility.round --out update" in told
     assert oct((place(site) / COMMAND).stat().st_mode)[-3:] == "600"
     assert ledger(site).node_hours(ledger(site).jobs[-1].submitted) == before
     assert [one["what"] for one in site.log()][-1] == "handed over"

@@ -17,6 +17,7 @@ from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.manifest import sha256_of
 from facility.gating import approval
 from facility.gating.jobs import SCRATCH
+from facility.gating.search_paths import SHELL, keep_absolute
 from facility.launching.notes import PLACE as NOTES
 from facility.rounds import evaluation
 from facility.training.monitor.tracker import Tracker
@@ -54,6 +55,38 @@ def test_a_job_imports_nothing_that_a_coordinator_put_beside_it(site: Gate, guar
     assert taken.exists() != guarded, done.stdout
     if guarded:
         assert (site.workdir / "job" / "update" / "failure.json").is_file(), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "planted"),
+    [("LD_LIBRARY_PATH", "/opt/lib:", "libselinux.so.1"), ("PYTHONPATH", f":{ROOT}", "json.py")],
+)
+def test_no_search_path_of_a_site_leads_to_where_a_job_runs(site: Gate, name: str, value: str, planted: str):
+    """`LD_LIBRARY_PATH=/opt/lib:`, as modules leave it, has the working directory in it: mkdir ran the library."""
+    request, taken = site.round(), site.folder / "taken"
+    content = MARK.format(place=str(taken)).encode() if planted.endswith(".py") else b"no library"
+    assert site.ask(f"crossfed-gate put-tree {site.workdir}/job", data=packed(**{planted: content}))[0] == 0
+    assert site.ask(request)[0] == 0
+    environment = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment |= {"CROSSFED_HOME": str(site.home), name: value}
+    (site.workdir / "in" / "model" / "manifest.json").unlink()  # it is told, and all programs ran
+    script = (site.calls[-1][1] or "").replace("set -f;", "set -f; set -e;", 1)  # as a site's template may have it
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, timeout=200)
+    assert (site.workdir / "job" / "update" / "failure.json").is_file(), done.stderr
+    assert not taken.exists() and "file too short" not in done.stdout + done.stderr
+
+
+def test_a_gate_and_what_it_starts_search_absolute_folders_alone(monkeypatch: pytest.MonkeyPatch):
+    """sbatch runs in the job's directory."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":/opt/lib:lib::/usr/lib:")
+    monkeypatch.setenv("PYTHONPATH", ".")
+    keep_absolute()
+    assert os.environ["LD_LIBRARY_PATH"] == "/opt/lib:/usr/lib" and os.environ["PYTHONPATH"] == ""
+    told = ":/opt/a b:lib::/x*:"
+    script = f'{SHELL}; echo "$CPATH,${{LIBRARY_PATH-none}}"'
+    for shell in ("sh", "bash"):
+        done = subprocess.run([shell, "-euc", script], env={"PATH": "/bin:.", "CPATH": told}, capture_output=True)
+        assert done.stdout.decode() == "/opt/a b:/x*,none\n", done.stderr
 
 
 def test_what_a_jobs_libraries_and_tasks_keep_is_where_no_request_leads(site: Gate):
