@@ -108,6 +108,7 @@ def first(job: Job) -> int:
             facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
         ),
         job.settings,
+        job.arguments.model,
     )
     return Outcome.SKIPPED
 

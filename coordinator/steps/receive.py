@@ -44,6 +44,7 @@ from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import (
     NAME,
+    Manifest,
     manifest_if_any,
     read_manifest,
     sha256_of,
@@ -98,7 +99,7 @@ def _received(update: Path, sent: Sent, expected: Expected, decoded: Path | None
     if signers:
         check_signature(update, facility, signers)
     if (failure := report.read_failure(update)) is not None:
-        return _failure(update, failure, expected)
+        return _failure(update, failure, sent, expected)
     if not expected.evaluation:
         check_training(update, sent, expected, decoded)
         return None
@@ -176,10 +177,23 @@ def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
         ) from None
 
 
-def _failure(update: Path, stated: report.Failure, expected: Expected) -> report.Failure:
+def check_signed_failure(signed: Manifest, stated: report.Failure, sent: Sent, facility: str) -> None:
+    """Raise `UpdateRefused` where the signed manifest, which covers failure.json, is not of this run and federation.
+
+    Whoever keeps a failure that was signed once could show it again in every later run.
+    """
+    try:
+        check_run(signed, sent, facility)
+        check_identity(signed, sent.manifest, facility, stated.round)
+    except UpdateRefused as error:
+        raise UpdateRefused(facility, f"{error.reason}; its failure.json says: {stated.reason}") from None
+
+
+def _failure(update: Path, stated: report.Failure, sent: Sent, expected: Expected) -> report.Failure:
     """A facility's own account of its failure, in the name that the coordinator knows it by.
 
-    Raises `InputError` where it is of another facility or round, or where what was signed is another failure.
+    Raises `InputError` where it is of another facility or round, or where what was signed is another failure, or one of
+    another run or federation.
     """
     facility, round = expected.facility, expected.round
     if stated.facility not in (facility, "?"):  # a job of several tasks that failed early does not know its name
@@ -187,7 +201,7 @@ def _failure(update: Path, stated: report.Failure, expected: Expected) -> report
     if not 0 <= round - stated.round <= expected.settings.maximum_staleness:
         raise UpdateRefused(facility, f"its failure.json is of round {stated.round}, expected {round}")
     if expected.settings.allowed_signers:
-        verify_manifest(update)  # the signature covers the manifest, and the manifest this file
+        check_signed_failure(verify_manifest(update), stated, sent, facility)
     return report.Failure(
         facility=facility, round=round, reason=stated.reason, log_tail=stated.log_tail, again=stated.again
     )

@@ -11,7 +11,7 @@ from facility.exchange.errors import CrossFedError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.paths import resolve
 from facility.exchange.messages import report
-from facility.exchange.messages.manifest import Manifest, write_manifest
+from facility.exchange.messages.manifest import Manifest, manifest_if_any, run_of, with_run, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign
@@ -35,10 +35,12 @@ def earliest(job: Job, ending: Ending) -> Ending:
     return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
 
 
-def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
+def fail(
+    out: Path, failure: report.Failure, settings: FacilitySettings | None = None, received: Path | None = None
+) -> None:
     """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest.
 
-    Without the end of the output where that stays at the facility.
+    The manifest is of the run of the `received` model. Without the end of the output where that stays at the facility.
     """
     if not report.output_leaves():
         failure = replace(failure, log_tail="")
@@ -52,5 +54,7 @@ def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None =
                     kind="update", federation=settings.federation, facility=settings.facility, round=failure.round
                 ),
             )
+            if (model := manifest_if_any(received) if received is not None else None) is not None:
+                with_run(temporary, run_of(model))
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
                 sign(temporary, resolve(settings.training.signing_key), kind="update")

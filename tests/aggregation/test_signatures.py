@@ -14,8 +14,17 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from facility.exchange.errors import ConfigurationError, ManifestError
-from facility.exchange.messages.manifest import SIGNATURE, read_manifest, verify_manifest, write_manifest
+from facility.exchange.messages.manifest import (
+    SIGNATURE,
+    read_manifest,
+    verify_manifest,
+    with_run,
+    write_manifest,
+)
+from facility.exchange.messages.report import Failure
+from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.signatures import NAMESPACE, sign, verify
+from facility.rounds.failing import fail
 from tests.aggregation import make
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
@@ -141,3 +150,28 @@ def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, updat
         receive(update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings))
         is None
     )
+
+
+@pytest.mark.parametrize(
+    ("federation", "received", "run", "told"),
+    [
+        ("test", "base", "a", ""),
+        ("test", "base", "b", "it belongs to run"),
+        ("test", "nowhere", "a", "it belongs to run '(none)'"),
+        ("ibis", "base", "a", "it is of federation 'ibis'"),
+    ],
+)
+def test_a_signed_failure_is_of_its_run_and_federation_alone(
+    keys: Path, update: Path, federation: str, received: str, run: str, told: str
+):
+    """Signed once, it was taken in the same round of every later run, and of other federations with this facility."""
+    with_run(keys / "base", "a")
+    training = TrainingSettings(signing_key=str(keys / "alpha"))
+    settings = FacilitySettings(federation=federation, facility="alpha", rounds=3, seed=1, training=training)
+    fail(keys / "out", Failure(facility="alpha", round=0, reason="no disk"), settings, keys / received)
+    with_run(keys / "base", run)
+    aggregation = AggregationSettings(allowed_signers=str(keys / "allowed"))
+    expected = Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=aggregation)
+    found = receive(keys / "out", expected)
+    assert found is not None and found.kind == ("refused" if told else "failed")
+    assert told in found.reason and found.reason.endswith("no disk")
