@@ -97,11 +97,13 @@ def walk(session: Session, request: Request) -> int:
 
 
 def make(session: Session, request: Request) -> int:
-    """Make directories, for this account alone."""
+    """Make directories that are not there yet, for this account alone."""
     with Incoming(session) as incoming:
         for word in request.more:
             with paths_alone(session):
-                path = confined(word, session.workdir)
+                if confined(word, session.workdir).is_dir():
+                    continue
+                path = writable(word, session)
                 incoming.take(_new_entries(path))
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return 0

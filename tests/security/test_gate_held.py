@@ -31,13 +31,16 @@ ALTER = [
     ("link {w}/else {}", b""),
     ("put-piece {w}/else/weights 0 7", b"unlike!"),
     ("remove {w}/else", b""),
+    ("make {}/moments {}/walk", b""),
 ]
 """Requests that would exchange what a job reads; `else` holds a file to which the model links."""
 
 
 def content(site: Gate) -> dict[str, bytes]:  # noqa: F811
     places = [site.workdir / "in" / "model", site.workdir / "else"]
-    return {str(path): path.read_bytes() for place in places for path in sorted(place.iterdir())}
+    return {
+        str(path): path.read_bytes() if path.is_file() else b"" for place in places for path in sorted(place.iterdir())
+    }
 
 
 def submitted(site: Gate) -> Path:  # noqa: F811
@@ -55,7 +58,7 @@ def submitted(site: Gate) -> Path:  # noqa: F811
 @pytest.mark.parametrize(("request_", "data"), ALTER)
 def test_no_request_alters_the_model_of_a_job_before_that_is_over(site: Gate, request_: str, data: bytes):  # noqa: F811
     model = submitted(site)
-    request_ = f"crossfed-gate {request_.format(model, w=site.workdir)}".replace("/model/..", "")
+    request_ = f"crossfed-gate {request_.replace('{}', str(model)).format(w=site.workdir)}".replace("/model/..", "")
     before = content(site)
     code, _, error = site.ask(request_, data)
     assert code == 77 and "the model of job 17, which is not over" in error
@@ -65,7 +68,8 @@ def test_no_request_alters_the_model_of_a_job_before_that_is_over(site: Gate, re
 
 
 def test_what_lies_beside_the_model_may_be_written_meanwhile(site: Gate):  # noqa: F811
-    submitted(site)
+    model = submitted(site)
+    assert site.ask(f"crossfed-gate make {site.workdir} {model} {model.parent} {site.workdir}/in/more")[0] == 0
     for word in ("in/other", "in/model2", "next"):
         assert site.ask(f"crossfed-gate put-file {site.workdir}/{word} 600", b"x")[0] == 0
 
