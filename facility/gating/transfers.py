@@ -231,7 +231,7 @@ def put_file(session: Session, request: Request) -> int:
 
 
 def put_piece(session: Session, request: Request) -> int:
-    """A range of a file that put-tree or put-file made."""
+    """A range of a file that put-tree or put-file made, and that no job has kept since."""
     offset, left = int(request["offset"]), int(request["length"])
     with Incoming(session) as incoming:
         with paths_alone(session):
@@ -244,6 +244,7 @@ def put_piece(session: Session, request: Request) -> int:
                     raise OSError(f"{target.path}: the connection ended {left} bytes too early")
                 incoming.take(len(block))
                 target.check()
+                _check_single(file, target.path)
                 done = 0
                 while done < len(block):
                     done += os.pwrite(file, block[done:], offset + done)
@@ -252,6 +253,13 @@ def put_piece(session: Session, request: Request) -> int:
             os.close(file)
     _say(f"{ARRIVED}\n")
     return 0
+
+
+def _check_single(file: int, path: Path) -> None:
+    """Raise `Refused` for a file of several names: jobs keep models and updates by hard links, outside of the workdir,
+    where no request writes."""
+    if os.fstat(file).st_nlink > 1:
+        raise Refused(f"{path} has another name, under which it is kept here: it is not written to; send a new file")
 
 
 def sizes(session: Session, request: Request) -> int:

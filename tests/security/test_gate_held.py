@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
 from pathlib import Path
 
@@ -12,10 +13,12 @@ from facility import gate
 from facility.exchange.messages import order
 from facility.exchange.messages.manifest import read_manifest, with_run, write_manifest
 from facility.gating import approval, jobs, queue, transfers
+from facility.gating.held import Target
 from facility.gating.ledger import changed, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
+from facility.rounds.models import Models
 from tests.security.test_gate import KEY, Gate, packed, site  # noqa: F401 (a fixture)
 
 ALTER = [
@@ -311,3 +314,40 @@ def test_a_model_of_many_links_is_refused(site: Gate):  # noqa: F811
         (model / f"{number}").symlink_to(model / "model.safetensors")
     code, _, error = site.ask(request)
     assert code == 77 and "more than 100 links" in error and not site.calls
+
+
+@pytest.mark.parametrize("name", ["config.json", "manifest.json", "linked.safetensors"])
+def test_what_a_facility_keeps_of_a_model_stays_as_it_was_once_the_job_is_over(site: Gate, name: str):  # noqa: F811
+    """It has hard links to it: with another config.json, and its digest in the manifest, the kept model was trained
+    from in place of the one that was signed and sent again."""
+    model = submitted(site)
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    write_manifest(model, read_manifest(model))
+    digest = read_manifest(model).content_sha256
+    kept = Models(site.home / "state").whole(model)
+    before = {path.name: path.read_bytes() for path in kept.iterdir()}
+    site.active = ""
+    place = (model / name).resolve()
+    code, _, error = site.ask(f"crossfed-gate put-piece {place} 0 7", b"unlike!")
+    assert code == 77 and "has another name" in error
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert site.ask(f"crossfed-gate put-file {place} 600", b"unlike!")[0] == 0, "a new file"
+    assert site.ask(f"crossfed-gate put-piece {place} 0 7", b"UNLIKE!")[0] == 0
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == before
+    assert Models(site.home / "state").holds(digest)
+
+
+def test_a_piece_that_began_before_a_file_was_kept_is_refused_after(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+    place, kept = site.workdir / "file", site.home / "kept"
+    place.write_bytes(b"1" * (3 << 20))
+    check = Target.check
+
+    def keep(self: Target) -> None:
+        check(self)
+        if place.read_bytes().startswith(b"2") and not kept.exists():
+            os.link(place, kept)
+
+    monkeypatch.setattr(Target, "check", keep)
+    code, _, error = site.ask(f"crossfed-gate put-piece {place} 0 {3 << 20}", b"2" * (3 << 20))
+    assert code == 77 and "has another name" in error
+    assert kept.read_bytes() == b"2" * (1 << 20) + b"1" * (2 << 20)
