@@ -6,8 +6,9 @@ import logging
 import os
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from coordinator.config import facility_names
@@ -95,7 +96,7 @@ def begin(request: Request, dialog: Dialog) -> Path:
         if not FACILITY_NAME.fullmatch(request.name):
             raise InputError(f"--name {request.name!r}: {NAME_WORDS}")
         choices = []
-        logins = request.facilities or _ask_facilities(dialog)
+        logins = request.facilities or _ask_facilities(dialog, request)
         check_names(request, list(logins), "")
         _check_logins(request, logins)
         for name, login in logins.items():
@@ -140,16 +141,31 @@ def _is_dataset(federation: Federation, facility: Facility, data: str) -> bool:
     return bool(data) and Path(data).expanduser().resolve() == federation.path(facility.dataset)
 
 
-def _ask_facilities(dialog: Dialog) -> dict[str, str]:
+def _ask_facilities(dialog: Dialog, request: Request) -> dict[str, str]:
     found: dict[str, str] = {}
     while True:
         question = f"facility-{len(found) + 1}"
         why = "NAME=[USER@]HOST[:PORT], or NAME=local; empty: no more"
-        answer = dialog.ask(question, Proposal(value="", why=why), must=not found)
+        no_login = partial(_no_login, request, found)
+        answer = dialog.ask(question, Proposal(value="", why=why), must=not found, refuse=no_login)
         if not answer:
             return found
         name, _, login = answer.partition("=")
         found[name.strip()] = login.strip()
+
+
+def _no_login(request: Request, found: Mapping[str, str], answer: str) -> str:
+    """Why no facility is added to those `found` by this answer; empty where one is."""
+    name, _, login = (word.strip() for word in answer.partition("="))
+    if not name or not login:
+        return f"{answer}: expected NAME=[USER@]HOST[:PORT], or NAME=local"
+    if name in found:
+        return f"{name} is there already, as {found[name]}; give this one another name"
+    try:
+        _check_logins(request, {**found, name: login})
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def read_login(name: str, text: str, request: Request) -> Deployment:
@@ -176,19 +192,34 @@ def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[C
     if behind is not None:
         log.info("%s: %s", name, behind.said())
         return choose_gated(dialog, name, login, behind, request.data.get(name, ""), request.name), None
-    where = "here" if not login.host else "there"
-    data = request.data.get(name) or dialog.ask(
-        f"{name}.data", Proposal(value="", why=f"path of the text {where} (a file or folder), or of a prepared dataset")
-    )
     if not login.host:
-        path = Path(data).expanduser().resolve()
-        if not present.exists(path):
-            raise InputError(f"{name}: {path} does not exist; correct --data {name}=PATH")
+        path = Path(_data(request, dialog, name, "here", _not_here)).expanduser().resolve()
         prepared = present.is_file(path / "dataset.json")
         return choose_local(name, str(path), prepared=prepared, folder=str(request.folder.resolve())), None
-    survey = ask_site(name, login, data)
-    log.info("%s: %s", name, _told(survey))
-    return choose(dialog, name, login, survey, data), survey
+    surveys: list[Survey] = []
+
+    def not_there(data: str) -> str:
+        surveys.append(ask_site(name, login, data))
+        return f"{data} does not exist there or cannot be read" if surveys[-1].data == "missing" else ""
+
+    data = _data(request, dialog, name, "there", not_there)
+    log.info("%s: %s", name, _told(surveys[-1]))
+    return choose(dialog, name, login, surveys[-1], data), surveys[-1]
+
+
+def _data(request: Request, dialog: Dialog, name: str, where: str, refuse: Callable[[str], str]) -> str:
+    """The facility's data, as given or asked for. Raises `InputError` for given ones that `refuse` says no to."""
+    if not (given := request.data.get(name, "")):
+        why = f"path of the text {where} (a file or folder), or of a prepared dataset"
+        return dialog.ask(f"{name}.data", Proposal(value="", why=why), refuse=refuse)
+    if reason := refuse(given):
+        raise InputError(f"{name}: {reason}; correct --data {name}=PATH")
+    return given
+
+
+def _not_here(data: str) -> str:
+    path = Path(data).expanduser().resolve()
+    return "" if present.exists(path) else f"{path} does not exist"
 
 
 def _told(survey: Survey) -> str:
@@ -218,10 +249,13 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> GateSummary | None
 def _signing_key(request: Request, dialog: Dialog) -> str:
     """The private key that signs the models. Raises `InputError` for one that does not exist."""
     why = "private ssh key that signs the models: a gate lets only signed ones be trained, and its site has the .pub"
-    path = dialog.ask("signing-key", Proposal(value=request.keys.get("", KEY), why=why))
-    if not Path(path).expanduser().is_file():
-        raise InputError(f"the signing key {path} does not exist: ssh-keygen -t ed25519 -f {path}; give its .pub out")
-    return path
+
+    def no_key(path: str) -> str:
+        if Path(path).expanduser().is_file():
+            return ""
+        return f"the signing key {path} does not exist: ssh-keygen -t ed25519 -f {path}; give its .pub out"
+
+    return dialog.ask("signing-key", Proposal(value=request.keys.get("", KEY), why=why), refuse=no_key)
 
 
 def _ask_model(dialog: Dialog) -> str:
@@ -265,7 +299,10 @@ def _set_up(
         try:
             blocks.append(equip(federation, facility, survey, text, size, request.prepare, request.folder))
         except subprocess.CalledProcessError as error:
-            said = f"{facility.name}: facility.prepare ended with code {error.returncode}, see above"
+            said = (
+                f"{facility.name}: facility.prepare ended with code {error.returncode}, see above; an option of its "
+                "own that would help goes into --prepare, such as --prepare '--allow-overlap'"
+            )
             raise (InputError(said) if error.returncode == ExitCode.INPUT else TransientError(said)) from None
     if (fitted := fit_batch(federation.file, blocks, request.plan.batch_sequences)) is not None:
         log.info("%s", fitted)

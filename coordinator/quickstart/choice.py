@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.quickstart.dialog import Dialog
@@ -23,7 +24,8 @@ from coordinator.quickstart.propose import (
 from coordinator.quickstart.survey import Survey
 from coordinator.schedulers.partition import WORD, Partition, Wish
 from coordinator.schedulers.scheduler import BatchScheduler
-from facility.exchange.errors import InputError
+from facility.exchange.errors import ConfigurationError, InputError
+from facility.exchange.messages.job_template import Environment
 from facility.exchange.messages.template_inheritance import shipped_templates
 
 log = logging.getLogger(__name__)
@@ -71,15 +73,11 @@ def choose_local(name: str, data: str, *, prepared: bool, folder: str) -> Choice
 
 def choose(dialog: Dialog, name: str, login: Deployment, survey: Survey, data: str) -> Choice:
     """Ask what is not plain from the survey. Raises `InputError` for an answer that cannot be used."""
-    if survey.data == "missing":
-        raise InputError(f"{name}: {data} does not exist there or cannot be read; correct --data {name}=PATH")
-    home = dialog.ask(
-        f"{name}.home",
-        Proposal(value=f"{survey.home}/crossfed" if survey.home else "", why="CrossFed's own directory there"),
-    )
+    proposal = Proposal(value=f"{survey.home}/crossfed" if survey.home else "", why="CrossFed's own directory there")
+    home = dialog.ask(f"{name}.home", proposal, refuse=lambda text: _refused(Environment, home=text))
     why: dict[str, str] = {}
     place = workdir(survey)
-    path = dialog.ask(f"{name}.workdir", place)
+    path = dialog.ask(f"{name}.workdir", place, refuse=lambda text: _refused(replace, login, workdir=text))
     why["workdir"] = place.why if path == place.value else ""
     method = install(survey)
     if not method.arguments:
@@ -151,11 +149,20 @@ def _fill(dialog: Dialog, name: str, template: str, partition: str, account: str
     return result
 
 
+def _refused(make: Callable[..., object], *given: Any, **settings: str) -> str:
+    """What federation.yml would say of these settings; empty where it takes them."""
+    try:
+        make(*given, **settings)
+    except ConfigurationError as error:
+        return error.message
+    return ""
+
+
 def _word(dialog: Dialog, question: str, proposal: Proposal, *, must: bool) -> str:
-    value = dialog.ask(question, proposal, must=must)
-    if value and not WORD.fullmatch(value):
-        raise InputError(f"{question} is {value!r}, expected one word of letters, digits and _.,:/@+=%-")
-    return value
+    def several(value: str) -> str:
+        return "" if WORD.fullmatch(value) else f"{value!r}: expected one word of letters, digits and _.,:/@+=%-"
+
+    return dialog.ask(question, proposal, must=must, refuse=several)
 
 
 def _known(question: str, value: str, listed: Sequence[str]) -> None:
@@ -166,10 +173,10 @@ def _known(question: str, value: str, listed: Sequence[str]) -> None:
 
 
 def _count(dialog: Dialog, question: str, proposed: int, why: str) -> int:
-    text = dialog.ask(question, Proposal(value=str(proposed), why=why))
-    if not text.isdecimal() or int(text) > 64:
-        raise InputError(f"{question} is {text!r}, expected a number from 0 to 64")
-    return int(text)
+    def no_count(text: str) -> str:
+        return "" if text.isdecimal() and int(text) <= 64 else f"{text!r}: expected a number from 0 to 64"
+
+    return int(dialog.ask(question, Proposal(value=str(proposed), why=why), refuse=no_count))
 
 
 def largest_batch(blocks: Sequence[int], wanted: int) -> int:

@@ -26,11 +26,17 @@ class Dialog:
     typed: dict[str, str] = field(default_factory=dict)
     """Answers that a person typed, by question."""
 
-    def ask(self, question: str, proposal: Proposal, *, must: bool = True) -> str:
-        """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for, and where
-        the input has no further line."""
+    def ask(
+        self, question: str, proposal: Proposal, *, must: bool = True, refuse: Callable[[str], str] = lambda answer: ""
+    ) -> str:
+        """The answer. Raises `InputError` where one is needed and neither given, nor proposed, nor asked for, where the
+        input has no further line, and for a given answer that is refused; a typed one is asked for again.
+
+        `refuse`: why an answer cannot be used; empty for one that can."""
         self.asked.append(question)
         if question in self.given:
+            if reason := refuse(self.given[question]):
+                raise InputError(f"--answer {question}={self.given[question]}: {reason}")
             return self.given[question]
         if self.yes:
             if must and not proposal.value:
@@ -48,11 +54,12 @@ class Dialog:
                 how = f"give --answer {question}=VALUE, or --yes for all proposals"
                 raise InputError(f"{question} has no answer, for the input has ended: {how}") from None
             answer = line.strip() or proposal.value
-            if line.strip():
-                self.typed[question] = answer
-            if answer or not must:
+            reason = refuse(answer) if answer else "an answer is needed here" if must else ""
+            if not reason:
+                if line.strip():
+                    self.typed[question] = answer
                 return answer
-            self.say("  an answer is needed here")
+            self.say(f"  {clean(reason, 600)}")
 
     def again(self) -> str:
         """Options that give the same answers again; empty where nobody typed one."""

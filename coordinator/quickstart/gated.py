@@ -90,12 +90,18 @@ def choose_gated(
         )
     first, *others = found.datasets or ("",)
     proposal = Proposal(value=first, why="a prepared dataset that the site's policy allows", others=tuple(others))
-    dataset = data or dialog.ask(f"{name}.data", proposal)
-    if found.datasets and dataset not in found.datasets:
-        raise InputError(
-            f"{name}: {dataset} is no dataset of the policy behind its gate, and text is prepared by the site itself: "
+
+    def unlisted(dataset: str) -> str:
+        if not found.datasets or dataset in found.datasets:
+            return ""
+        return (
+            f"{dataset} is no dataset of the policy behind its gate, and text is prepared by the site itself: "
             f"give --data {name}=PATH with one of {', '.join(found.datasets)}"
         )
+
+    if reason := unlisted(data) if data else "":
+        raise InputError(f"{name}: {reason}")
+    dataset = data or dialog.ask(f"{name}.data", proposal, refuse=unlisted)
     return Choice(
         name=name,
         login=login,

@@ -28,9 +28,11 @@ def trust(dialog: Dialog, name: str, login: Deployment) -> bool:
             f"then give --answer {question}=FINGERPRINT"
         )
     why = f"{login.host} shows {', '.join(shown)}; type the fingerprint that the site publishes"
-    answer = dialog.ask(question, Proposal(value="", why=why))
-    if answer not in shown:
-        raise InputError(f"{question} is {answer!r}, but {login.host} shows {', '.join(shown)}: ask the site")
+
+    def another(answer: str) -> str:
+        return "" if answer in shown else f"{login.host} shows {', '.join(shown)}, not {answer!r}: ask the site"
+
+    answer = dialog.ask(question, Proposal(value="", why=why), refuse=another)
     file = Path(login.known_hosts or "~/.ssh/known_hosts").expanduser()
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     append_lines(file, shown[answer] + "\n")

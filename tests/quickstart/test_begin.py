@@ -22,11 +22,14 @@ from coordinator.quickstart.begin import Request, begin
 from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import RoundTraining
 from coordinator.quickstart.dialog import Dialog
+from coordinator.quickstart.survey import Place, Python, Survey
 from facility.exchange.errors import InputError
 from facility.exchange.messages.manifest import sha256_of
 from tests.federations import write_federation
 from tests.training.federation import write_dataset
 
+PLACES = (Place(name="HOME", path="/home/u", free=10**12),)
+PYTHONS = (Python(command="python3", version=(3, 12), lacks=()),)
 FINGERPRINT = "SHA256:" + "a" * 43
 
 
@@ -139,6 +142,42 @@ def test_what_was_typed_before_an_error_can_be_given_again(
     assert (tmp_path / "fed" / "workflow" / "federation.yml").is_file()
 
 
+def asked(lines: list[str], **given: str) -> tuple[Dialog, list[str]]:
+    """A dialog at whose terminal these lines are typed, and what it says."""
+    typed, said = iter(lines), []
+    return Dialog(given=given, yes=False, say=said.append, ask_line=lambda _: next(typed)), said
+
+
+def test_an_answer_that_cannot_be_used_is_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A relative path was found when the model had been made, and then stood in a federation.yml that nothing read;
+    others ended the command."""
+    monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
+    monkeypatch.setattr(beginning, "_connect", lambda *_: None)
+    surveys = {"no.txt": Survey(pythons=PYTHONS), "text.txt": Survey(data="text", pythons=PYTHONS, places=PLACES)}
+    monkeypatch.setattr(beginning, "ask_site", lambda name, login, data: surveys[data])
+    lines = ["far", "far=far.example.org:99999", "far=far.example.org", "far=here", "near=local", ""]
+    lines += ["no.txt", "text.txt", "crossfed", "", "~/work", ""]
+    lines += [str(tmp_path / "none"), str(tmp_path / "text"), "demo"]
+    dialog, said = asked(lines)
+    file = begin(made(tmp_path, facilities={}, data={}, model=""), dialog)
+    far, near = read_federation(file).facilities
+    assert (far.deployment.workdir, far.deployment.environment.home) == ("/home/u/crossfed-work", "/home/u/crossfed")
+    assert (far.dataset, near.name) == ("/home/u/crossfed/data/far", "near")
+    refused = [line.strip() for line in said if line.startswith("  ")]
+    for line, expected in zip(
+        refused,
+        ["far: expected NAME=", "expected a port", "far is there already", "no.txt does not exist there"]
+        + ["home is 'crossfed', expected an absolute path", "workdir is '~/work', expected", "none does not"],
+        strict=True,
+    ):
+        assert expected in line
+    (tmp_path / "new").mkdir()
+    for name, text in {"far.home": "crossfed", "far.workdir": "work"}.items():
+        dialog, _ = asked(["text.txt", "", ""], **{name: text})
+        with pytest.raises(InputError, match=rf"--answer {name}={text}: .* an absolute path at the facility"):
+            begin(made(tmp_path / "new", facilities={"far": "far.example.org"}, data={}), dialog)
+
+
 @pytest.mark.parametrize("code", [1, 0])
 def test_what_its_check_finds_stands_in_the_way_of_a_run_until_one_finds_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -181,5 +220,8 @@ def test_a_host_key_is_a_line_of_its_own(before: str, tmp_path: Path, monkeypatc
     known = tmp_path / "known_hosts"
     known.write_text(before)
     login = Deployment(type="ssh", host="b", workdir="/w", known_hosts=str(known))
-    assert host_keys.trust(Dialog(given={"far.host-key": FINGERPRINT}, yes=True), "far", login)
+    with pytest.raises(InputError, match=f"--answer far.host-key=yes: b shows {FINGERPRINT}, not 'yes': ask the site"):
+        host_keys.trust(Dialog(given={"far.host-key": "yes"}, yes=True), "far", login)
+    dialog, said = asked(["yes", FINGERPRINT])
+    assert host_keys.trust(dialog, "far", login) and f"  b shows {FINGERPRINT}, not 'yes': ask the site" in said
     assert known.read_text().splitlines() == [*before.splitlines(), "b ssh-ed25519 BBBB"]

@@ -226,8 +226,6 @@ def test_the_file_holds_what_was_chosen_and_says_why(tmp_path: Path):
         "environment": {"home": "/home/alice/crossfed"},
     }
     assert "Slurm answers there" in text and "gpus" not in choice.template_text
-    with pytest.raises(InputError, match="does not exist there"):
-        choose(dialog, "a", login, Survey(), "text.txt")
 
 
 def test_with_yes_a_question_without_a_proposal_names_the_option_that_answers_it():
