@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -16,12 +16,22 @@ SAME = 3
 """As many of these times between two lines that are alike: a log should not fill with one sentence."""
 
 
+class SentenceConsole(Console):
+    """Breaks no sentence into lines: whoever copies a path or a command out of it gets it whole, and a file or pipe has
+    one line of each. Tables are laid out as ever."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        if soft_wrap is None:
+            soft_wrap = all(isinstance(one, str) for one in objects)
+        super().print(*objects, soft_wrap=soft_wrap, **options)
+
+
 def command_console(width: int, stream: TextIO | None = None) -> Console:
     """A console on `stream`, else on standard output; `:name:` in a table stays text.
 
     `width`: in characters, where standard output is no terminal and so has none.
     """
-    return Console(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
+    return SentenceConsole(file=stream, width=None if sys.stdout.isatty() else width, emoji=False)
 
 
 def on_stderr(text: str) -> None:

@@ -51,7 +51,9 @@ def fitted(whole: Table, width: int) -> tuple[Table, list[str]]:
 
 
 def print_rounds(console: Console, data: dict[str, Any]) -> None:
-    """Print the table of `summary`'s data as it fits, and which columns are not shown."""
+    """Print the table of `summary`'s data as it fits, and which columns are not shown; nothing where no round is."""
+    if not data["rounds"]:
+        return
     shown, left_out = fitted(table(data), console.width)
     console.print(shown)
     if left_out:

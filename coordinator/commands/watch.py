@@ -81,8 +81,7 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     console.print(
         f"federation {described.name}: {_complete(len(data['rounds']), described.rounds)} in {escape(data['archive'])}"
     )
-    if data["rounds"]:
-        print_rounds(console, data)
+    print_rounds(console, data)
     for line in remarks(data):
         console.print(line, markup=False, highlight=False)
     if data["stopped"]:

@@ -14,7 +14,7 @@ from streamflow.core.scheduling import Hardware
 from streamflow.deployment.connector.local import LocalConnector
 
 from coordinator.archive.audit import VARIABLE as LOG
-from coordinator.config.deployment_names import facility_of_deployment, is_facility
+from coordinator.config.deployment_names import is_facility
 from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
 from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
@@ -65,7 +65,8 @@ class TellingLocalConnector(LocalConnector):
                 answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
             said, code = answer if answer is not None else ("", 0)
             emit("ended", step=step, job="", code=code, problem="")
-            if words := words_of_job(facility_of_deployment(self.deployment_name), code, said or ""):
+            facility = step.rpartition("/")[2].partition("_")[2]  # its login node has a deployment of another name
+            if words := words_of_job(facility, code, said or ""):
                 emit("problem", text=note_failed(words))
         if answer is not None and answer[1] and step.rpartition("/")[2].partition("_")[0] in STEPS:
             reason = last_words(answer[0] or "") or f"it ended with code {answer[1]}"

@@ -57,6 +57,11 @@ def test_what_is_left_out_is_named_and_what_tells_least_goes_first(width: int):
     assert ("1234.567" in text) == ("global model" not in left_out)
 
 
+def test_before_the_first_round_no_table_is_printed():
+    """A run that ended before had the head of an empty one among its last words."""
+    assert printed({"rounds": [], "final_evaluation": [], "task": ""}, 80) == ""
+
+
 def test_a_table_that_fits_is_left_as_it_is():
     short = table({"rounds": [], "final_evaluation": [], "task": ""})
     assert fitted(short, 120) == (short, [])

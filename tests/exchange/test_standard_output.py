@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from rich.table import Table
 
+from coordinator.console import command_console
 from facility.exchange.exit_codes import ExitCode
 from tests.conftest import ROOT
 
@@ -87,3 +90,15 @@ main()
 def test_a_connection_that_breaks_within_a_command_is_not_taken_for_its_reader():
     code, said = ended(["-c", BROKEN], subprocess.DEVNULL)
     assert code == 1 and "a socket's" in said
+
+
+def test_a_sentence_is_one_line_whatever_the_width_and_a_table_is_laid_out():
+    """A path was broken by line ends, in a terminal and in a file, so that it could not be copied or searched for."""
+    console = command_console(40, shown := io.StringIO())
+    sentence = f"StreamFlow's log is /scratch/{'project/' * 20}streamflow.log"
+    console.print(sentence, style="red", markup=False, highlight=False)
+    assert shown.getvalue() == f"{sentence}\n"
+    table = Table("word")
+    table.add_row(sentence)
+    console.print(table)
+    assert max(map(len, shown.getvalue().splitlines()[1:])) == 40

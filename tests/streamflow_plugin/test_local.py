@@ -43,10 +43,15 @@ def test_a_step_runs_in_its_directory_whatever_that_is_called(folder: str, tmp_p
     assert asyncio.run(act) == (str(place), 0)
 
 
-def test_the_round_is_told_how_a_job_ended_that_left_nothing(tmp_path: Path):
-    """It said that the job was not taken, was cancelled, ran out of time or lost its node, and none of these was so."""
-    connector = TellingLocalConnector("facility-a", str(tmp_path))
-    location = ExecutionLocation(name="local", deployment="facility-a", local=True)
+@pytest.mark.parametrize(
+    ("deployment", "step"),
+    [("facility-a", "train_a"), ("facility-a-login", "keys_a"), ("facility-a-login", "unmask_a")],
+)
+def test_the_round_is_told_how_a_job_ended_that_left_nothing(deployment: str, step: str, tmp_path: Path):
+    """It said that the job was not taken, was cancelled, ran out of time or lost its node, and none of these was so;
+    and a facility's commands on its login node, which is this machine, were those of a facility `a-login`."""
+    connector = TellingLocalConnector(deployment, str(tmp_path))
+    location = ExecutionLocation(name="local", deployment=deployment, local=True)
 
     async def act() -> None:
         this_round.set(RoundAtFacility(facility="a", number=3, workdir=tmp_path))
@@ -55,7 +60,7 @@ def test_the_round_is_told_how_a_job_ended_that_left_nothing(tmp_path: Path):
             command=["echo no module python/3.11; kill -9 $$"],
             capture_output=True,
             workdir=str(tmp_path),
-            job_name="/rounds/train_a/0",
+            job_name=f"/rounds/{step}/0",
         )
 
     asyncio.run(act())
