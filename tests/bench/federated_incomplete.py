@@ -50,9 +50,10 @@ class Outer(Server):
         if self.incomplete:
             known = sum(self.weighed.values()) * self.facilities / len(self.weighed)
             present = sum(weights.values()) / known
-        settings = with_rate(self.whole, factor * (present if self.incomplete in ("rate", "both") else 1.0))
+        # Parameters of rules are fields that no type declares.
+        settings: Any = with_rate(self.whole, factor * (present if self.incomplete in ("rate", "both") else 1.0))
         if self.incomplete in ("momentum", "both"):
-            settings = dataclasses.replace(settings, momentum=settings.momentum * present)  # type: ignore[attr-defined]
+            settings = dataclasses.replace(settings, momentum=settings.momentum * present)
         self.settings = settings
         if self.incomplete == "zero":
             updates = {

@@ -273,9 +273,10 @@ def scaled(settings: AggregationSettings, share: float, how: str) -> Aggregation
     """
     if how == "whole" or share >= 1.0:
         return settings
-    rate = settings.server_learning_rate * share
-    momentum = settings.momentum**share if how == "both" else settings.momentum
-    return replace(settings, server_learning_rate=rate, momentum=momentum)
+    rule: Any = settings  # parameters of rules are fields that no type declares
+    rate = rule.server_learning_rate * share
+    momentum = rule.momentum**share if how == "both" else rule.momentum
+    return replace(rule, server_learning_rate=rate, momentum=momentum)
 
 
 def learn(

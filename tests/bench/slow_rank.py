@@ -57,12 +57,12 @@ def slowed() -> None:
         output = run(self, value, **kwargs)
         return Slow.apply(output, back) if torch.is_grad_enabled() else output
 
-    def forward_whole(self: Whole, batch: Any) -> torch.Tensor:
+    def forward_whole(self: Whole, batch: Any, model: torch.nn.Module) -> tuple[torch.Tensor, torch.Tensor, Any]:
         ahead, back = seconds(0, len(UNITS), len(batch.targets))
         if torch.is_grad_enabled():
             time.sleep(ahead)
-        output = whole(self, batch)
-        return Slow.apply(output, back) if torch.is_grad_enabled() else output
+        loss, targets, output = whole(self, batch, model)
+        return Slow.apply(loss, back) if torch.is_grad_enabled() else loss, targets, output
 
     Stage.forward = forward  # type: ignore[method-assign]
     Whole._forward = forward_whole  # type: ignore[method-assign]

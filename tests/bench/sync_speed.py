@@ -141,6 +141,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
 
     from facility.sync.connect import connect
     from facility.sync.protocol import ReplicaRank
+    from facility.sync.runtime.replica import Context
     from tests.reproductions.pipedream import run
     from tests.reproductions.stagewise import connect_stage
 
@@ -157,14 +158,12 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
         pipe = dist.ProcessGroupGloo(
             dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=60)
         )
-    sync = (connect_stage if stages > 1 else connect)(
-        settings_of(policy, options),
-        place=place,
-        parameters=[parameter],
-        steps=steps,
-        store=store,
-        namespace=tag,
-    )
+    settings = settings_of(policy, options)
+    parts: dict[str, Any] = {"parameters": [parameter], "steps": steps}
+    if stages > 1:
+        sync = connect_stage(settings, place=place, store=store, namespace=tag, **parts)
+    else:
+        sync = connect(Context(settings=settings, place=place, store=store, **parts), namespace=tag)
     begin, warm = time.monotonic(), WARM if row in CALIBRATION and pipe is None else 0
     if pipe is not None:
         made = run(work, sync, pipe, activation=work.message, exchange_first=row in EXCHANGE_FIRST)
