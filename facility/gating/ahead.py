@@ -17,7 +17,7 @@ from pathlib import Path
 from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, WAITED
 from facility.gating.approval import Approved, approve
 from facility.gating.grammar import Request
-from facility.gating.held import EXCHANGED, paths_alone, reads_of, sent
+from facility.gating.held import EXCHANGED, check_no_link, paths_alone, reads_of, sent
 from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, script
 from facility.gating.ledger import DAY, changed, read_ledger
 from facility.gating.queue import our_ids, table
@@ -109,13 +109,14 @@ def hand_over(session: Session, request: Request) -> int:
 def _give(session: Session, approved: Approved, id: str, directory: Path) -> bool:
     """Link the round's command to the name that the job looks for, and let the job's update be read.
 
-    Raises `Refused` where a link in the model was exchanged since it was approved.
+    Raises `Refused` where a link in the model was exchanged since it was approved, or one lies in the job's directory.
     """
     text = f"{command(session, approved, directory)}\n"
     # The ledger's lock, too: of two rounds one is given, and the ledger says which.
     with paths_alone(session), changed(session.ledger) as (ledger, _):
         if reads_of(session, approved.model, approved.roster) != approved.reads:
             raise Refused(EXCHANGED.format(approved.model))
+        check_no_link(directory)
         entry = ledger.job(id)
         if entry is None or not _link(Path(entry.waited_in), text):
             return False

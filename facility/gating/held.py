@@ -94,13 +94,21 @@ def check_places(session: Session, job: JobEntry, model: Path, roster: Path | No
         reason = "" if reads_of(session, model, roster) == job.reads else EXCHANGED.format(model)
     except Refused as error:
         reason = str(error)
-    if found := link_in(Path(job.directory)):
-        reason = f"{found} is a link, and a job's directory holds none: what the job prints would go where it leads"
+    try:
+        check_no_link(Path(job.directory))
+    except Refused as error:
+        reason = str(error)
     if not reason:
         return
     with changed(session.ledger) as (ledger, _):
         ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
     raise Refused(reason)
+
+
+def check_no_link(directory: Path) -> None:
+    """Raise `Refused` for a job's directory that is, lies behind, or holds a link."""
+    if found := link_in(directory):
+        raise Refused(f"{found} is a link, and a job's directory holds none: what a job leaves would go where it leads")
 
 
 def link_in(directory: Path) -> str:

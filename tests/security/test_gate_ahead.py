@@ -148,6 +148,28 @@ def test_a_link_that_is_exchanged_before_the_round_is_given_ends_the_wait(site: 
     assert (place(site) / COMMAND).read_text() == GIVEN_UP
 
 
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_no_round_is_given_in_a_directory_with_a_link(site: Gate, monkeypatch: pytest.MonkeyPatch, exchanged: bool):
+    """Nor in one in whose place a link has come: the job would have left its update within another job's directory."""
+    request, clear = ordered(site), gating_ahead.clear_update
+    ahead(site)
+    asked, directory, other = handing(site, request), site.workdir / "next", site.workdir / "other"
+    other.mkdir()
+
+    def exchange(found: Path) -> None:
+        clear(found)
+        if exchanged:
+            directory.rmdir()
+            directory.symlink_to(other)
+
+    monkeypatch.setattr(gating_ahead, "clear_update", exchange)
+    if not exchanged:
+        assert site.ask(f"crossfed-gate link {other} {directory}/metrics")[0] == 0
+    code, _, error = site.ask(asked)
+    assert code == 77 and "is a link, and a job's directory holds none" in error
+    assert (place(site) / COMMAND).read_text() == GIVEN_UP
+
+
 @pytest.mark.parametrize(
     ("policy", "wait", "words"),
     [
