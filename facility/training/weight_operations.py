@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 from torch import nn
 
 EXPERTS = re.compile(r"(^|\.)experts\.")
 """In the names of the weights of fused experts, whose first dimension counts them."""
+SHARED = re.compile(r"(^|\.)albert_layer_groups\.")
+"""In the names of the weights of groups of layers, each run for several layers of the configuration."""
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """In configurations: how many experts a token is given to."""
 
@@ -19,15 +22,16 @@ def weight_operations(model: nn.Module) -> float:
     frozen and no gradient of it is made. NaN where it is not known how many of its experts a token is given to.
 
     An embedding, of tokens or of positions, is looked up and multiplies nothing, unless the output layer is the same
-    weight. Of fused experts those count that a token is given to.
+    weight. Of fused experts those count that a token is given to. Layers that share a weight multiply by it once each.
     """
-    chosen = experts_of_a_token(getattr(model, "config", None))
-    looked_up = _looked_up(model)
+    config = getattr(model, "config", None)
+    chosen, holders = experts_of_a_token(config), _holders(model)
     total = 0.0
     for name, parameter in model.named_parameters():
-        if id(parameter) in looked_up:
-            continue
-        share = chosen / parameter.shape[0] if EXPERTS.search(name) and parameter.dim() == 3 else 1.0
+        # Of two that hold a bias one may add it; what vectors multiply is next to nothing.
+        share = holders[id(parameter)] * runs_of(name, config) if parameter.dim() > 1 else 1.0
+        if EXPERTS.search(name) and parameter.dim() == 3:
+            share *= chosen / parameter.shape[0]
         total += (6.0 if parameter.requires_grad else 4.0) * share * parameter.numel()
     return total
 
@@ -38,9 +42,17 @@ def experts_of_a_token(config: Any) -> float:
     return float(next((value for name in CHOSEN if (value := getattr(text, name, None))), math.nan))
 
 
-def _looked_up(model: nn.Module) -> set[int]:
-    """The weights (`id`) that embeddings alone hold, and no output layer too."""
-    held: dict[bool, set[int]] = {True: set(), False: set()}
-    for module in model.modules():
-        held[isinstance(module, nn.Embedding)].update(map(id, module.parameters(recurse=False)))
-    return held[True] - held[False]
+def runs_of(name: str, config: Any) -> float:
+    """How often a token passes the layer of a weight: more than once where groups of layers share one, as in ALBERT."""
+    groups = getattr(config, "num_hidden_groups", None)
+    return config.num_hidden_layers / groups if groups and SHARED.search(name) else 1.0
+
+
+def _holders(model: nn.Module) -> Counter[int]:
+    """How many modules hold each weight (`id`), but for embeddings."""
+    return Counter(
+        id(one)
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for one in module.parameters(recurse=False)
+    )

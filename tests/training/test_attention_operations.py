@@ -33,14 +33,16 @@ def build(family: str, factory: str = "AutoModelForCausalLM", **changes: Any) ->
         ("deepseek_v3", "AutoModelForCausalLM", True),
         ("llama", "AutoModelForSequenceClassification", True),
         ("bert", "AutoModelForMaskedLM", False),
+        ("albert", "AutoModelForMaskedLM", False),
         ("deberta-v2", "AutoModelForMaskedLM", False),
         ("modernbert", "AutoModelForMaskedLM", False),
     ],
 )
 def test_attention_multiplies_what_torch_counts_halved_where_it_is_causal(family: str, factory: str, causal: bool):
     """Torch counts the whole square of a block, also what a causal mask hides."""
-    wide = {"head_dim": 24} if family == "qwen3" else {}  # heads that are wider together than the model
-    model = build(family, factory, **wide)
+    # Heads that are wider together than the model; groups of layers that share weights.
+    more = {"qwen3": {"head_dim": 24}, "albert": {"num_hidden_groups": 2}}.get(family, {})
+    model = build(family, factory, **more)
     ids = torch.randint(2, 100, (1, TOKENS))
     labels = torch.tensor([1]) if "Sequence" in factory else ids
     with FlopCounterMode(display=False) as counter:

@@ -69,6 +69,13 @@ def test_of_experts_those_count_that_a_token_is_given_to():
     assert math.isnan(weight_operations(model))
 
 
+def test_layers_that_share_a_weight_multiply_by_it_once_each():
+    """As the attention of Zamba2, whose layers are modules of their own around the same weights."""
+    first, second = torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False)
+    second.weight = first.weight
+    assert weight_operations(torch.nn.Sequential(first, second)) == 2 * 6 * 16
+
+
 def test_a_round_reports_them(tmp_path: Path):
     dataset = write_dataset(tmp_path / "data")
     rates = {}
