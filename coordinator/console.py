@@ -17,12 +17,13 @@ SAME = 3
 
 
 class SentenceConsole(Console):
-    """Breaks no sentence into lines: whoever copies a path or a command out of it gets it whole, and a file or pipe has
-    one line of each. Tables are laid out as ever."""
+    """Breaks no sentence into lines where that would break a path or a command in it: whoever copies it from a terminal
+    gets it whole, and a file or pipe has one line of each. Tables are laid out as ever."""
 
     def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
-        if soft_wrap is None:
-            soft_wrap = all(isinstance(one, str) for one in objects)
+        if soft_wrap is None and all(isinstance(one, str) for one in objects):
+            longest = max((len(word) for one in objects for word in one.split()), default=0)
+            soft_wrap = longest > self.width or not self.is_terminal
         super().print(*objects, soft_wrap=soft_wrap, **options)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from rich.table import Table
 
-from coordinator.console import command_console
+from coordinator.console import SentenceConsole, command_console
 from facility.exchange.exit_codes import ExitCode
 from tests.conftest import ROOT
 
 TABLE = """
 import sys
-from coordinator.console import command_console
+from coordinator.console import SentenceConsole, command_console
 from facility.exchange.errors import exit_on_error
 sys.exit(exit_on_error(lambda: command_console(80).print("a table")))
 """
@@ -102,3 +102,11 @@ def test_a_sentence_is_one_line_whatever_the_width_and_a_table_is_laid_out():
     table.add_row(sentence)
     console.print(table)
     assert max(map(len, shown.getvalue().splitlines()[1:])) == 40
+    terminal = SentenceConsole(file=(shown := io.StringIO()), width=40, force_terminal=True, color_system=None)
+    terminal.print(sentence)
+    terminal.print("what fits is broken between its words alone, as the terminal's width asks")
+    whole, *broken = (line.rstrip() for line in shown.getvalue().splitlines())
+    assert whole == sentence and broken == [
+        "what fits is broken between its words",
+        "alone, as the terminal's width asks",
+    ]
