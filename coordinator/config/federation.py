@@ -77,8 +77,9 @@ class Facility:
     name: Name
     """Letters, digits, dots, hyphens, underscores; starts with a letter or digit."""
     dataset: DatasetPath
-    """Prepared dataset (facility.prepare) on that facility. Absolute, or `~/...`, or, for a local facility, relative
-    to federation.yml. Only this path is sent; the dataset's files never are."""
+    """Prepared dataset (facility.prepare) on that facility. Absolute, or `~/...`; a relative path counts from
+    federation.yml for a local facility, and for others from `environment.home`. Only this path is sent; the dataset's
+    files never are."""
     deployment: Annotated[Deployment, BeforeValidator(_by_word, json_schema_input_type=Deployment | Kind)] = field(
         default_factory=Deployment
     )

@@ -14,7 +14,7 @@ def check_paths(federation: Federation) -> None:
     if not (model / "config.json").is_file():
         raise lined.error(
             f"model {federation.model!r} is {model}, which holds no config.json; expected a Hugging Face checkpoint "
-            "(`make demo` makes the demo's, `coordinator/setup.sh` fetches or converts one)",
+            "(`make demo` makes the demo's, `crossfed model NAME --out DIR` fetches or converts one)",
             "model",
         )
     for number, facility in enumerate(federation.facilities):

@@ -137,7 +137,8 @@ class Lined:
             problem = f"key {key[1]!r} is given twice" if key else str(error.problem)
             raise self._at(problem, error.problem_mark) from None
         except MarkedYAMLError as error:
-            raise self._at(f"not valid YAML: {error.problem or error}", error.problem_mark) from None
+            how = "indent the lines of one level alike, by blanks and no tab, with a blank after a key's colon"
+            raise self._at(f"not valid YAML: {error.problem or error}; {how}", error.problem_mark) from None
         except ReaderError as error:
             line = text.count("\n", 0, error.position) + 1
             problem = f"holds the control character U+{error.character:04X}: remove it"

@@ -185,7 +185,7 @@ def engine_command(federation: Federation) -> list[str]:
     if not program.exists() and find_spec("streamflow") is None:
         raise InputError(
             f"{program} does not exist, and {sys.executable} has no module streamflow: install the coordinator's part "
-            "(in a checkout, `bash coordinator/setup.sh` or `make demo`)"
+            "(`pip install 'crossfed[coordinator]'`; in a checkout, `bash coordinator/setup.sh` or `make demo`)"
         )
     stamp = time.strftime("%Y%m%d-%H%M%S")
     outputs = federation.workdir_path / "outputs"

@@ -134,7 +134,12 @@ def _engine() -> Row:
         )
         found = importlib.metadata.version("streamflow")
     except importlib.metadata.PackageNotFoundError:
-        return fail(ME, "engine", "StreamFlow is not installed here", "bash coordinator/setup.sh")
+        return fail(
+            ME,
+            "engine",
+            "StreamFlow is not installed here",
+            "pip install 'crossfed[coordinator]', or bash coordinator/setup.sh in a checkout",
+        )
     except (OSError, StopIteration):
         return warning(
             ME, "engine", "pyproject.toml does not name a StreamFlow version", "restore the checkout's pyproject.toml"
@@ -144,7 +149,7 @@ def _engine() -> Row:
             ME,
             "engine",
             f"StreamFlow {found} is installed, CrossFed was tested with {wanted}",
-            "bash coordinator/setup.sh",
+            "pip install 'crossfed[coordinator]', or bash coordinator/setup.sh in a checkout",
         )
     return ok(ME, "engine", f"StreamFlow {found}")
 
@@ -156,7 +161,7 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             ME,
             "model",
             f"{path} holds no config.json: there is no model",
-            "bash coordinator/setup.sh --model NAME --out DIR, or correct `model:`",
+            "crossfed model NAME --out DIR, with a name of the hub or a checkpoint's folder, or correct `model:`",
         ), None
     try:
         if not present.exists(Archive(federation.archive_path).model_for(0)):  # later it is that which is sent
@@ -171,7 +176,7 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             ME,
             "model",
             f"the model is damaged: {error}",
-            "fetch or convert it again: bash coordinator/setup.sh --model NAME",
+            "fetch or convert it again: crossfed model NAME --out DIR",
         ), None
     return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
 

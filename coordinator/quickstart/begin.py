@@ -200,6 +200,8 @@ def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[C
 
     def not_there(data: str) -> str:
         surveys.append(ask_site(name, login, data))
+        if surveys[-1].data == "prepared" and not data.startswith(("/", "~/")):
+            return f"{data} is a prepared dataset there, expected its absolute path, or one that begins with ~/"
         return f"{data} does not exist there or cannot be read" if surveys[-1].data == "missing" else ""
 
     data = _data(request, dialog, name, "there", not_there)

@@ -38,6 +38,8 @@ def one_line(value: str) -> str:
 def _given(value: str) -> str:
     if not value.strip():
         raise ValueError("expected the path of a prepared dataset")
+    if value.startswith("$"):
+        raise ValueError("expected the path of a prepared dataset, written out: variables are not replaced")
     return one_line(value)
 
 

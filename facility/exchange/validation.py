@@ -157,9 +157,26 @@ def with_settings(entries: list[dict[str, Any]], *kinds: type) -> list[dict[str,
     return entries
 
 
+ELSEWHERE = {
+    "lr": "learning_rate",
+    **dict.fromkeys(("dtype", "precision", "mixed_precision", "bf16", "fp16"), "compute_dtype"),
+    **dict.fromkeys(("gpus", "num_gpus", "gpus_per_node", "nproc_per_node", "devices"), "ranks"),
+    **dict.fromkeys(("epochs", "num_train_epochs", "max_steps", "local_steps"), "steps"),
+    **dict.fromkeys(("batch_size", "global_batch_size"), "batch_sequences"),
+    "per_device_train_batch_size": "micro_batch_sequences",
+    **dict.fromkeys(("max_grad_norm", "gradient_clipping"), "clip_norm"),
+    **dict.fromkeys(("port", "hostname"), "host"),
+    **dict.fromkeys(("identity_file", "ssh_key"), "key"),
+    **dict.fromkeys(("walltime", "time_limit", "gres"), "options"),
+    **dict.fromkeys(("account", "partition", "queue", "project", "qos"), "fill"),
+    "r": "rank",
+}
+"""What other tools call our keys."""
+
+
 def close_to(word: str, known: Sequence[str]) -> str:
-    """` did you mean 'x'?`, when one of `known` looks like `word`; else nothing."""
-    close = difflib.get_close_matches(word, known, 1)
+    """` did you mean 'x'?`, when one of `known` looks like `word`, or is that in other tools; else nothing."""
+    close = [ELSEWHERE[word]] if ELSEWHERE.get(word) in known else difflib.get_close_matches(word, known, 1)
     return f" did you mean {close[0]!r}?" if close else ""
 
 

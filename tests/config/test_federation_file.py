@@ -79,6 +79,13 @@ def test_defaults_are_merged_facility_by_facility(tmp_path: Path):
         ("{rule: mean}", "{rule: meen}", 13, "rule is 'meen'"),
         ("rounds: 3", "rounds: 3\nrounds: 4", 4, "key 'rounds' is given twice"),
         ("rounds: 3", "rounds: [3", None, "not valid YAML"),
+        ("  steps: 7", "  steps: 7\n   threads: 1", 6, "; indent the lines of one level alike, by blanks and no tab"),
+        ("  steps: 7", "\tsteps: 7", 5, "; indent the lines of one level alike, by blanks and no tab"),
+        ("  steps: 7", "  lr: 1e-4", 5, "unknown key 'training.lr'; did you mean 'learning_rate'?"),
+        ("  steps: 7", "  precision: bf16", 5, "unknown key 'training.precision'; did you mean 'compute_dtype'?"),
+        ("  steps: 7", "  gpus: 4", 5, "unknown key 'training.gpus'; did you mean 'ranks'?"),
+        ("  steps: 7", "  lora: {r: 4}", 5, "unknown key 'training.lora.r'; did you mean 'rank'?"),
+        ("/data/b", "$WORK/data", 12, "dataset is '$WORK/data', expected the path of a prepared dataset, written out"),
         ("model: ../model", "file: x", 2, "unknown key 'file'"),
         ("rounds: 3", "rounds: 3\nminimum_facilities: 5", 4, "expected 1 to 2"),
         (

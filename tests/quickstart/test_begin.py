@@ -153,10 +153,11 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(tmp_path: Path, monkey
     others ended the command."""
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
     monkeypatch.setattr(beginning, "_connect", lambda *_: None)
-    surveys = {"no.txt": Survey(pythons=PYTHONS), "text.txt": Survey(data="text", pythons=PYTHONS, places=PLACES)}
+    surveys = {"no.txt": Survey(), "data/x": Survey(data="prepared")}
+    surveys |= {"text.txt": Survey(data="text", pythons=PYTHONS, places=PLACES)}
     monkeypatch.setattr(beginning, "ask_site", lambda name, login, data: surveys[data])
     lines = ["far", "far=far.example.org:99999", "far=far.example.org", "far=here", "near=local", ""]
-    lines += ["no.txt", "text.txt", "crossfed", "", "~/work", ""]
+    lines += ["no.txt", "data/x", "text.txt", "crossfed", "", "~/work", ""]
     lines += [str(tmp_path / "none"), str(tmp_path / "text"), "demo"]
     dialog, said = asked(lines)
     file = begin(made(tmp_path, facilities={}, data={}, model=""), dialog)
@@ -167,6 +168,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(tmp_path: Path, monkey
     for line, expected in zip(
         refused,
         ["far: expected NAME=", "expected a port", "far is there already", "no.txt does not exist there"]
+        + ["data/x is a prepared dataset there, expected its absolute path"]
         + ["home is 'crossfed', expected an absolute path", "workdir is '~/work', expected", "none does not"],
         strict=True,
     ):
