@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from typer.core import TyperGroup
 from coordinator.config.locate import find_federation
 from facility import __version__
 from facility.exchange.command_line import refuse_empty
-from facility.exchange.errors import InputError
+from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.logs import LEVELS, VARIABLE, configure_logging
 from facility.exchange.logs import log_level as effective_level
 
@@ -48,15 +49,45 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+COMPLETING = "_CROSSFED_COMPLETE"
+"""Set by a shell that completes a line of `crossfed`."""
+
+
+def _federation() -> Path:
+    """The federation of this folder; a shell that completes a line gets no error where there is none."""
+    try:
+        return find_federation()
+    except InputError:
+        if COMPLETING not in os.environ:
+            raise
+        return Path("federation.yml")
+
+
 FederationOption = Annotated[
     Path,
     typer.Option(
         "--federation",
         "-f",
-        default_factory=find_federation,
+        default_factory=_federation,
         show_default="./federation.yml, else ./workflow/federation.yml",
         help="The file that describes the federation.",
     ),
+]
+
+
+def facilities_for_completion(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Names of facilities that begin like this, for the shell; none where no federation can be read."""
+    from coordinator.config.federation import read_federation
+
+    try:
+        names = read_federation(ctx.params.get("federation") or _federation()).names
+    except CrossFedError:
+        return []
+    return [name for name in names if name.startswith(incomplete)]
+
+
+FacilityArgument = Annotated[
+    str, typer.Argument(help="A facility of the federation.", autocompletion=facilities_for_completion)
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.commands.app import RUN, FederationOption, app
+from coordinator.commands.app import RUN, FacilityArgument, FederationOption, app
 from coordinator.console import command_console, told_meanwhile
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
@@ -101,7 +101,7 @@ def render(
 
 @app.command(rich_help_panel=RUN)
 def login(
-    facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
+    facility: FacilityArgument,
     federation: FederationOption,
 ) -> None:
     """Renew a facility's login by its `renew:` command, if any, and test it; a run that waits for it then continues."""

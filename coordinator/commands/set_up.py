@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from coordinator.commands.app import SET_UP, FederationOption, app
+from coordinator.commands.app import SET_UP, FacilityArgument, FederationOption, app
 from coordinator.quickstart.command import quickstart
 from facility.exchange.errors import InputError
 from facility.exchange.files.bounded import real
@@ -72,7 +72,7 @@ def model(
 
 @app.command(rich_help_panel=SET_UP)
 def setup(
-    facility: Annotated[str, typer.Argument(help="A facility of the federation.")],
+    facility: FacilityArgument,
     federation: FederationOption,
     bundle: Annotated[
         Path | None, typer.Option(help="Send this bundle (crossfed bundle), for a site without internet.")

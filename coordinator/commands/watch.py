@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from coordinator.commands.app import WATCH, FederationOption, app
+from coordinator.commands.app import WATCH, FederationOption, app, facilities_for_completion
 from coordinator.console import command_console
 from facility.exchange.errors import InputError
 from facility.exchange.files.bounded import real
@@ -94,7 +94,10 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
 def explain(
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="A facility, `round N`, or a key of federation.yml such as training.sync.policy."),
+        typer.Argument(
+            help="A facility, `round N`, or a key of federation.yml such as training.sync.policy.",
+            autocompletion=facilities_for_completion,
+        ),
     ] = None,
     federation: Annotated[
         Path | None, typer.Option("--federation", "-f", help="The federation, for a facility or a round.")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -118,3 +120,23 @@ def test_quickstart_takes_no_file_for_its_folder(tmp_path: Path):
     words = ["quickstart", str(tmp_path / "file"), "--facility", "a=local", "--data", "a=x", "--model", "demo", "--yes"]
     error = CliRunner().invoke(app, words).exception
     assert isinstance(error, InputError) and "is no folder, expected one to make" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "there", "expected"),
+    [
+        ("explain ", True, ["site-0", "site-1"]),
+        ("setup s", False, []),
+        ("status --que", False, ["--queues"]),
+    ],
+)
+def test_a_shell_completes_facilities_and_options(words: str, there: bool, expected: list[str], tmp_path: Path):
+    """Names of facilities were not completed; where there is no federation, an error stood in the line being typed."""
+    if there:
+        sites = "".join(f"  - {{name: site-{number}, dataset: d}}\n" for number in range(2))
+        (tmp_path / "federation.yml").write_text(f"name: f\nmodel: m\nrounds: 1\nfacilities:\n{sites}")
+    line = {"COMP_WORDS": f"crossfed {words}", "COMP_CWORD": "2", "_CROSSFED_COMPLETE": "complete_bash"}
+    start = "import sys; sys.argv = ['crossfed']; from coordinator.cli import main; main()"
+    environment = os.environ | line | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", start], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert (done.stdout.split(), done.stderr) == (expected, "")
