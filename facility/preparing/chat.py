@@ -17,6 +17,7 @@ import numpy
 from facility.dataset import DatasetError
 from facility.preparing.chat_template import ChatTemplate, Loss, Spans, chat_template_of
 from facility.preparing.conversations import Conversation, from_json
+from facility.preparing.pieces import encode_with_offsets
 
 PLANES = (0xF0000, 0x100000)
 """First characters of the private planes: a special token spelled in a message is one of these while it is rendered."""
@@ -144,50 +145,48 @@ class ChatEncoder:
         return text
 
     def _encode(self, text: str, spans: Spans, plane: int | None) -> EncodedChat:
-        found = self.reads.encode(text, add_special_tokens=False)
+        found, offsets = encode_with_offsets(text, self.reads)
         bears = numpy.zeros(len(text), dtype=bool)
         for begin, end in spans:
             bears[begin:end] = True
         if plane is None:
-            return _encoded(found.ids, _touching(found.offsets, bears))
-        ids: list[int] = []
-        loss: list[bool] = []
+            return _encoded(found, _touching(offsets, bears))
+        ids: list[numpy.ndarray] = []
+        loss: list[numpy.ndarray] = []
         begin = 0
-        ends = [(a, b, i) for (a, b), i in zip(found.offsets, found.ids, strict=True) if i in self.special]
-        for first, last, number in [*ends, (len(text), len(text), -1)]:
-            self._spelled(text[begin:first], bears[begin:first], plane, ids, loss, behind=begin > 0)
-            if number >= 0:
-                ids.append(number)
-                loss.append(bool(bears[first:last].any()))
+        special = numpy.flatnonzero(numpy.isin(found, list(self.special)))
+        ends = [(*offsets[place].tolist(), found[[place]]) for place in special]
+        for first, last, number in [*ends, (len(text), len(text), found[:0])]:
+            spelled, marked = self._spelled(text[begin:first], bears[begin:first], plane, behind=begin > 0)
+            ids += [spelled, number]
+            loss += [marked, numpy.full(len(number), bears[first:last].any())]
             begin = last
-        return _encoded(ids, loss)
+        return _encoded(numpy.concatenate(ids), numpy.concatenate(loss))
 
     def _spelled(
-        self, part: str, bears: numpy.ndarray, plane: int, ids: list[int], loss: list[bool], *, behind: bool
-    ) -> None:
-        """Append a part without special tokens, its shielded ones spelled out; `behind`: a token stands before it."""
+        self, part: str, bears: numpy.ndarray, plane: int, *, behind: bool
+    ) -> tuple[numpy.ndarray, numpy.ndarray]:
+        """Ids and loss of a part without special tokens, its shielded ones spelled out; `behind`: a token stands before
+        it."""
         pieces = [self._behind(plane) * behind, *(self._spelling(character, plane) for character in part)]
         flags = numpy.repeat(numpy.concatenate([[False], bears]), [len(piece) for piece in pieces])
-        found = self.spells.encode("".join(pieces), add_special_tokens=False)
-        ids.extend(found.ids[behind:])
-        loss.extend(_touching(found.offsets, flags)[behind:])
+        ids, offsets = encode_with_offsets("".join(pieces), self.spells)
+        return ids[behind:], _touching(offsets, flags)[behind:]
 
     def _spelling(self, character: str, plane: int) -> str:
         number = ord(character) - plane
         return self.spellings[number] if 0 <= number < len(self.spellings) else character
 
 
-def _touching(offsets: list[tuple[int, int]], bears: numpy.ndarray) -> list[bool]:
+def _touching(offsets: numpy.ndarray, bears: numpy.ndarray) -> numpy.ndarray:
     """Which tokens hold a character that bears loss; white space that a tokenizer trims from its offsets counts."""
-    result, last = [], 0
-    for begin, end in offsets:
-        result.append(bool(bears[min(begin, last) : end].any()))
-        last = end
-    return result
+    begins, ends = offsets.T
+    before = numpy.concatenate([[0], numpy.cumsum(bears)])
+    return before[ends] > before[numpy.minimum(begins, numpy.concatenate([[0], ends])[:-1])]
 
 
-def _encoded(ids: list[int], loss: list[bool]) -> EncodedChat:
-    return EncodedChat(ids=numpy.array(ids, dtype=numpy.int32), loss=numpy.array(loss, dtype=numpy.uint8))
+def _encoded(ids: Any, loss: Any) -> EncodedChat:
+    return EncodedChat(ids=numpy.asarray(ids, dtype=numpy.int32), loss=numpy.asarray(loss, dtype=numpy.uint8))
 
 
 def _mapped(conversation: Conversation, change: Callable[[str], str]) -> Conversation:

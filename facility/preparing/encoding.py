@@ -22,7 +22,7 @@ import numpy
 from facility.exchange.errors import TransientError
 from facility.exchange.panics import panics_refused
 from facility.preparing.chat import ChatEncoder, ChatEncoding
-from facility.preparing.pieces import encode_texts
+from facility.preparing.pieces import encode_texts, enough_to_cut
 from facility.preparing.sources import Document
 from facility.preparing.template import Special, Template
 
@@ -140,21 +140,25 @@ class _Rows:
 def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
     from tokenizers import Tokenizer
 
-    fast = Tokenizer.from_str(backend)
-    fast.no_padding()
-    fast.no_truncation()
-    fast.encode_special_tokens = True  # text that spells a special token stays text
-    if encoding.max_tokens is not None:
-        fast.enable_truncation(encoding.max_tokens, direction=encoding.cut_side)
+    fast, cuts = Tokenizer.from_str(backend), Tokenizer.from_str(backend)
+    for tokenizer in (fast, cuts):
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+    most, side = encoding.max_tokens, encoding.cut_side
+    if most is not None:
+        cuts.enable_truncation(most, direction=side)
 
     def whole(texts: list[str]) -> list[numpy.ndarray]:
         return encode_texts(texts, fast, special_tokens=encoding.wrap)
 
     def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
-        inputs = [(first, second) if second else first for first, second in texts]
+        assert most is not None, "texts are cut to a length"
+        enough = (enough_to_cut(pair, fast, most, side) for pair in texts)
+        inputs = [(first, second) if second else first for first, second in enough]
         return [
             _Pair(e.ids, _first(e.sequence_ids), bool(e.overflowing))
-            for e in fast.encode_batch(inputs, add_special_tokens=True)
+            for e in cuts.encode_batch(inputs, add_special_tokens=True)
         ]
 
     return _Rows(whole, paired)

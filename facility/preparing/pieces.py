@@ -58,6 +58,41 @@ def encode_texts(texts: list[str], tokenizer: Any, *, special_tokens: bool) -> l
     return rows
 
 
+def encode_with_offsets(text: str, tokenizer: Any) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The int32 ids of a text without special tokens around it, and where each begins and ends: a row of two."""
+    ids, offsets, begin = [], [numpy.empty((0, 2), numpy.int64)], 0
+    for part in split_text(text, tokenizer):
+        found = tokenizer.encode(part, add_special_tokens=False)
+        ids.append(numpy.array(found.ids, dtype=numpy.int32))
+        offsets.append(numpy.array(found.offsets, dtype=numpy.int64).reshape(-1, 2) + begin)
+        begin += len(part)
+    return numpy.concatenate(ids), numpy.concatenate(offsets)
+
+
+def enough_to_cut(texts: tuple[str, str], tokenizer: Any, tokens: int, side: str) -> tuple[str, str]:
+    """A text, or a pair, of which a long one lacks what goes when both are cut to `tokens` from the end at `side`.
+
+    Of a pair the longer text is cut first, so it stays the longer one; where both are long they stay whole.
+    """
+    first, second = texts
+    if len(second) > PIECE_CHARACTERS:
+        return (first, _enough(second, first, tokenizer, tokens, side)) if len(first) <= PIECE_CHARACTERS else texts
+    return _enough(first, second, tokenizer, tokens, side), second
+
+
+def _enough(text: str, other: str, tokenizer: Any, tokens: int, side: str) -> str:
+    """Parts of a text that together have more than `tokens` tokens, and more than the other text."""
+    parts = split_text(text, tokenizer)
+    if len(parts) == 1:
+        return text
+    left = max(tokens, len(tokenizer.encode(other, add_special_tokens=False).ids))
+    kept: list[str] = []
+    while parts and left >= 0:
+        kept.append(parts.pop() if side == "left" else parts.pop(0))
+        left -= len(tokenizer.encode(kept[-1], add_special_tokens=False).ids)
+    return "".join(reversed(kept) if side == "left" else kept)
+
+
 def _encode(parts: Iterable[tuple[str, bool]], tokenizer: Any) -> Iterator[numpy.ndarray]:
     """Ids of each part, in order; True beside a part: with the special tokens around it."""
     for special_tokens, texts in _batches(parts):

@@ -7,12 +7,19 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from facility.preparing import pieces
+from facility.preparing import encoding, pieces
+from facility.preparing.chat import ChatEncoder, chat_encoding
+from facility.preparing.conversations import conversation_of
+from facility.preparing.encoding import encoder, encoding_of
+from facility.preparing.sources import Document
+from facility.preparing.template import parse_template
+from facility.preparing.tokenizer import load_tokenizer
 from tests.preparing.corpora import WORDS, save_tokenizer, sentences, write_json_lines
 
 WORDS_OF_LLAMA_3 = (
@@ -91,16 +98,74 @@ def test_text_without_white_space_stays_whole(tmp_path: Path, monkeypatch: pytes
     assert pieces.split_text("gatto" * 100, tokenizer) == ["gatto" * 100]
 
 
-@pytest.mark.slow
-def test_a_line_of_ten_megabytes_needs_little_memory(tmp_path: Path):
-    text = " ".join(sentences(7_000))
-    text = " ".join([text] * (10_000_000 // len(text) + 1))
-    train = write_json_lines(tmp_path / "train.jsonl", [{"text": text}])
-    small = write_json_lines(tmp_path / "small.jsonl", [{"text": s} for s in sentences(50, 500)])
-    validation = write_json_lines(tmp_path / "validation.jsonl", [{"text": s} for s in sentences(50)])
-    tokenizer = save_tokenizer(tmp_path / "tokenizer")
-    more = ["--validation", validation, "--tokenizer", tokenizer, "--block-tokens", "64"]
-    runs = [["--input", path, "--out", tmp_path / name, *more] for path, name in ((small, "first"), (train, "out"))]
+CHATML = (
+    "{% for m in messages %}<|begin|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|end|>{% endif %}\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("spelled", [False, True])
+def test_a_long_conversation_in_pieces_has_the_ids_and_the_loss_of_the_whole(
+    spelled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`spelled`: messages spell a special token here and there."""
+    directory = save_tokenizer(tmp_path / "tokenizer", chat_template=CHATML)
+    tokenizer = load_tokenizer(directory)
+    encode = ChatEncoder(tokenizer.backend_tokenizer.to_str(), chat_encoding(tokenizer, directory, None, "all-turns"))
+    long = [hostile_text(900) if spelled else " ".join(sentences(300)), " ".join(sentences(400, 500))]
+    turns = ["user", long[0]], ["assistant", "breve"], ["user", "corta"], ["assistant", long[1]], ["user", "una"]
+    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
+    text = conversation_of(record, "here").to_json()
+    (whole,) = encode(text)
+    parts: list[int] = []
+    split = pieces.split_text
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 700)
+    monkeypatch.setattr(pieces, "WINDOW_CHARACTERS", 100)
+    monkeypatch.setattr(pieces, "split_text", lambda *a: (found := split(*a), parts.append(len(found)))[0])
+    (found,) = encode(text)
+    assert max(parts) > 10
+    assert found.ids.tolist() == whole.ids.tolist() and found.loss.tolist() == whole.loss.tolist()
+    assert 0 < whole.loss.sum() < len(whole.ids)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("pair", [False, True])
+def test_what_goes_when_a_long_text_is_cut_changes_nothing(
+    pair: bool, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    directory = save_tokenizer(tmp_path / "tokenizer", truncation_side=side)
+    tokenizer, template = load_tokenizer(directory), parse_template("{text}")
+    texts = [*sentences(2), *(" ".join(sentences(count, count)) for count in (20, 60, 300))]
+    others = texts if pair else [""]
+    documents = [
+        Document(text=one, pair=other, done=0.0)
+        for one in texts
+        for other in others
+        if min(map(len, (one, other))) < 900
+    ]
+
+    def encoded(tokens: int) -> list[list[int] | int]:
+        encode = encoder(
+            encoding_of(tokenizer, directory, template, specials={}, wrap=True, max_tokens=tokens, chat=None)
+        )
+        found = encode(documents)
+        return [*(each.tolist() for each in (found.tokens, found.lengths, found.seconds)), found.truncated]
+
+    whole = {tokens: encoded(tokens) for tokens in (9, 201)}
+    given: list[int] = []
+    enough = pieces.enough_to_cut
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 900)
+    monkeypatch.setattr(pieces, "WINDOW_CHARACTERS", 100)
+    monkeypatch.setattr(
+        encoding, "enough_to_cut", lambda *a: (found := enough(*a), given.append(len(found[0]) + len(found[1])))[0]
+    )
+    assert {tokens: encoded(tokens) for tokens in whole} == whole
+    longest = max(len(one.text) for one in documents if len(one.pair) < 900)
+    assert longest > 9_000 and min(given[i] for i, one in enumerate(documents) if len(one.text) == longest) < 2_000
+
+
+def peaks_of(runs: list[list[Any]]) -> list[float]:
+    """Megabytes at the peak of one process after each of these preparations, which succeed."""
     program = (
         "import json, re, sys; from facility.prepare import main\n"
         # ru_maxrss begins with the peak of the process that started this one.
@@ -112,8 +177,46 @@ def test_a_line_of_ten_megabytes_needs_little_memory(tmp_path: Path):
         [sys.executable, "-c", program, json.dumps(runs, default=str)], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    (first, before), (second, after) = json.loads(done.stdout.splitlines()[-1])
-    assert first == second == 0 and after - before < 300, "megabytes beside what was imported, and a small text takes"
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert not any(code for code, _ in found)
+    return [peak for _, peak in found]
+
+
+@pytest.mark.slow
+def test_a_line_of_ten_megabytes_needs_little_memory(tmp_path: Path):
+    text = " ".join(sentences(7_000))
+    text = " ".join([text] * (10_000_000 // len(text) + 1))
+    train = write_json_lines(tmp_path / "train.jsonl", [{"text": text}])
+    small = write_json_lines(tmp_path / "small.jsonl", [{"text": s} for s in sentences(50, 500)])
+    validation = write_json_lines(tmp_path / "validation.jsonl", [{"text": s} for s in sentences(50)])
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    more = ["--validation", validation, "--tokenizer", tokenizer, "--block-tokens", "64"]
+    runs = [["--input", path, "--out", tmp_path / name, *more] for path, name in ((small, "first"), (train, "out"))]
+    before, after = peaks_of(runs)
+    assert after - before < 300, "megabytes beside what was imported, and a small text takes"
     reference = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     blocks = numpy.load(tmp_path / "out" / "train.npy", mmap_mode="r")
     assert blocks[:100].ravel().tolist() == reference.encode(text[:50_000]).ids[:6_400]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["classification", "chat"])
+def test_a_long_text_to_classify_and_a_long_message_need_little_memory(task: str, tmp_path: Path):
+    text = " ".join(sentences(7_000))
+    text = " ".join([text] * (4_000_000 // len(text) + 1))
+
+    def record(number: int, one: str) -> dict[str, Any]:
+        if task == "chat":
+            return {"messages": [{"role": "user", "content": "sogna"}, {"role": "assistant", "content": one}]}
+        return {"text": one, "label": "ab"[number % 2]}
+
+    written = {"small": sentences(50, 500), "train": [*sentences(50, 900), text], "validation": sentences(50)}
+    files = {
+        name: write_json_lines(tmp_path / f"{name}.jsonl", [record(n, one) for n, one in enumerate(texts)])
+        for name, texts in written.items()
+    }
+    tokenizer = save_tokenizer(tmp_path / "tokenizer", chat_template=CHATML)
+    more = ["--task", task, "--validation", files["validation"], "--tokenizer", tokenizer, "--block-tokens", "64"]
+    runs = [["--input", files[name], "--out", tmp_path / name, *more] for name in ("small", "train")]
+    before, after = peaks_of(runs)
+    assert after - before < 300, "megabytes beside what was imported, and small texts take"
