@@ -67,6 +67,7 @@ class AnswerLedger:
                     raise InputError(reason)
             self._append([entry] if entry not in answered else [])
             fsync_directory(self.path.parent)
+            fsync_directory(self.path.parent.parent)
 
     def _append(self, entries: Sequence[Entry]) -> None:
         """Add lines in place of what a crash cut off, or none of them; what is there is on disk afterwards, even what

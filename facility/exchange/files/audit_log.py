@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from facility.exchange.files.bounded import open_file
-from facility.exchange.files.durable import write_all
+from facility.exchange.files.durable import fsync_directory, write_all
 from facility.exchange.files.locks import take_lock
 from facility.exchange.json_text import object_in
 
@@ -53,6 +53,8 @@ def append(path: Path, what: str, **fields: Any) -> str:
             number += 1
         line = _write(file, number, last, what, fields)
         os.fsync(file)
+        if number == 0:
+            fsync_directory(Path(path).parent)
     return digest_of(line)
 
 
