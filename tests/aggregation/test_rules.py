@@ -282,6 +282,7 @@ def test_clipping():
     assert clipping.factors([1, 4], 2) == [1, 0.5]
     assert clipping.limit_of([1, 2, 9], clip_norm=0, clip_ratio=1.5) == 3
     assert clipping.limit_of([1, 2, 9], clip_norm=2.5, clip_ratio=1.5) == 2.5
+    assert clipping.limit_of([0, 0, 9], clip_norm=0, clip_ratio=1.5) == float("inf"), "most did not move"
 
 
 def test_rules_by_name():

@@ -289,6 +289,23 @@ def test_a_turned_or_far_longer_one_is_left_out_of_three(factor: float):
     assert list(found.quarantined) == ["hostile"]
 
 
+@pytest.mark.parametrize(("length", "suspect", "left_out"), [(4.9, [], []), (9.9, ["d"], []), (10.1, ["d"], ["d"])])
+def test_by_default_what_is_longer_is_told_and_what_is_twice_as_long_as_that_is_left_out(
+    length: float, suspect: list[str], left_out: list[str]
+):
+    steps = np.diag([1.0, 1.0, 1.0, length])
+    found = screened(list("abcd"), steps @ steps.T, ScreenSettings())
+    assert (list(found.suspects), list(found.quarantined)) == (suspect, left_out)
+
+
+def test_half_of_all_are_not_left_out_by_default():
+    steps = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 20.0]])
+    found = screened(list("abcd"), steps @ steps.T, ScreenSettings())
+    assert sorted(found.suspects) == ["c", "d"] and not found.quarantined
+    five = np.vstack([steps, steps[:1]])
+    assert sorted(screened(list("abcde"), five @ five.T, ScreenSettings()).quarantined) == ["c", "d"]
+
+
 def test_without_a_majority_nobody_is_left_out_by_default():
     steps = np.array([[1.0, 0], [1, 0], [-1, 0], [-1, 0]])
     found = screened(list("abcd"), steps @ steps.T, ScreenSettings())

@@ -8,7 +8,8 @@ import numpy
 import pytest
 
 from facility.preparing import overlap
-from facility.preparing.overlap import ContentDigests
+from facility.preparing.overlap import ContentDigests, digest_of
+from facility.preparing.sources import Document
 
 
 def filled(train: numpy.ndarray, validation: numpy.ndarray) -> ContentDigests:
@@ -38,3 +39,10 @@ def test_memory_does_not_grow_with_the_training_documents():
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 45_000_000  # 64 MB of training digests are read in pieces
+
+
+def test_the_content_is_both_texts_each_by_itself_without_white_space_around_them():
+    one = digest_of(Document(text="un gatto", pair="dorme", label="a", done=0.0))
+    assert digest_of(Document(text=" un gatto\n", pair="dorme ", label="b", done=1.0)) == one
+    assert digest_of(Document(text="un ", pair="gattodorme", done=0.0)) != one
+    assert digest_of(Document(text="un gattodorme", done=0.0)) != one

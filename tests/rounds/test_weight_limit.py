@@ -9,6 +9,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -16,7 +17,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import ClaimSettings, CoordinatorSettings
 from coordinator.engine.render import coordinator_settings
-from coordinator.rounds.weight_limit import longest_sequence, weight_limit_of
+from coordinator.rounds.weight_limit import cap, longest_sequence, weight_limit_of
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.start import start
@@ -112,3 +113,15 @@ def test_the_bounds_come_from_the_settings_and_the_model(tmp_path: Path):
     found = weight_limit_of(dataclasses.replace(SETTINGS, claims=ClaimSettings()), "a", model)
     assert found is not None and (found.samples, found.tokens) == (10, 10 * positions)
     assert weight_limit_of(SETTINGS, "unknown", model) is None
+
+
+@pytest.mark.parametrize(("samples", "tokens", "counts"), [(5, 301, 5), (11, 300, 10), (11, 900, 10), (10, 300, None)])
+def test_what_is_cut_down_counts_no_more_than_it_claims(samples: int, tokens: int, counts: int | None):
+    """Too many tokens, and the weights are samples, of which it claims fewer than it may."""
+    settings = dataclasses.replace(
+        SETTINGS,
+        claims=dataclasses.replace(SETTINGS.claims, action="cap"),
+        aggregation=dataclasses.replace(SETTINGS.aggregation, weights="samples"),
+    )
+    claimed = {"a": SimpleNamespace(samples=samples, tokens=tokens, round=0)}
+    assert cap(settings, claimed, Path("model")).weights == ({} if counts is None else {"a": counts})

@@ -28,6 +28,7 @@ LOSSES = st.lists(st.none() | st.floats(0.0, 20.0), max_size=30)
         ([5.0, 6.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 1.0, True),
         ([5.0, None, 4.0, None, 4.1], 0.5, True),
         ([5.0, 4.0, 4.5, None], 0.5, False),
+        ([5.0, 6.0, 5.9, 5.8, 5.85, 5.7], 0.25, False),
         ([5.0, 4.0, 4.0003], 1.0, True),
         ([5.0, 4.0, 4.0003, 4.0006], 0.5, True),
     ],
@@ -65,6 +66,11 @@ def test_what_the_noise_of_losses_explains_halves_nothing(noise):
     falling = [8.0 - 0.01 * number + one for number, one in enumerate(noise)]
     assert guard(falling, [0.15] * len(falling)).factor == 1
     assert guard([*falling, 9.0], [0.15] * (len(falling) + 1)).factor == 0.5
+
+
+def test_the_noise_of_the_least_loss_counts_for_as_long_as_it_is_the_least():
+    assert guard([5.0, 4.0, 4.5, 4.6], [0.0, 0.3, 0.0, 0.0]).factor == 1
+    assert guard([5.0, 4.0, 4.5, 3.9, 4.5], [0.0, 0.3, 0.0, 0.0, 0.0]).factor == 0.5
 
 
 def test_the_noise_of_a_mean_is_that_of_its_losses_and_none_is_believed_beyond_a_nat():
