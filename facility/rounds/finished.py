@@ -76,6 +76,10 @@ class Finished:
             if number < round and (other / KEY).is_file():
                 shutil.rmtree(other, ignore_errors=True)
 
+    def of_rounds_from(self, round: int) -> list[Path]:
+        """Directories of the updates of this round and later ones."""
+        return [path for number, path in sorted(by_round(self.directory, UPDATE).items()) if number >= round]
+
     def place(self, round: int) -> Path:
         """Path of a round's finished update."""
         return self.directory / f"{UPDATE}{round}" / "update"

@@ -2,7 +2,8 @@
 
 A facility that takes part in the first repeated round replaces it. One that misses that round, and perhaps all others,
 would continue with optimizer state, a residual and local parameters of models that are not ancestors of the one it
-receives. So each model names the rewinds of its run, and the state names those that it has seen.
+receives. So each model names the rewinds of its run, and the state names those that it has seen. A finished update
+goes with what its round left: handed over later, it would be of a round that the next one cannot continue from.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
+from facility.rounds.finished import Finished
 from facility.rounds.kept import OF_A_ROUND
 from facility.rounds.sealed import discard
 
@@ -34,6 +36,7 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
     first = max(min(new), done + 1)
     places = [path for folder in PLACES for path in sorted((state / folder).glob("*-*"))]
     gone = [path for path in places if (found := OF_A_ROUND.fullmatch(path.name)) and int(found[1]) >= first]
+    gone += Finished(state).of_rounds_from(first)
     for path in gone:
         discard(path)
     state.mkdir(parents=True, exist_ok=True)

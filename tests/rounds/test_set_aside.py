@@ -37,6 +37,7 @@ def keep(state: Path, number: int) -> None:
         (directory / "model.safetensors").write_bytes(b"%d" % number)
         seal(directory)
     (state / f"sync-{number}.0").mkdir(exist_ok=True)
+    (state / "finished" / f"update-{number}" / "update").mkdir(parents=True, exist_ok=True)
 
 
 def kept(state: Path) -> list[list[int]]:
@@ -77,7 +78,8 @@ def test_a_facility_that_misses_repeated_rounds_begins_without_what_it_kept(
     for number in range(1, 1 + missed):
         close(archive, number)
     model = received(archive, 1 + missed)
-    assert len(forget_set_aside(state, model)) == 8, "the newest two of each kind"
+    assert len(forget_set_aside(state, model)) == 10, "the newest two of each kind, and updates"
+    assert not by_round(state / "finished", "update-"), "of a round that left nothing to continue from"
     assert kept(state) == [[], [], []] and not list(state.glob("sync-*"))
     assert not check_kept(state, 1 + missed), "and nothing is taken for damaged"
     keep(state, 1 + missed)
@@ -105,7 +107,7 @@ def test_an_update_that_is_handed_over_again_keeps_what_its_round_left(archive: 
     rewind(archive, 1)
     start(archive, tmp_path / "model", SETTINGS)
     forget_set_aside(state, received(archive, 1), done=1)
-    assert kept(state) == [[1]] * 3
+    assert kept(state) == [[1]] * 3 and sorted(by_round(state / "finished", "update-")) == [1]
     close(archive, 1)
     forget_set_aside(state, received(archive, 2))
     assert latest_before(state, 2) == state / "round-1"
