@@ -25,7 +25,7 @@ from coordinator.preflight.remote import check_connection, refused, ssh_command
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.exit_codes import BROKE, ExitCode
 from facility.exchange.messages.job_template import path_word
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
@@ -153,7 +153,7 @@ def _relayed(words: list[str], given: IO[bytes] | None = None) -> int:
         assert process.stdout is not None
         while line := process.stdout.readline(LONGEST_LINE):
             for part in line.decode(errors="replace").splitlines():  # a progress bar ends its lines with \r
-                print(clean(part, LONGEST_LINE, lines=True), flush=True)
+                print(clean_text(part, LONGEST_LINE, lines=True), flush=True)
     return process.returncode
 
 

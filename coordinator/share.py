@@ -26,7 +26,7 @@ from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.manifest import sha256_of
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -136,4 +136,4 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
         packing.wait()
     if sent.code:
         said = (sent.error.strip() or f"code {sent.code}").splitlines()[-1]
-        raise TransientError(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")
+        raise TransientError(f"{name} did not take the tokenizer at {place}: {clean_text(said, 300)}")

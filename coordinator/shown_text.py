@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 LONGEST_SHOWN = 2000
 """Characters."""
@@ -10,4 +10,4 @@ LONGEST_SHOWN = 2000
 
 def shown(text: object) -> str:
     """Text that may come from a facility, as one line of printable characters of limited length."""
-    return clean(str(text), LONGEST_SHOWN)
+    return clean_text(str(text), LONGEST_SHOWN)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from facility.conforming.laws import findings
 from facility.conforming.trial import Trial
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.logs import add_log_options
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parsed(parser(), argv)
+    arguments = parse_arguments(parser(), argv)
     found = []
     with ExitStack() as stack:
         if arguments.keep is None:

@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import facility
-from facility.exchange.requirements import meets
+from facility.exchange.requirements import meets_requirement
 
 NAME = "crossfed"
 
@@ -41,7 +41,7 @@ def unmet(requirements: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{requirement.name} is not installed")
             continue
-        if not meets(version, text):
+        if not meets_requirement(version, text):
             found.append(f"{requirement.name} {version}, expected {requirement.specifier}")
     return found
 

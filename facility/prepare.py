@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from facility.dataset import IMAGES, PreparedDataset
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.panics import panics_refused
@@ -355,7 +355,7 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser()
-    options = parsed(arguments, argv)
+    options = parse_arguments(arguments, argv)
     check_options(arguments, options)
     if options.offline:  # read when the libraries are imported, below
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")

@@ -25,7 +25,7 @@ from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files import present
 from facility.exchange.files.owners import not_ours, written_by_all
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.hints import keys_of
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
@@ -187,11 +187,11 @@ def main() -> int:
         "unmet": problems(),
         "formats": formats(),
         "settings_keys": list(keys_of(settings.FacilitySettings)),
-        "dataset": dataset(resolve(arguments.dataset)),
+        "dataset": dataset(resolve_path(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),
     }
     if arguments.base:
-        answer["base_model"] = base_model(Path(resolve(arguments.base)))
+        answer["base_model"] = base_model(Path(resolve_path(arguments.base)))
     if arguments.trainer:
         answer["trainer"] = missing(arguments.trainer)
     print(json.dumps(answer))

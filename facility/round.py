@@ -18,8 +18,8 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import file_error_sentence, is_storage, located
+from facility.exchange.files.paths import resolve_path
+from facility.exchange.files.storage import file_error_sentence, is_storage, with_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
@@ -90,7 +90,7 @@ def first(job: Job) -> int:
     except Exception as error:
         tail = traceback.format_exc()
         cause = (
-            file_error_sentence(located(error, [job.state, Path.cwd()]), again=False)
+            file_error_sentence(with_place(error, [job.state, Path.cwd()]), again=False)
             if is_storage(error)
             else report.text_of(error)
         )
@@ -174,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         settings = read_facility_settings(arguments.settings)
         facility = settings.facility
-        dataset = resolve(arguments.dataset)
+        dataset = resolve_path(arguments.dataset)
         job = Job(
             arguments=arguments,
             settings=settings,

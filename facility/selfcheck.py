@@ -21,9 +21,9 @@ import uuid
 from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error, for_terminal
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
@@ -70,7 +70,7 @@ def material(folder: Path, settings: FacilitySettings) -> None:
         max_position_embeddings=32,
     )
     disable_progress_bar()
-    with naming(folder):
+    with name_in_errors(folder):
         LlamaForCausalLM(config).save_pretrained(folder / "model")
     write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
     data, splits = folder / "data", {}
@@ -221,7 +221,7 @@ def main() -> int:
         "--limit", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the job (default 3600)"
     )
     add_log_options(parser)
-    arguments = parsed(parser)
+    arguments = parse_arguments(parser)
     if arguments.fill and arguments.template is None:
         raise InputError("--fill has no effect without --template, whose placeholders it fills: leave it out")
     wrong = [item for item in arguments.fill if "=" not in item]

@@ -11,7 +11,7 @@ import typer
 from coordinator.commands.app import SET_UP, FederationOption, app
 from coordinator.quickstart.command import quickstart
 from facility.exchange.errors import InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 
 app.command(rich_help_panel=SET_UP)(quickstart)
 
@@ -67,7 +67,7 @@ def model(
 
     if dtype not in DTYPES:
         raise InputError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    print(convert(source, real(out), dtype=dtype, revision=revision, classes=classes or []))
+    print(convert(source, real_path(out), dtype=dtype, revision=revision, classes=classes or []))
 
 
 @app.command(rich_help_panel=SET_UP)

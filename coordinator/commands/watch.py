@@ -12,7 +12,7 @@ import typer
 from coordinator.commands.app import WATCH, FederationOption, app
 from coordinator.console import command_console
 from facility.exchange.errors import InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.text import number_of
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def publish(
         raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.15'")
     from coordinator.publishing.publish import publish as make
 
-    print(f"{make(federation, real(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")
+    print(f"{make(federation, real_path(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")
 
 
 @app.command(rich_help_panel=WATCH)
@@ -162,7 +162,7 @@ def audit(
     shown are of the same log, with the first line that differs. Exit 1 where they are not shown to be.
     """
     from coordinator.archive.audit import heads_of
-    from facility.exchange.messages.audit_compare import compared, head_of, verified
+    from facility.exchange.messages.audit_compare import compare_logs, head_of, verify_heads
 
     if action not in ("verify", "head", "compare"):
         raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")
@@ -178,8 +178,8 @@ def audit(
         print(head_of(file))
         return
     if action == "compare":
-        text, code = compared(file, others or [])
+        text, code = compare_logs(file, others or [])
     else:
-        text, code = verified(file, [*(head or []), *(heads_of(archive, facility) if archive is not None else [])])
+        text, code = verify_heads(file, [*(head or []), *(heads_of(archive, facility) if archive is not None else [])])
     print(text)
     raise typer.Exit(code)

@@ -17,10 +17,10 @@ from facility.exchange.messages.comparison import (
     METHOD,
     UPDATE_OF,
     Interval,
-    perplexities,
+    perplexity_interval,
 )
 from facility.exchange.messages.evaluation import HELD_OUT
-from facility.exchange.task_words import TEXT, TaskWords, capital
+from facility.exchange.task_words import TEXT, TaskWords, capitalise
 from facility.exchange.text import number_of
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
@@ -113,7 +113,9 @@ def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> 
         models = ["the initial model", *models, "every facility's own last update"]
         models.append(f"models trained alone for as many {words.unit}")
     shown = f"{', '.join(models)}, and the global model"
-    text = f"{capital(words.metric)} on each facility's validation data (rows) of {shown}{SHADES}. Intervals: {METHOD}."
+    text = (
+        f"{capitalise(words.metric)} on each facility's validation data (rows) of {shown}{SHADES}. Intervals: {METHOD}."
+    )
     return f"{text} {MASKED}" if masked and whole else text
 
 
@@ -132,7 +134,7 @@ def _interval(raw: Mapping[str, float]) -> Interval:
 
 
 def _cell(name: str, figure: Row, held_out: str) -> Row | None:
-    found = perplexities(_interval(figure["loss"]))
+    found = perplexity_interval(_interval(figure["loss"]))
     if found is None:
         return None
     against = {title(folder): [one["value"], one["low"], one["high"]] for folder, one in figure["against"].items()}

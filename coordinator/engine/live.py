@@ -17,9 +17,9 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
+from coordinator.durations import format_duration
 from coordinator.engine.run_process import lives
 from coordinator.shown_text import shown
-from coordinator.spans_and_sizes import span
 from facility.exchange.files.durable import write_text
 from facility.exchange.json_values import values_in
 
@@ -149,7 +149,7 @@ def live_table(snapshot: Snapshot, now: float | None = None, *, below: str = "")
     rows = [(name, *_cells(snapshot.facilities[name], now, narrow=True)) for name in alone]
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
-        rows.append((_whose(state, names), shown(state), f"up to {span(longest)}", *[""] * 5))
+        rows.append((_whose(state, names), shown(state), f"up to {format_duration(longest)}", *[""] * 5))
     heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time\nleft", "last\nheard")
     for at, head in enumerate(heads):
         if at < ALWAYS or any(row[at] for row in rows):
@@ -218,7 +218,7 @@ def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str
     if at_work and one.stage != "training" and not one.away:
         state = STAGES.get(one.stage, one.stage)
     steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
-    time_of = _minutes if narrow else span
+    time_of = _minutes if narrow else format_duration
     return (
         state,
         time_of(now - (one.away or one.since)),
@@ -241,4 +241,4 @@ def _clock(seconds: float) -> str:
 
 def _minutes(seconds: float) -> str:
     """As `span`, without the seconds of minutes: `3 min`."""
-    return re.sub(r":\d\d min", " min", span(seconds))
+    return re.sub(r":\d\d min", " min", format_duration(seconds))

@@ -366,7 +366,8 @@ def _relative(federation: Federation, text: str) -> str:
 
 
 def _for_a_step(absolute: Path) -> str:
-    """A path here in the form that `facility.exchange.files.paths.resolve` reads in a job: relative in the checkout."""
+    """A path here in the form that `facility.exchange.files.paths.resolve_path` reads in a job: relative in the "
+    "checkout."""
     return str(absolute.relative_to(CHECKOUT)) if absolute.is_relative_to(CHECKOUT) else str(absolute)
 
 

@@ -53,8 +53,8 @@ from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import make_parents
-from facility.exchange.files.storage import unwritable
-from facility.exchange.logs import visible
+from facility.exchange.files.storage import why_unwritable
+from facility.exchange.logs import escape_controls
 from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
@@ -72,7 +72,7 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     check_paths(federation)
     archive = Archive(federation.archive_path)
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
-    if reason := unwritable(places):
+    if reason := why_unwritable(places):
         raise InputError(reason)
     console = lasting_console()
     log = log or federation.workdir_path / "streamflow.log"
@@ -249,12 +249,12 @@ class Run:
     def unwritable(self) -> str:
         """A sentence on the archive or the work directory where it takes no file, or ''."""
         folders = [self.archive.path, self.federation.workdir_path]
-        return unwritable([folder for folder in folders if folder.exists()])
+        return why_unwritable([folder for folder in folders if folder.exists()])
 
     def write_line(self, line: str) -> None:
         """Append a line to StreamFlow's log, in which facilities' jobs are quoted, as text for whoever looks at it."""
         with suppress(OSError):  # a log that cannot be written stops no federation
-            self.sink.write(visible(line) + "\n")
+            self.sink.write(escape_controls(line) + "\n")
             self.sink.flush()
 
 

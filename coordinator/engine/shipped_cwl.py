@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.engine.masked_workflow import MASKED
 from facility.exchange.files.durable import write_bytes
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def differing(folder: Path, *, masked: bool) -> list[str]:
     `masked`: with those of secure aggregation.
     """
     names = (*HAND_WRITTEN, *(MASKED if masked else ()))
-    return [name for name in names if _content(folder / name) != (shipped("cwl") / name).read_bytes()]
+    return [name for name in names if _content(folder / name) != (shipped_path("cwl") / name).read_bytes()]
 
 
 def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
@@ -53,7 +53,7 @@ def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
                 target,
                 old,
             )
-        write_bytes(target, (shipped("cwl") / name).read_bytes())
+        write_bytes(target, (shipped_path("cwl") / name).read_bytes())
         changed.append(target)
     return changed
 

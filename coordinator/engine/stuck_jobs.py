@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from coordinator.archive.many import grouped, kind_of, names_of
+from coordinator.durations import format_duration
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
-from coordinator.spans_and_sizes import span
 from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
@@ -125,7 +125,7 @@ class Watch:
             limit = queue.patience_seconds
             if (*key, job.reason) not in self._told:
                 self._told.add((*key, job.reason))
-                end = f"; without that its round is given up {span(limit)} after this" if limit else ""
+                end = f"; without that its round is given up {format_duration(limit)} after this" if limit else ""
                 self.stuck(queue.facility, job.id, job.reason, advice)
                 log.warning(
                     "%s: job %s will not begin by itself (%s): %s%s", queue.facility, job.id, job.reason, advice, end
@@ -137,7 +137,7 @@ class Watch:
                     "%s: job %s waited %s with %s: cancelled, the round goes on without it",
                     queue.facility,
                     job.id,
-                    span(limit),
+                    format_duration(limit),
                     job.reason,
                 )
         return jobs

@@ -49,7 +49,7 @@ from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.plan import read_plan
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.text import number_of
 
 Answer = TypeVar("Answer")
@@ -158,7 +158,7 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     """
     rows = []
     for key, subject in ALIKE:
-        values = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
+        values = {name: clean_text(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
         for name, others in others_than_most(values).items():
             rows.append(
                 fail(
@@ -339,7 +339,10 @@ def show(
     for row in to_show(rows):
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
         table.add_row(
-            row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(clean(found, 4000, lines=True))
+            row.subject,
+            row.check,
+            f"[{colours[row.verdict]}]{row.verdict}[/]",
+            escape(clean_text(found, 4000, lines=True)),
         )
     console.print(table)
     console.print(f"{failing} to fix before a job is submitted" if failing else "all checks passed")

@@ -8,8 +8,8 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.row import Row, ok
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
-from coordinator.spans_and_sizes import size
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF
+from facility.exchange.sizes import format_bytes
 from facility.exchange.text import number_of
 
 
@@ -41,5 +41,7 @@ def check_comparison(
         adapters = facility.training.lora.rank and facility.training.lora.base
         if not adapters:
             many, most = sum(map(len, sent)) + bool(alone), max(map(len, sent))
-            found += f"; {size(many * model.bytes)} sent there, {size(most * model.bytes)} of disk at once"
+            found += (
+                f"; {format_bytes(many * model.bytes)} sent there, {format_bytes(most * model.bytes)} of disk at once"
+            )
     return ok(facility.name, "comparison", found)

@@ -24,7 +24,7 @@ from coordinator.preflight.ssh_errors import explain
 from facility.exchange.errors import ManifestError
 from facility.exchange.exit_codes import BROKE
 from facility.exchange.gate_requests import GATE
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
@@ -44,7 +44,7 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
         if answer.code == BROKE:
             line = ssh_command(deployment)
             return [explain(name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error)]
-        said = clean(answer.error or answer.out, 300)
+        said = clean_text(answer.error or answer.out, 300)
         return [
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
@@ -86,7 +86,7 @@ def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any])
     name, deployment, rows = facility.name, facility.deployment, []
     wanted = {"facility": name, "scheduler": deployment.type, "workdir": deployment.workdir}
     for key, ours in wanted.items():
-        if (theirs := clean(str(summary.get(key)), 200)) != ours:
+        if (theirs := clean_text(str(summary.get(key)), 200)) != ours:
             rows.append(
                 fail(name, "policy", f"the site's policy has {key} {theirs!r}, federation.yml {ours!r}", "agree on one")
             )
@@ -116,7 +116,7 @@ def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]
     answer = ask(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
     if answer.code == 0:
         return ok(name, "policy", f"{agreed}; the policy allows what the settings ask for")
-    said = clean((answer.error or answer.out).strip(), 300) or f"code {answer.code}"
+    said = clean_text((answer.error or answer.out).strip(), 300) or f"code {answer.code}"
     return fail(name, "policy", said, "change federation.yml, or ask the site to change policy.yml")
 
 
@@ -144,7 +144,7 @@ def _masks_agreed(federation: Federation, name: str, summary: dict[str, Any]) ->
 
 def _queue(name: str, deployment: Deployment) -> Row:
     answer = ask(deployment, "test-job")
-    said = clean((answer.out or answer.error).strip(), 300)
+    said = clean_text((answer.out or answer.error).strip(), 300)
     if answer.code == 0:
         return ok(name, "job accepted", said or "the site's queue takes its template")
     return fail(name, "job accepted", f"the site's own template is refused: {said}", "tell the site")
@@ -161,6 +161,6 @@ def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str,
     """The facility's own probe, run by its gate; or a row that gives the reason for its absence."""
     answer = ask(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=PROBE_SECONDS)
     if answer.code or not answer.out.strip():
-        said = clean(answer.error or f"code {answer.code}", 300)
+        said = clean_text(answer.error or f"code {answer.code}", 300)
         return None, fail("", "environment", f"the gate runs no probe: {said}", "tell the site")
     return answer_or_row(answer.out)

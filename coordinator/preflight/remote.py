@@ -21,7 +21,7 @@ from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.key_file import read_key_file
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import BROKE
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
@@ -173,7 +173,7 @@ def _other_lines(mine: str, every: str) -> list[str]:
     file of settings."""
     known = {line.strip() for line in mine.splitlines()}
     lines = [line.strip() for line in every.splitlines() if line.partition(" ")[0] in WAY]
-    return [clean(line, 200) for line in lines if line not in known]
+    return [clean_text(line, 200) for line in lines if line not in known]
 
 
 def _unfit(name: str, key: Path) -> Row | None:

@@ -13,7 +13,7 @@ from coordinator.schedulers.directives import directive, gpus_asked, hours_asked
 from coordinator.schedulers.flux import lines_of, queue_rows
 from coordinator.schedulers.registry import scheduler
 from coordinator.schedulers.scheduler import BatchScheduler
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import script_of
 
 SBATCH_REFUSES = (
@@ -121,7 +121,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     for mark, found, fix in SBATCH_REFUSES:
         lines = [line for line in (answer.out + answer.error).splitlines() if mark in line.lower()]
         if lines:  # the last line may be advice to read --help
-            said = clean(lines[-1].strip().removeprefix("sbatch: "), 300)
+            said = clean_text(lines[-1].strip().removeprefix("sbatch: "), 300)
             return fail(name, "job accepted", f"{found} (sbatch: {said})", fix)
     return fail(
         name,
@@ -140,7 +140,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     partition = re.search(r"in partition (\S+)$", said)
     if partition is None:
         return None
-    shown = clean(partition[1], 60)
+    shown = clean_text(partition[1], 60)
     answer = run_there(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a %l'\n")
     lines = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2] if answer.code == 0 else []
     if any(state == "down" for state, _ in lines):
@@ -230,7 +230,7 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
             name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
         )
     tried = run_there(deployment, f"{queue.trial} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n", seconds=60)
-    said = clean("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
+    said = clean_text("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
     if tried.code == 0:
         return ok(name, "job accepted", f"{queue.trial}: {said}")
     if queue.is_silence(tried.out + tried.error):

@@ -13,7 +13,7 @@ from coordinator.quickstart.choice import Choice
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.text import NAME, number_of
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,9 @@ def ask_gate(login: Deployment) -> GateSummary | None:
 
 def _words(raw: Any) -> tuple[str, ...]:
     found = raw if isinstance(raw, list) else []
-    return tuple(one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean(one, 400))
+    return tuple(
+        one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean_text(one, 400)
+    )
 
 
 def choose_gated(
@@ -115,7 +117,7 @@ def blocks_behind(facility: Facility) -> int:
     if answer is None or "blocks" not in answer["dataset"]:
         reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
         raise InputError(
-            f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean(str(reason), 300)}; the site's "
-            "own people prepare it"
+            f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean_text(str(reason), 300)}; the "
+            "site's own people prepare it"
         )
     return int(answer["dataset"]["blocks"].get("train", 0))

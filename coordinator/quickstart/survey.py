@@ -17,7 +17,7 @@ from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import TransientError
 from facility.exchange.messages.job_template import path_word
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 SECTION, ANSWERED = "crossfed-section", "crossfed-answered"
 MOST_CHARACTERS = 4_000_000
@@ -107,7 +107,7 @@ def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
     if f"{SECTION} end" not in answer.out:
         said = (answer.error.strip() or answer.out.strip() or f"code {answer.code}").splitlines()[-1]
         raise TransientError(
-            f"{name} does not answer a shell script: {clean(said, 300)}; {QUIET}; log in by hand and see"
+            f"{name} does not answer a shell script: {clean_text(said, 300)}; {QUIET}; log in by hand and see"
         )
     return read_survey(answer.out)
 

@@ -30,7 +30,7 @@ from coordinator.shown_text import shown
 from facility import __version__
 from facility.exchange.messages.evaluation import ACCURACY, VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any
-from facility.exchange.task_words import capital, words_of
+from facility.exchange.task_words import capitalise, words_of
 
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
@@ -187,8 +187,8 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     data = [name for name in names if any(one["data"] == name for one in cells)]
     words = words_of(rounds["task"])
     caption = (
-        f"{capital(words.metric)} on each facility's validation data (rows) of the initial model, the facility's own "
-        f"last update and the final global model{SHADES}."
+        f"{capitalise(words.metric)} on each facility's validation data (rows) of the initial model, the facility's "
+        f"own last update and the final global model{SHADES}."
     )
     return {"data": data, "models": models, "cells": cells, "caption": caption} if len(models) > 1 else {}
 

@@ -17,7 +17,7 @@ from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.spans_and_sizes import span
+from coordinator.durations import format_duration
 
 Jobs = Mapping[tuple[int, str], float]
 """Seconds that jobs ran, by round and facility."""
@@ -78,8 +78,8 @@ def exceeded(
         if expected > left:
             return Exceeded(
                 limit="deadline",
-                reason=f"the next round is expected to take {span(expected)}, and {span(left)} are left until the "
-                f"deadline {limits.deadline}",
+                reason=f"the next round is expected to take {format_duration(expected)}, and {format_duration(left)} "
+                f"are left until the deadline {limits.deadline}",
             )
     if limits.node_hours:
         delivered = as_delivered(jobs or {}, history)

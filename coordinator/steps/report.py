@@ -22,7 +22,7 @@ from coordinator.shown_text import shown
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import ERROR, exit_on_error, first_line
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 
 log = logging.getLogger("coordinator.steps.report")
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
-    archive = Archive(resolve(arguments.archive))
+    archive = Archive(resolve_path(arguments.archive))
     data = summary(archive) | {"federation": settings.federation, "aggregation": settings.chosen}
     write_json(arguments.out, data)
     try:

@@ -32,7 +32,7 @@ from coordinator.steps.options import step_parser
 from coordinator.steps.telling import tell_untold
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files import present
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.text import number_of
 
@@ -176,7 +176,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)
-        archive = Archive(resolve(arguments.archive))
+        archive = Archive(resolve_path(arguments.archive))
         following = start(archive, arguments.model.resolve(), settings)
         model, number, proceed = following
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)

@@ -35,7 +35,7 @@ from coordinator.streamflow_plugin.bounded_http import (
 from facility.exchange.core_dumps import leave_no_core
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.bounded import read_bounded
-from facility.exchange.messages.strict_json import Fields, clean
+from facility.exchange.messages.strict_json import Fields, clean_text
 
 TOKEN_BYTES = 1 << 18
 """Of one answer of the token endpoint."""
@@ -113,7 +113,7 @@ class Api:
             with self.patience.for_call():
                 return act(client)
         except (OutOfBounds, ManifestError) as error:
-            raise Rejected(f"FirecREST gives an answer that is not taken: {clean(str(error), 300)}") from None
+            raise Rejected(f"FirecREST gives an answer that is not taken: {clean_text(str(error), 300)}") from None
         except ClientsCredentialsException as error:
             self._client = None
             status = error.responses[-1].status_code
@@ -159,7 +159,7 @@ class Api:
         """The exception that says what can be done about an answer."""
         answers = error.responses
         status = getattr(answers[-1], "status_code", 0) if isinstance(answers, list) and answers else 0
-        said = clean(_message(answers[-1]) if status else str(error), 300)
+        said = clean_text(_message(answers[-1]) if status else str(error), 300)
         if status == 401:
             self._client = None
             return asyncssh.PermissionDenied(f"FirecREST refuses the token: {said}")

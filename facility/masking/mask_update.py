@@ -23,7 +23,7 @@ from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import MOMENTS, copy_companions
-from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
+from facility.exchange.checkpoints.delta_parts import READ, as_bytes, read_parts, write_difference
 from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
@@ -238,7 +238,7 @@ def piece_of(streams: int, bits: int) -> int:
 def pieces_of(source: Source, piece: int = PART) -> Iterator[tuple[int, Stored, Stored | None]]:
     """(first element, update, received model) of each piece, as stored, in buffers that are used again."""
     entries = [source.update] if source.base is None else [source.update, source.base]
-    for start, arrays in parts(entries, piece=piece):
+    for start, arrays in read_parts(entries, piece=piece):
         update, *base = (Stored(values=array, dtype=entry.dtype) for array, entry in zip(arrays, entries, strict=True))
         yield start, update, base[0] if base else None
 
@@ -252,7 +252,7 @@ def squares_of(source: Source) -> Iterator[float]:
             widen(update.values, update.dtype, step)
             squared = float(np.vdot(step, step))
         else:
-            squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
+            squared = write_difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
         check_finite(source, squared)
         if source.begun is not None:
             step -= source.begun[start : start + len(step)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.delta_parts import difference
+from facility.exchange.checkpoints.delta_parts import write_difference
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.masking.fixed_point import FixedPoint
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
@@ -99,7 +99,7 @@ class Masker:
             widen(update.values, update.dtype, step)
             squared = float(np.vdot(step, step))
         else:
-            squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
+            squared = write_difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
         if factor != 1:
             np.multiply(step, factor, out=step)
         left = self._left[: len(sent)]

@@ -17,7 +17,7 @@ from typing import Any
 from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, SourceEntry, open_dataset
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.owners import account, not_ours
+from facility.exchange.files.owners import account_name, not_ours
 from facility.preparing.resuming import clear_after
 from facility.preparing.sources import Source, spelled
 from facility.preparing.walking import path_of
@@ -109,7 +109,7 @@ def _open_as(before: os.stat_result | None, directory: Path) -> None:
     if before is None:
         return
     if before.st_uid != os.geteuid():  # whoever made it first would say who reads the documents
-        log.warning("the folder was made by %s: the data set is its owner's alone", account(before.st_uid))
+        log.warning("the folder was made by %s: the data set is its owner's alone", account_name(before.st_uid))
         return
     with suppress(OSError):
         os.chown(directory, -1, before.st_gid)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 
 from facility.dataset import LOSS, START, PreparedDataset
-from facility.exchange.logs import visible
+from facility.exchange.logs import escape_controls
 from facility.preparing.tokenizer import load_tokenizer
 
 COLOURED = ("\033[30;42m", "\033[0m")
@@ -29,7 +29,7 @@ def preview(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
                 continue
             cuts = [0, *(numpy.flatnonzero(numpy.diff(bears)) + 1).tolist(), last - first]
             runs = [
-                (bears[a], visible(tokenizer.decode(ids[first + a : first + b])))
+                (bears[a], escape_controls(tokenizer.decode(ids[first + a : first + b])))
                 for a, b in zip(cuts, cuts[1:], strict=False)
             ]
             text = "".join(f"{begin}{run}{end}" if loss else run for loss, run in runs)

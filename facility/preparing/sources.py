@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO, Literal
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
 from facility.exchange.files import present
-from facility.exchange.hub import hub
+from facility.exchange.hub import offline_if_silent
 from facility.exchange.json_text import parse_values
 from facility.preparing.conversations import (
     SURROGATE,
@@ -232,7 +232,7 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
     from datasets import load_dataset
 
     repository, _, configuration = name.partition(":")
-    with nullcontext("") if present.exists(Path(repository)) else hub() as silence:
+    with nullcontext("") if present.exists(Path(repository)) else offline_if_silent() as silence:
         try:
             loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
         except Exception as error:  # network, offline, no such name, split or configuration, a dataset that is a script

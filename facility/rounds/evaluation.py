@@ -21,7 +21,7 @@ from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.child import end_with_parent
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.compiled_code import compiled_code_place
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
@@ -58,7 +58,7 @@ def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], 
     words = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
     words += ["--tasks", ",".join(settings.tasks), "--batch_size", str(settings.batch), "--output_path", str(out)]
     words += ["--device", "cpu"] if device == "cpu" else []
-    words += ["--include_path", str(resolve(settings.directory))] if settings.directory else []
+    words += ["--include_path", str(resolve_path(settings.directory))] if settings.directory else []
     return words + (["--limit", str(settings.limit)] if settings.limit else [])
 
 
@@ -175,7 +175,7 @@ def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: Facil
 def base_below(settings: FacilitySettings) -> str:
     """The model below adapters that travel alone, or ''."""
     lora = settings.training.lora
-    return str(resolve(lora.base)) if lora.rank and lora.base else ""
+    return str(resolve_path(lora.base)) if lora.rank and lora.base else ""
 
 
 def scores_in(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:

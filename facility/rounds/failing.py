@@ -9,12 +9,12 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.launching.supervise import Ending
 from facility.rounds.job import Job, clear
 
@@ -53,4 +53,4 @@ def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None =
                 ),
             )
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
-                sign(temporary, resolve(settings.training.signing_key), kind="update")
+                sign_manifest(temporary, resolve_path(settings.training.signing_key), kind="update")

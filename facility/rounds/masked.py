@@ -21,13 +21,13 @@ from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_files, link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import check_size, read_roster
 from facility.exchange.masking.walks import check_own, check_walks
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.report import Report, read_report, skipped_of
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.steps import steps_asked
 from facility.masking.ledger import AnswerLedger
 from facility.masking.mask_update import check_base, complete, mask_update
@@ -83,7 +83,7 @@ class Masked:
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
-        sign(out, resolve(self.settings.training.signing_key), kind="update")
+        sign_manifest(out, resolve_path(self.settings.training.signing_key), kind="update")
         kept.keep(own_key, round, out)
 
     def hold(self, update: Checkpoint, *, received: Path) -> None:
@@ -156,7 +156,7 @@ def masked(
     rules = site_rules()
     rules.check(settings.masking)
     with private_roster(roster) as copy:  # where the roster lies, its keys can be exchanged once they are checked
-        found = read_roster(copy, settings.masking, resolve(settings.masking.peer_signers))
+        found = read_roster(copy, settings.masking, resolve_path(settings.masking.peer_signers))
     check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
     asked = steps_asked(read_manifest(received), settings.facility, most=settings.most_steps)

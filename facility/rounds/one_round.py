@@ -11,13 +11,13 @@ from facility.dataset import NAME as DATASET
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.audit_log import AUDIT
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, with_missing
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.usage import with_usage
 from facility.launch import limits_from
 from facility.launching.supervise import Ending
@@ -86,7 +86,7 @@ class OneRound:
             with_usage(job.out, job.meter.usage(job.notes))
             with_head(job.out, os.environ.get(AUDIT, ""))
             if job.settings.training.signing_key:
-                sign(job.out, resolve(job.settings.training.signing_key), kind="update")
+                sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
         return ending
 
     def open(self) -> None:
@@ -191,7 +191,7 @@ class OneRound:
             self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
-            sign(job.out, resolve(job.settings.training.signing_key), kind="update")
+            sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
         self.finished.keep(self.key, job.round, job.out)
         if self.decided is not None:
             remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import ADAPTER
-from facility.exchange.checkpoints.delta import Encoded, encode
+from facility.exchange.checkpoints.delta import Encoded, encode_update
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import FULL, fading_of, trained_from
@@ -61,7 +61,7 @@ def make_smaller(
     after = residual_path(state, round)
     for leftover in (after, message):  # of an earlier attempt at the same round
         shutil.rmtree(leftover, ignore_errors=True)
-    done = encode(
+    done = encode_update(
         full=update,
         reference=model,
         out=message,

@@ -20,7 +20,7 @@ from facility.dataset import NAME, open_dataset
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import note_in
 from facility.exchange.messages.comparison import (
     GLOBAL,
@@ -139,7 +139,7 @@ def data_sets(round: Round) -> list[Data]:
     found = [Data(loader=setup.loader, held_out=False, digest=digest_of(own, setup.loader.evaluated))]
     if not request.settings.evaluation.held_out:
         return found
-    directory = resolve(request.settings.evaluation.held_out)
+    directory = resolve_path(request.settings.evaluation.held_out)
     with together(round.ranks):
         dataset = open_dataset(directory)
         mine, theirs = round.inputs.dataset.manifest, dataset.manifest

@@ -14,7 +14,7 @@ from torch import nn
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX, is_added, is_magnitude
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
+from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, unfilled_parameters
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.task_class import config_in
 from facility.exchange.errors import CheckpointError, InputError
@@ -147,7 +147,7 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_added(name)]:
+    if absent := [name for name in unfilled_parameters(model, conversion, lora.name_on_disk) if not is_added(name)]:
         raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]

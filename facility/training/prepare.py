@@ -14,7 +14,7 @@ from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.chunks import WHOLE_LOGITS
 from facility.exchange.messages.manifest import check_digest
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.training import account, memory
 from facility.training.batch_norm import check_variances
 from facility.training.begin_adapters import check_scale, load_adapters
@@ -63,7 +63,7 @@ def prepare_ranks(request: RoundRequest) -> Ranks | None:
     start(ranks, threads=training.threads, timeout_seconds=training.stall_seconds)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.manual_seed(derive(request.settings.seed, "round", request.round, request.settings.facility))
+    torch.manual_seed(derive_seed(request.settings.seed, "round", request.round, request.settings.facility))
     return ranks
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.sync.connect import connect
 from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.replica import Context
@@ -28,7 +28,7 @@ def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> Repl
         sequences=sequences,
         replica=replica,
         replicas=layout.grid.replicas,
-        seed=derive(seed, "replicas"),
+        seed=derive_seed(seed, "replicas"),
     )
 
 

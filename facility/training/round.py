@@ -18,7 +18,7 @@ from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.errors import InputError, NotWritten
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.exchange.task_words import TaskWords, words_of
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
@@ -283,7 +283,7 @@ class Round:
     def _step(self) -> StepResult:
         """One optimizer step on the next batch, and what the policy does after it."""
         request, settings, done = self.request, self.request.settings, self.progress.done
-        torch.manual_seed(derive(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
+        torch.manual_seed(derive_seed(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
 
         def rate() -> float:
             return self.sync.step_scale * learning_rate(self.overall_step, request.total_steps, request.training)

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from facility.exchange.files.storage import is_storage, located
+from facility.exchange.files.storage import is_storage, with_place
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.text import number_of
 from facility.training.account import most_resident_bytes
@@ -40,7 +40,7 @@ def train_round(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if not is_storage(error):
             raise
-        raise located(error, [request.state, request.job_directory]) from None
+        raise with_place(error, [request.state, request.job_directory]) from None
     except torch.OutOfMemoryError:
         device = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(device)

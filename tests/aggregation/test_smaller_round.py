@@ -150,7 +150,7 @@ def test_a_coordinator_without_room_refuses_no_facility(tmp_path: Path, monkeypa
     def full(*_: object, **__: object) -> None:
         raise OSError(number, "no", str(tmp_path / "decoded"))
 
-    monkeypatch.setattr(receive_step, "decode", full)
+    monkeypatch.setattr(receive_step, "decode_update", full)
     with pytest.raises(OSError) as raised:
         receive(update, expected, decoded=tmp_path / "decoded")
     assert raised.value.errno == number
@@ -167,7 +167,7 @@ def test_what_an_update_does_to_our_code_is_its_facilitys_failure_and_logged_wit
     def fails(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr(receive_step, "decode", fails)
+    monkeypatch.setattr(receive_step, "decode_update", fails)
     with caplog.at_level(logging.WARNING):
         told = receive(update, expected, decoded=tmp_path / "decoded")
     assert told is not None and told.kind == "refused" and "cannot be read" in told.reason

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from facility.exchange.checkpoints.codecs import PART, sparseloco
 from facility.exchange.checkpoints.codecs.sparseloco import CHUNK, KEPT, decode, encode, fields, kept_of, streams_of
-from facility.exchange.checkpoints.delta import decode as decode_message
+from facility.exchange.checkpoints.delta import decode_update as decode_message
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import declared_codec
 from facility.exchange.errors import CheckpointError

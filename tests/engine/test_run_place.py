@@ -17,7 +17,7 @@ from coordinator.engine.place import run_place
 from coordinator.engine.render import write
 from coordinator.engine.run import _show_end, render_alone, run_federation
 from facility.exchange.errors import InputError, TransientError
-from facility.exchange.files.storage import unwritable
+from facility.exchange.files.storage import why_unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
 from tests.publishing.made import made_federation
@@ -36,8 +36,8 @@ def test_the_directory_is_private_made_anew_and_removed(tmp_path: Path):
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="needs a read-only place")
 def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
-    assert unwritable([tmp_path / "new"]) == "" and (tmp_path / "new").is_dir()
-    reason = unwritable([tmp_path, Path("/proc/sys/kernel")])
+    assert why_unwritable([tmp_path / "new"]) == "" and (tmp_path / "new").is_dir()
+    reason = why_unwritable([tmp_path, Path("/proc/sys/kernel")])
     assert reason.startswith("/proc/sys/kernel ") and "give the same command again" in reason
     with pytest.raises(InputError), run_place(Path("/proc/sys/kernel")):
         pass
@@ -46,7 +46,7 @@ def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
-    assert unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
+    assert why_unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
 
 
 def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Path):

@@ -29,7 +29,7 @@ from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import new_directory, write_text
 from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.json_values import read_values
-from facility.exchange.messages.audit_compare import compared, head_of
+from facility.exchange.messages.audit_compare import compare_logs, head_of
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
@@ -79,7 +79,7 @@ READERS = {
     "dataset": lambda path: open_dataset(path.parent),
     "salt": read_salt,
     "audit log": head_of,
-    "compared log": lambda path: compared(one_log(path.with_name("log")), [str(path)]),
+    "compared log": lambda path: compare_logs(one_log(path.with_name("log")), [str(path)]),
 }
 
 

@@ -25,7 +25,7 @@ from facility.exchange.masking.walks import walk_of
 from facility.exchange.messages.manifest import read_manifest, verify_manifest, with_run
 from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
-from facility.exchange.messages.signatures import verify
+from facility.exchange.messages.signatures import verify_signature
 from facility.masking import mask_update as masking
 from facility.masking.private_keys import PrivateKeys
 from facility.rounds import held, masked, smaller
@@ -182,7 +182,7 @@ def test_every_bit_is_that_of_an_update_masked_from_disk(
     assert not pending_residual(state).exists()
     moments = [bytes_of(path / "second_moments") for path in (tmp_path / "disk", memory)]
     assert moments[0] == moments[1] and bool(moments[0]) == (case == "moments")
-    verify(memory, ME, signers)
+    verify_signature(memory, ME, signers)
     manifests = [read_manifest(path) for path in (tmp_path / "disk", memory)]
     assert manifests[0].files.keys() == manifests[1].files.keys()
     assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})

@@ -20,7 +20,7 @@ from facility.exchange.checkpoints import conversion
 from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject
 from facility.training.model import Attention, build, read_config
 from tests.pico import save_pico
@@ -52,7 +52,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def add_adapters(model: Path, lora: dict[str, Any]) -> None:
     """Add the adapters as the trainer does, to the model that it builds."""
     skeleton = build(read_config(model), AutoModelForCausalLM, Attention(name="eager", reason="on the meta device"))
-    inject(skeleton, parse(LoraSettings, {"rank": 2} | lora), classifies=False)
+    inject(skeleton, parse_dataclass(LoraSettings, {"rank": 2} | lora), classifies=False)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_targets_are_looked_for_in_the_class_that_the_job_builds(
     verdicts = {row.check: row.verdict for row in check_fitting(federation)}
     assert verdicts["tensor names"] == ("ok" if task else "skipped")
     skeleton = build(read_config(model), AutoModelForMaskedLM, Attention(name="eager", reason="on the meta device"))
-    settings = parse(LoraSettings, {"rank": 2, "targets": [target]})
+    settings = parse_dataclass(LoraSettings, {"rank": 2, "targets": [target]})
     if taken:
         inject(skeleton, settings, classifies=False)
     else:

@@ -39,7 +39,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
@@ -602,7 +602,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
         "tunnel": {"host": "j", "user": "v"},
         "known_hosts": "/kh",
     }
-    words = ssh_command(parse(Deployment, raw, where="d"))
+    words = ssh_command(parse_dataclass(Deployment, raw, where="d"))
     proxy = next(word for word in words if word.startswith("ProxyCommand="))
     assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
     assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
@@ -612,7 +612,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
 def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = tmp_path / "id_site"
     key.touch(mode=0o600)
-    deployment = parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, where="d")
+    deployment = parse_dataclass(Deployment, {"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, where="d")
     for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
         said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
         monkeypatch.setattr(
@@ -628,7 +628,7 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
     for name in ("config", "id_ed25519", "id_ed25519.pub"):
         (tmp_path / ".ssh" / name).touch()
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ssh_command(parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w"}, where="d"))
+    words = ssh_command(parse_dataclass(Deployment, {"type": "ssh", "host": "a", "workdir": "/w"}, where="d"))
     place = str(tmp_path / ".ssh")
     assert words[words.index("-F") + 1] == f"{place}/config" and f"UserKnownHostsFile={place}/known_hosts" in words
     assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]

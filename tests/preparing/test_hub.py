@@ -18,7 +18,7 @@ from huggingface_hub import constants
 from coordinator.model import convert
 from facility.dataset import DatasetError
 from facility.exchange.errors import TransientError
-from facility.exchange.hub import hub, silence
+from facility.exchange.hub import offline_if_silent, why_hub_is_silent
 from facility.preparing.sources import find_sources
 from tests.pico import save_pico
 
@@ -97,14 +97,14 @@ def test_who_is_offline_asks_nobody(asked: list[int], monkeypatch: pytest.Monkey
     for module in (constants, datasets.config):
         with monkeypatch.context() as offline:
             offline.setattr(module, "HF_HUB_OFFLINE", True)
-            assert silence() == ""
-            with hub() as reason:
+            assert why_hub_is_silent() == ""
+            with offline_if_silent() as reason:
                 assert reason == ""
-    assert not asked and "does not answer" in silence()
+    assert not asked and "does not answer" in why_hub_is_silent()
 
 
 def test_a_login_in_the_address_of_the_hub_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://alice:s3cret@127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    assert "127.0.0.1:9 does not answer" in silence() and "s3cret" not in silence()
+    assert "127.0.0.1:9 does not answer" in why_hub_is_silent() and "s3cret" not in why_hub_is_silent()

@@ -94,12 +94,12 @@ def test_a_hub_that_does_not_answer_is_told_before_anything_is_tried(tmp_path: P
 
 
 def test_data_that_are_here_are_read_and_what_is_missing_is_told_with_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "the hub does not answer")
+    monkeypatch.setattr("facility.exchange.hub.why_hub_is_silent", lambda: "the hub does not answer")
     evaluation_cache.load(lambda: None)
     with pytest.raises(
         TransientError, match=r"^the hub does not answer, and not all data are here already \(no arc\): give"
     ):
         evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())
-    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "")
+    monkeypatch.setattr("facility.exchange.hub.why_hub_is_silent", lambda: "")
     with pytest.raises(ConnectionError):
         evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from facility import round as round_module
-from facility.exchange.checkpoints.delta import decode
+from facility.exchange.checkpoints.delta import decode_update
 from facility.exchange.messages.manifest import (
     Manifest,
     read_manifest,
@@ -115,7 +115,7 @@ def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site
         result, update = site.run(model, round=number, real=real or number == 0)
         assert result.returncode == 0, result.stderr
         left.append(read_all(residual_path(state, number)))
-    decode(update, reference=model, out=site.root / "decoded")
+    decode_update(update, reference=model, out=site.root / "decoded")
     arrived, received = read_all(site.root / "decoded"), read_all(model)
     for name, before in left[0].items():
         assert before.any()

@@ -660,7 +660,7 @@ def test_models_that_cannot_be_used(tmp_path: Path):
 @pytest.mark.parametrize("name", ["a/b/c", "two words", "x:y", "https://huggingface.co/org/name", "ü/name"])
 def test_what_no_hub_can_have_is_refused_without_asking_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It was a transient error, behind the words of a library, and to be tried again."""
-    monkeypatch.setattr("coordinator.model.hub", lambda: pytest.fail("the hub is asked"))
+    monkeypatch.setattr("coordinator.model.offline_if_silent", lambda: pytest.fail("the hub is asked"))
     with pytest.raises(InputError, match=f"'{name}' is neither a folder here nor a name of the hub"):
         convert(name, tmp_path / "out", dtype="float32", revision="main")
 

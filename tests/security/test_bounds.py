@@ -30,7 +30,7 @@ from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.tree import read_listing
 from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.storage import private, unwritable
+from facility.exchange.files.storage import make_private_folder, why_unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.preparing.output import published
 from facility.preparing.resuming import part_of
@@ -63,7 +63,7 @@ def test_checkpoints_are_as_private_as_the_umask_says(tmp_path: Path):
 
 
 def test_archive_and_work_directory_are_private(tmp_path: Path):
-    assert unwritable([tmp_path / "work"]) == ""
+    assert why_unwritable([tmp_path / "work"]) == ""
     assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
     archive = Archive(tmp_path / "archive")
     with pytest.raises(Exception):  # noqa: B017 (no model is there; the directory was made before)
@@ -99,14 +99,14 @@ def test_what_a_facility_keeps_is_its_owners_alone(tmp_path: Path):
     job.mkdir()
     subprocess.run([*command, "--round", "0", "--out", str(job / "update")], cwd=job, umask=0o022, capture_output=True)
     assert mode_of(tmp_path / "sites" / "a" / ".crossfed" / "pico" / "a") == 0o700
-    assert mode_of(private(tmp_path / "b" / "state")) == 0o700
+    assert mode_of(make_private_folder(tmp_path / "b" / "state")) == 0o700
 
 
 def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
     for mode in (0o750, 0o770):
         (opened := tmp_path / f"{mode:o}").mkdir()
         opened.chmod(mode)
-        assert mode_of(private(opened)) == mode
+        assert mode_of(make_private_folder(opened)) == mode
         with published(opened) as directory:  # a data set in an empty folder, then one in its place
             (directory / "dataset.json").touch()
         assert mode_of(opened) == mode

@@ -20,7 +20,7 @@ import pytest
 
 from facility import gate
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.audit_log import verify
+from facility.exchange.files.audit_log import verify_log
 from facility.exchange.messages.manifest import Manifest, sha256_of, with_run, write_manifest
 from facility.exchange.messages.order import sign_order
 from facility.exchange.messages.report import read_failure
@@ -121,7 +121,7 @@ class Gate:
 
     def log(self) -> list[dict]:
         path = self.home / "gate" / "audit.jsonl"
-        assert verify(path).broken == 0
+        assert verify_log(path).broken == 0
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 

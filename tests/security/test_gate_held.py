@@ -193,7 +193,7 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
     with_run(model, "b" * 32)
     site.sign()
     signed = (model / "manifest.json").read_bytes()
-    real, check = order.verify, approval.check_settings
+    real, check = order.verify_signature, approval.check_settings
 
     def exchange(*arguments, **options):
         found = real(*arguments, **options)
@@ -204,7 +204,7 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
         (model / "manifest.json").write_bytes(signed)
         return check(*arguments, **options)
 
-    monkeypatch.setattr(order, "verify", exchange)
+    monkeypatch.setattr(order, "verify_signature", exchange)
     monkeypatch.setattr(approval, "check_settings", restore)
     code, _, error = site.ask(request)
     assert code == 77 and "not among the policy's models" in error, error

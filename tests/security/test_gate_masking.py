@@ -102,8 +102,10 @@ def site(tmp_path, monkeypatch, capfdbinary) -> MaskingGate:
 def test_keys_are_signed_where_no_request_leads(site: MaskingGate, monkeypatch: pytest.MonkeyPatch):
     """A coordinator that writes beside `--out` could have keys of its own signed in this facility's name."""
     site.round()
-    places, real = [], rosters.sign
-    monkeypatch.setattr(rosters, "sign", lambda place, key, **kind: (places.append(place), real(place, key, **kind)))
+    places, real = [], rosters.sign_manifest
+    monkeypatch.setattr(
+        rosters, "sign_manifest", lambda place, key, **kind: (places.append(place), real(place, key, **kind))
+    )
     out, settings = site.workdir / "update", read_facility_settings(site.workdir / "in" / "alpha.json")
     keys.draw_keys(settings, site.home / "data", site.home / "state", 0, out)
     assert places and not places[0].resolve().is_relative_to(site.workdir)

@@ -575,7 +575,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
         masking=federation.masking,
     )
     roster = federation.roster([federation.keys(name, walk=walk_of(told)) for name in federation.names])
-    honest, real = federation.read(roster), roster_file.verify
+    honest, real = federation.read(roster), roster_file.verify_signature
     own = X25519PrivateKey.generate().public_key().public_bytes_raw().hex()
 
     def exchange(directory: Path, signer: str, allowed: Path) -> str:
@@ -584,7 +584,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
             keys.write_text(json.dumps(json.loads(keys.read_text()) | {"public_key": own}))
         return found
 
-    monkeypatch.setattr(roster_file, "verify", exchange)
+    monkeypatch.setattr(roster_file, "verify_signature", exchange)
     found = masked(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
     assert found is not None and found.member.roster.keys == honest.keys
 

@@ -22,7 +22,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.hints import keys_of
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import _run
-from facility.exchange.messages.strict_json import printable
+from facility.exchange.messages.strict_json import is_printable
 from facility.gating.queue import call
 from tests.federations import write_federation
 
@@ -112,7 +112,7 @@ def assert_told(rows: list[Any], answers: dict[str, dict[str, Any]]) -> None:
     rows = [*rows, *check_alike({name: one.get("dataset", {}) for name, one in answers.items()})]
     rows += check_same_base({name: one.get("base_model", {}) for name, one in answers.items()})
     for row in rows:
-        assert printable(row.found) and len(row.found) < 2000, row
+        assert is_printable(row.found) and len(row.found) < 2000, row
 
 
 def test_an_honest_answer_is_read(federation: Any, monkeypatch: pytest.MonkeyPatch):

@@ -27,7 +27,7 @@ from coordinator.steps.masked_round import survivors_of
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
-from facility.exchange.checkpoints.delta import FILE, encode
+from facility.exchange.checkpoints.delta import FILE, encode_update
 from facility.exchange.checkpoints.mean_walk import has_mean_walk
 from facility.exchange.messages import drift, report
 from facility.exchange.messages.drift import DriftReport
@@ -126,7 +126,7 @@ def test_a_message_that_cannot_be_decoded_is_the_absence_of_its_facility(begun: 
     messages = []
     for name in "abc":
         full = write_update(tmp_path / f"full-{name}", model, name, move=0.02)
-        encode(full=full, reference=model, out=tmp_path / name, encoding="delta-int8", norms=True)
+        encode_update(full=full, reference=model, out=tmp_path / name, encoding="delta-int8", norms=True)
         if name == "b":
             damage(tmp_path / name)
         told = receive(

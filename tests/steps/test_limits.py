@@ -21,8 +21,8 @@ from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.durations import format_duration
 from coordinator.report.timeline import segments
-from coordinator.spans_and_sizes import span
 from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError, InputError
@@ -71,7 +71,7 @@ def test_the_rule_by_hand():
     assert exceeded(limits, history, NOON - 111, evaluates=False) is None
     found = exceeded(limits, history, NOON - 109, evaluates=False)
     assert found is not None and found.limit == "deadline"
-    assert span(110) in found.reason and span(109) in found.reason
+    assert format_duration(110) in found.reason and format_duration(109) in found.reason
     slow = [entry(number, seconds=100, evaluate=60) for number in range(3)]
     assert exceeded(limits, slow, NOON - 120, evaluates=False) is None, "there is time for the round"
     assert exceeded(limits, slow, NOON - 120, evaluates=True) is not None, "but not for an evaluation of 30 s too"

@@ -24,7 +24,7 @@ from facility.exchange.messages.comparison import (
     Interval,
     figures_of,
     missing_of,
-    perplexities,
+    perplexity_interval,
     tasks_of,
 )
 from facility.exchange.messages.evaluation import SCORES, scores_of
@@ -120,7 +120,7 @@ def test_a_difference_on_the_same_blocks_is_narrower_than_both_and_turns_its_sig
 def test_one_block_has_an_interval_without_width():
     told = interval(BlockLosses(losses=np.array([6.0]), predictions=np.array([3])))
     assert (told.value, told.low, told.high) == (2.0, 2.0, 2.0)
-    assert perplexities(told) == pytest.approx((math.exp(2.0),) * 3)
+    assert perplexity_interval(told) == pytest.approx((math.exp(2.0),) * 3)
 
 
 GOOD = {

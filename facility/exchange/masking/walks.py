@@ -196,7 +196,7 @@ def check_own(own: Keys, settings: FacilitySettings, dataset: Path, steps: int =
         )
 
 
-def unlike(training: Mapping[str, TrainingSettings]) -> tuple[str, str, str] | None:
+def first_difference(training: Mapping[str, TrainingSettings]) -> tuple[str, str, str] | None:
     """The first key that differs between two facilities, and these two; None where all agree."""
     names = sorted(training)
     first = walk_settings(training[names[0]])

@@ -20,7 +20,7 @@ from facility.exchange.messages.preference import BENEATH, PreferenceSettings
 from facility.exchange.messages.privacy import DifferentialSettings, check_layout
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.exchange.one_of import either
+from facility.exchange.one_of import one_of
 from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import (
     NonNegative,
@@ -28,7 +28,7 @@ from facility.exchange.validation import (
     Share,
     ShareOrNone,
     check_format,
-    parse,
+    parse_dataclass,
     validated,
     with_settings,
 )
@@ -52,7 +52,7 @@ class TrainingSettings:
     """Sequences (blocks) per optimizer step over the whole facility."""
     micro_batch_sequences: NonNegative[int] = 0
     """Sequences per forward pass and rank; 0: as many as the batch gives each rank."""
-    optimizer: Annotated[str, either(OPTIMIZERS.built_in)] = "adamw"
+    optimizer: Annotated[str, one_of(OPTIMIZERS.built_in)] = "adamw"
     """Name of the inner optimizer, or the dotted path of your own. A change between rounds begins with new state."""
     optimizer_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters that the optimizer declares for itself; the keys of AdamW stand beside this one."""
@@ -364,7 +364,7 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
     """
     raw = read_values(path, most_bytes=MOST_BYTES)
     check_format(raw, newest, file=path, update=advice)
-    return parse(kind, raw, file=path, update=advice)
+    return parse_dataclass(kind, raw, file=path, update=advice)
 
 
 def read_facility_settings(path: Path) -> FacilitySettings:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.text import number_of
@@ -219,8 +219,8 @@ def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def inside(root: Path, path: Path) -> None:
     """Raise `DatasetError` unless the file, links followed, lies in the folder."""
-    if not real(path).is_relative_to(real(root)):
-        raise DatasetError(f"{path} leads out of {root}, to {real(path)}: only files in the folder are read")
+    if not real_path(path).is_relative_to(real_path(root)):
+        raise DatasetError(f"{path} leads out of {root}, to {real_path(path)}: only files in the folder are read")
 
 
 def label_of(value: Any, place: str, label_field: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.registry import Parameter
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         return [dataclasses.replace(part, name=f"{BUFFER}.{part.name}", tensor=buffer)]
 
     def _is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and not matches(name, self.values["adamw"].split())
+        return len(shape) == 2 and not matches_any(name, self.values["adamw"].split())
 
     def _scale(self, shape: tuple[int, ...]) -> float:
         rows, columns = shape

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.layouts import refusal_of_batch_norms
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.locks import temporary_place
 from facility.exchange.grid import Grid
@@ -83,7 +83,9 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
         raise ConfigurationError(reason)
     if settings.lora.rank:
         lora.inject(skeleton, settings.lora, classifies=task.answers)
-    frozen = [name for name, one in skeleton.named_parameters() if one.requires_grad and matches(name, settings.freeze)]
+    frozen = [
+        name for name, one in skeleton.named_parameters() if one.requires_grad and matches_any(name, settings.freeze)
+    ]
     for name in frozen:
         skeleton.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):

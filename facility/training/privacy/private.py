@@ -22,7 +22,7 @@ from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.rounds.privacy_ledger import Entry, Kind, ReleaseLedger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
@@ -174,7 +174,7 @@ class PrivateTraining:
         mine = evaluated_units(self.counts["validation"], count)[self.ranks.rank :: self.ranks.world]
         total = torch.zeros(1, dtype=torch.float64)
         with self.engine.clock.stopped():
-            for rows in reader.read(mine, derive(self.request.settings.seed, "validation")):
+            for rows in reader.read(mine, derive_seed(self.request.settings.seed, "validation")):
                 losses = self.gradients.losses(rows)
                 total += losses.nan_to_num(self.bound, self.bound, 0.0).clamp(0.0, self.bound).sum()
         noise = self.noise["validation"]
@@ -218,7 +218,7 @@ class PrivateTraining:
         """For tasks that draw: another one for every sample."""
         self.draws += 1
         settings = self.request.settings
-        return derive(settings.seed, "draw", settings.facility, self.request.round, self.draws)
+        return derive_seed(settings.seed, "draw", settings.facility, self.request.round, self.draws)
 
     def _record(self, kind: Kind, noise: float, rate: float) -> None:
         if self.ranks.first:

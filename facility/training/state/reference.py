@@ -20,10 +20,10 @@ from facility.exchange.checkpoints.adapters import PREFIX, B, is_factor, is_magn
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.preference import BENEATH
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 from facility.training import dora
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
@@ -99,7 +99,7 @@ def note_of(request: RoundRequest, inputs: RoundInputs) -> ReferenceNote:
 def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
     """True if these differences are kept already; after the first round the model of round 0 is not compared."""
     try:
-        found = parse(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
+        found = parse_dataclass(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
     except (OSError, ValueError, ConfigurationError):
         return False
     if not first:
@@ -113,7 +113,7 @@ def reference_of(request: RoundRequest, inputs: RoundInputs) -> Checkpoint | Non
     if request.training.preference.reference == BENEATH:
         return None
     if request.training.preference.reference:
-        return open_checkpoint(resolve(request.training.preference.reference))
+        return open_checkpoint(resolve_path(request.training.preference.reference))
     if request.round == 0:
         return inputs.received
     beneath = f", or to {BENEATH!r} where that one had no adapters" if request.training.lora.rank else ""

@@ -22,7 +22,7 @@ from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.validation import check_format, parse, validated
+from facility.exchange.validation import check_format, parse_dataclass, validated
 from facility.rounds.kept import OF_A_ROUND, latest_before
 from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
 from facility.training.engine import Engine
@@ -156,7 +156,7 @@ def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | 
     try:
         raw = values_in(path / NAME)
         check_format(raw, FORMAT, file=path / NAME)
-        state = parse(RoundState, raw, file=path / NAME)
+        state = parse_dataclass(RoundState, raw, file=path / NAME)
     except NewerFormat as error:
         raise CheckpointError(str(error)) from None
     except (OSError, ValueError, ConfigurationError) as error:
@@ -343,7 +343,7 @@ def read_checkpoint(
         raw = values_in(file)
         if isinstance(raw, dict) and raw.get("format") != PAUSE_FORMAT:
             return None
-        pause = parse(MidRoundCheckpoint, raw, file=file)
+        pause = parse_dataclass(MidRoundCheckpoint, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"
