@@ -28,8 +28,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.bundle_contents import PARTS, SBOM, SUMS, components, write_digests
-from coordinator.evaluation_cache import fill
+from coordinator.bundle_contents import PARTS, SBOM, SUMS, cyclonedx_document, write_digests
+from coordinator.evaluation_cache import fill_cache
 from facility.exchange.addresses import hidden_login, without_login
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
@@ -60,7 +60,7 @@ CODE = "crossfed"
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
-def bundle(
+def make_bundle(
     out: Path,
     *,
     python: str,
@@ -90,7 +90,7 @@ def bundle(
     check_place(out)
     check_code(out / CODE)
     if tasks:  # first: a wrong name is found before gigabytes of packages come
-        fill(out, tasks, include=include)
+        fill_cache(out, tasks, include=include)
     index = index or INDEX[torch]
     if run is None and index:
         ask_index(index)
@@ -106,7 +106,7 @@ def bundle(
     shutil.rmtree(out / CODE, ignore_errors=True)
     copy_code(out / CODE)
     if sbom:
-        write_json(out / SBOM, components(wheelhouse))
+        write_json(out / SBOM, cyclonedx_document(wheelhouse))
     write_digests(out)
     files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
     what: dict[str, object] = {

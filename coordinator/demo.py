@@ -247,7 +247,7 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def make(
+def make_demo(
     out: Path,
     *,
     seed: int = 1,
@@ -299,7 +299,7 @@ def make(
 
 def make_federation(out: Path) -> Path:
     """Make the demo's material and its federation below `out`; returns federation.yml; an existing one is unchanged."""
-    make(out / ".crossfed" / "demo", progress=told)
+    make_demo(out / ".crossfed" / "demo", progress=told)
     file = out / "workflow" / "federation.yml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +319,7 @@ def main(argv: list[str] | None = None) -> int:
     add_log_options(parser)
     options = parse_arguments(parser, argv)
     check_seed(options.seed)
-    made, there = make(options.out, seed=options.seed, progress=told)
+    made, there = make_demo(options.out, seed=options.seed, progress=told)
     if options.json:
         print(json.dumps(made, indent=2))
     else:

@@ -34,7 +34,7 @@ WHERE = "give the same command where there is a network, or name a proxy by HTTP
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 
-def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
+def fill_cache(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
     """Fetch what the tasks read into `out`/evaluation; returns that folder. `include`: folder with YAML files of tasks.
 
     Raises `InputError` without lm-eval or for a task that it does not know, `TransientError` where the tasks cannot be

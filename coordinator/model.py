@@ -49,7 +49,7 @@ HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+", re.ASCII)
 """What the Hugging Face hub can have: a name, with its owner before it."""
 
 
-def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
+def convert_model(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
     """Write the model to `out`; returns what was done. `out` appears atomically; an equal one is recognised.
 
     Raises `InputError` for a source that is none, `TransientError` when the hub cannot be reached.
@@ -91,7 +91,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
 
 def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:
-    """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert`."""
+    """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert_model`."""
     with unwound_by_signals(), new_directory(out) as temporary:
         try:
             with name_in_errors(out):
@@ -191,7 +191,7 @@ def main() -> int:
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
         return 0
     out, classes = real_path(arguments.out), arguments.classes
-    print(convert(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
+    print(convert_model(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
     return 0
 
 

@@ -21,7 +21,7 @@ from coordinator.bundle import COMPLETE, copy_code
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
-from coordinator.preflight.remote import check_connection, refused, ssh_command
+from coordinator.preflight.remote import check_connection, login_error, ssh_command
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.exit_codes import BROKE, ExitCode
 from facility.exchange.messages.job_template import path_word
@@ -59,7 +59,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     if bundle is not None:
         check_bundle(bundle)  # before a login, which may want a second factor
     if (row := check_connection(name, deployment)).verdict != "ok":
-        raise refused(row, f"{name}: {row.found}; {row.fix}")
+        raise login_error(row, f"{name}: {row.found}; {row.fix}")
     with tempfile.TemporaryDirectory(prefix="crossfed-setup-") as scratch:
         folder = Path(scratch)
         copy_code(folder / "crossfed")

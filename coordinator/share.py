@@ -58,7 +58,7 @@ class Shared:
     """False: it was there already, or the facility is on this machine."""
 
 
-def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
+def share_tokenizer(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
     """Send to all facilities, or `only` some: one after the other, as the result is read.
 
     Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError`

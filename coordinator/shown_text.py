@@ -8,6 +8,6 @@ LONGEST_SHOWN = 2000
 """Characters."""
 
 
-def shown(text: object) -> str:
+def safe_line(text: object) -> str:
     """Text that may come from a facility, as one line of printable characters of limited length."""
     return clean_text(str(text), LONGEST_SHOWN)

@@ -56,9 +56,9 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
     data = found | {"federation": described.name, "rounds_wanted": described.rounds}
     if queues:
         from coordinator.engine.queues import read_queues
-        from coordinator.engine.stuck_jobs import present
+        from coordinator.engine.stuck_jobs import current_jobs
 
-        data["jobs"] = present(read_queues(described.file.parent / "streamflow.yml"))
+        data["jobs"] = current_jobs(read_queues(described.file.parent / "streamflow.yml"))
     return data
 
 
@@ -73,9 +73,9 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from rich.markup import escape
 
     from coordinator.archive.narrow import print_rounds
-    from coordinator.archive.remarks import remarks
+    from coordinator.archive.remarks import summary_remarks
     from coordinator.engine.stuck_jobs import lines_of
-    from coordinator.shown_text import shown
+    from coordinator.shown_text import safe_line
 
     console = command_console(140)
     console.print(
@@ -83,12 +83,12 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     )
     if data["rounds"]:
         print_rounds(console, data)
-    for line in remarks(data):
+    for line in summary_remarks(data):
         console.print(line, markup=False, highlight=False)
     if data["stopped"]:
-        console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
+        console.print(f"stopped: {safe_line(data['stopped'])}", style="red", markup=False, highlight=False)
     for line in lines_of(data.get("jobs", [])):
-        console.print(shown(line), markup=False, highlight=False)
+        console.print(safe_line(line), markup=False, highlight=False)
 
 
 @app.command(rich_help_panel=WATCH)

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, read_account
 from coordinator.comparison.candidates import last_models_sentence
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.messages.comparison import (
     ALONE_OF,
     GLOBAL,
@@ -83,7 +83,7 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str], 
         "summary": [*_summary(account.figures), *_chosen(account, averaged)],
         "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []), words.nats)]
         + [line for name in names for line in forgotten(account.figures.get(name, []), held_out, words.nats)],
-        "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
+        "gaps": {name: safe_line(reason) for name, reason in account.gaps.items()},
         "alone": _alone(account),
         "complete": account.over,
         "method": METHOD,
@@ -215,6 +215,6 @@ def _compared(less: Mapping[str, float], what: str, nats: str) -> str:
 
 def _alone(account: Account) -> dict[str, Row]:
     return {
-        name: {"rounds": one.rounds, "of": one.of, "tokens": one.tokens, "reason": shown(one.reason)}
+        name: {"rounds": one.rounds, "of": one.of, "tokens": one.tokens, "reason": safe_line(one.reason)}
         for name, one in account.alone.items()
     }

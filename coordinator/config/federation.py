@@ -19,7 +19,7 @@ from coordinator.config.closing import (
     EvenSettings,
     LimitSettings,
     Rounds,
-    carries,
+    carries_late,
 )
 from coordinator.config.compatibility import (
     check_adapters,
@@ -331,7 +331,7 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         dataclasses.replace(facility, training=one)
         for facility, one in zip(federation.facilities, training, strict=True)
     ]
-    aggregation = resolve_aggregation(given, settings, choice, carried=carries(federation.closing))
+    aggregation = resolve_aggregation(given, settings, choice, carried=carries_late(federation.closing))
     trained = {one.name: one.training for one in facilities}
     auto = settings.rule == AUTO
     aggregation, left_out = with_row_weights(aggregation, trained, masked=bool(federation.masks), chosen=auto)

@@ -114,7 +114,7 @@ def explain_key(path: str) -> str:
     return "\n".join(lines + (["  holds:", *(f"    {_short(one)}" for one in held)] if held else []))
 
 
-def tree() -> str:
+def key_tree() -> str:
     """All keys, indented below their sections, with type and default."""
     lines = []
     for key in keys():
@@ -123,7 +123,7 @@ def tree() -> str:
     return "\n".join(lines)
 
 
-def pages() -> dict[str, str]:
+def section_pages() -> dict[str, str]:
     """Markdown of every page, by the name of its section."""
     rows: dict[str, list[Key]] = {name: [] for name in SECTIONS}
     for key in keys():
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the Markdown pages")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    for name, text in section_pages().items():
         write_text(out / f"{name}.md", text)
 
 

@@ -38,7 +38,7 @@ LOCAL = """\
 QUEUES = ("pbs", "flux", "gridengine", "ssh")
 
 
-def init(folder: Path, name: str, facilities: list[str]) -> Path:
+def write_scaffold(folder: Path, name: str, facilities: list[str]) -> Path:
     """Write `folder/workflow/federation.yml` and its schema.
 
     `facilities`: `NAME=TEMPLATE`, a template's name for both, or `NAME=local`. Raises `InputError`, and writes nothing,

@@ -26,7 +26,7 @@ OLD = ".old"
 """What the name of a replaced file has more."""
 
 
-def differing(folder: Path, *, masked: bool) -> list[str]:
+def differing_cwl(folder: Path, *, masked: bool) -> list[str]:
     """Names of the CWL files in `folder` that are absent or not those that ship with this CrossFed.
 
     `masked`: with those of secure aggregation.
@@ -42,7 +42,7 @@ def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
     beside it, named `.old`, and a warning says so.
     """
     changed = []
-    for name in differing(folder, masked=masked):
+    for name in differing_cwl(folder, masked=masked):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():

@@ -86,10 +86,10 @@ def _harmless(value: Any) -> Any:
     """Text, alone or in a list, quoted; anything else as it is."""
     if isinstance(value, list):
         return [_harmless(one) for one in value]
-    return quoted(value) if isinstance(value, str) else value
+    return quote_for_display(value) if isinstance(value, str) else value
 
 
-def quoted(text: str) -> str:
+def quote_for_display(text: str) -> str:
     """Text of another machine as it may be shown: on one line, without control characters, of limited length."""
     begin = show_unseen(text[: 16 * QUOTED_CHARACTERS])
     shown = " ".join("".join(letter if letter.isprintable() else " " for letter in begin).split())

@@ -17,7 +17,7 @@ from pathlib import Path
 from coordinator.archive.rewind import ASIDE
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
-from coordinator.engine.render import render, replaced, stale
+from coordinator.engine.render import files_it_would_replace, render, stale_files
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.fitting import check_fitting
@@ -41,7 +41,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     if model is not None:
         rows.append(_room(federation, model))
     rendered = render(federation)
-    differing = stale(federation, rendered)
+    differing = stale_files(federation, rendered)
     root = federation.file.parent.parent
     closed = [folder for name in differing if not _is_open(folder := _existing((root / name).parent))]
     if closed:
@@ -53,7 +53,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "correct its permissions, or move federation.yml to a folder of your own",
             )
         )
-    elif own := replaced(federation, rendered):
+    elif own := files_it_would_replace(federation, rendered):
         rows.append(
             fail(
                 ME,

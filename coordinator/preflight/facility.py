@@ -33,7 +33,7 @@ FILES = 1000
 """Files that two rounds leave at a facility, amply counted."""
 
 
-def probe(
+def probe_facility(
     deployment: Deployment,
     dataset: str,
     workdir: str,
@@ -132,9 +132,9 @@ def check_site(
     this machine.
     """
     if deployment.gate:
-        answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
+        answer, wrong = gate.probe_by_gate(deployment, dataset, reserve.bytes)
     else:
-        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes, trainer, base)
+        answer, wrong = probe_facility(deployment, dataset, workdir, reserve.bytes, trainer, base)
     name = facility.name
     if answer is None:
         assert wrong is not None

@@ -25,7 +25,7 @@ WAITED_FOR = ("connection",)
 SHOWN = 3
 
 
-def remember(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
+def remember_failures(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
     """Keep the facilities' failing rows; with none, forget those of before. The coordinator's own are checked at every
     run. `digest`: sha256 of the federation.yml that was checked."""
     kept = [

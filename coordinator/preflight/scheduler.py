@@ -9,9 +9,9 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.directives import directive, gpus_asked, hours_asked, nodes_asked
+from coordinator.schedulers.directives import find_directive, gpus_asked, hours_asked, nodes_asked
 from coordinator.schedulers.flux import lines_of, queue_rows
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import script_of
@@ -154,7 +154,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     for _, text in lines:
         limit = hours_asked({"time": text}, "")  # 0 for `infinite` and `n/a`
         if 0 < limit < hours:
-            qos = deployment.options.get("qos") or directive(job, r"#SBATCH.* (?:--qos[= ]|-q ?)(\S+)")
+            qos = deployment.options.get("qos") or find_directive(job, r"#SBATCH.* (?:--qos[= ]|-q ?)(\S+)")
             return (warning if qos else fail)(
                 name,
                 "job accepted",
@@ -167,7 +167,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
 
 def _pbs(name: str, deployment: Deployment, job: str) -> Row:
     """PBS has no dry run; the queue can be asked after, and whether it is open."""
-    queue = deployment.options.get("destination") or directive(job, r"#PBS.* -q ?(\S+)")
+    queue = deployment.options.get("destination") or find_directive(job, r"#PBS.* -q ?(\S+)")
     if not queue:
         return warning(
             name,
@@ -210,7 +210,7 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
 def _other(name: str, deployment: Deployment, job: str) -> Row:
     """Any scheduler: the queue that the template names is one of those it lists as open, and its dry run, where it has
     one, finds a place for the job."""
-    queue, named = _batch(deployment), directive(job, r"#\$.* -q (\S+)")
+    queue, named = _batch(deployment), find_directive(job, r"#\$.* -q (\S+)")
     answer = run_there(deployment, queue.survey + "\n")
     if answer.code != 0:
         said = _last(answer, queue.program)
@@ -239,14 +239,14 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
 
 
 def _batch(deployment: Deployment) -> BatchScheduler:
-    found = scheduler(deployment.type)
+    found = scheduler_named(deployment.type)
     assert isinstance(found, BatchScheduler)
     return found
 
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
-    wanted = deployment.options.get("queue") or directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
+    wanted = deployment.options.get("queue") or find_directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
     answer = run_there(deployment, f"{_batch(deployment).survey}\n")
     if answer.code != 0:
         return fail(

@@ -50,7 +50,7 @@ class GateSummary:
 
 def ask_gate(login: Deployment) -> GateSummary | None:
     """The gate's summary; None if nothing answers, or what answers is no gate."""
-    summary = gate.told_of(gate.ask(login, "hello"))
+    summary = gate.told_of(gate.send_to_gate(login, "hello"))
     if summary is None:
         return None
     facility, scheduler, workdir = (str(summary.get(key, "")) for key in ("facility", "scheduler", "workdir"))
@@ -113,7 +113,7 @@ def choose_gated(
 
 def blocks_behind(facility: Facility) -> int:
     """Training blocks of the facility's dataset, from the probe that its gate runs. Raises `InputError`."""
-    answer, wrong = gate.probe(facility.deployment, facility.dataset, 0)
+    answer, wrong = gate.probe_by_gate(facility.deployment, facility.dataset, 0)
     if answer is None or "blocks" not in answer["dataset"]:
         reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
         raise InputError(

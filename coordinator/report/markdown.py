@@ -8,7 +8,7 @@ from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.table import accuracies, any_late, has_accuracy, seconds_of, status_of
+from coordinator.archive.table import any_late, format_accuracies, has_accuracy, seconds_of, status_of
 from coordinator.comparison.matrix import SHADES
 from coordinator.durations import format_duration
 from coordinator.report.many import for_display
@@ -23,7 +23,7 @@ from coordinator.report.page import (
     outliers,
     used_kinds,
 )
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.sizes import format_bytes
 from facility.exchange.task_words import words_of
 
@@ -92,7 +92,7 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
             nats_number(words, row["perplexity_received"]),
             nats_number(words, row["perplexity_returned"]),
             nats_number(words, entry["global_perplexity"]),
-            *(accuracies(row) if answers else []),
+            *(format_accuracies(row) if answers else []),
         ]
         for entry in data["rounds"]
         for row in entry["facilities"]
@@ -148,7 +148,7 @@ def drift(data: Mapping[str, Any]) -> list[str]:
             one["corrected"],
             number(one["first_share"]),
             number(one["latest_share"]),
-            shown(one["uncorrected"]),
+            safe_line(one["uncorrected"]),
         ]
         for name, one in data["drift"].items()
     ]
@@ -225,7 +225,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 def _cell(value: Any) -> str:
     """Text that may come from a facility, harmless in Markdown: no markup, and no link, be it a bare address."""
-    text = "" if value is None else shown(value)
+    text = "" if value is None else safe_line(value)
     for mark in ("\\", "|", "<", "[", "*", "`", "&", "@", "://", "www."):
         text = text.replace(mark, f"{mark[:-1]}\\{mark[-1]}")
     return EMPHASIS.sub(r"\\\g<0>", text)

@@ -12,12 +12,12 @@ import jinja2
 from markupsafe import Markup
 
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.table import accuracies, any_late, has_accuracy, plain_number, seconds_of, status_of
+from coordinator.archive.table import any_late, format_accuracies, has_accuracy, plain_number, seconds_of, status_of
 from coordinator.durations import format_duration
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.sizes import format_bytes
 from facility.exchange.task_words import TaskWords, capitalise, words_of
 
@@ -36,7 +36,7 @@ MOST_BARS = 6000
 def page(data: Mapping[str, Any]) -> str:
     """HTML of `coordinator.report.data.gather`'s data."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["shown"] = shown
+    environment.filters["shown"] = safe_line
     similar = _last_with_cosines(data)
     whole, data = data, for_display(data)
     text = (files("coordinator.report") / "page.html.jinja").read_text(encoding="utf-8").replace("\\\n", "")
@@ -64,7 +64,7 @@ def page(data: Mapping[str, Any]) -> str:
         late=any_late(data),
         status_of=status_of,
         words=words_of(data.get("task", "")),
-        accuracies=accuracies if has_accuracy(data) else None,
+        accuracies=format_accuracies if has_accuracy(data) else None,
         capital=capitalise,
         seconds_of=seconds_of,
         speed=speed,

@@ -28,8 +28,8 @@ from coordinator.streamflow_plugin.bounded_http import (
     FILE_BYTES,
     OutOfBounds,
     Patience,
-    bound,
-    bounded,
+    bound_session,
+    bounded_json,
     check_plain,
 )
 from facility.exchange.core_dumps import leave_no_core
@@ -71,11 +71,11 @@ class Identity(ClientCredentialsAuth):
         super().__init__(client_id, secret, token_url)
         self.disable_client_logging = True
         self._session = httpx.Client(timeout=ANSWER_SECONDS, event_hooks={"response": [check_plain, self._bound]})
-        bound(self._session, patience)
+        bound_session(self._session, patience)
         self._token, self._until = "", 0.0
 
     def _bound(self, response: httpx.Response) -> None:
-        bounded(response, TOKEN_BYTES)
+        bounded_json(response, TOKEN_BYTES)
 
     def get_access_token(self) -> str:
         """A token that holds for some seconds more. Raises `ClientsCredentialsException` or `OutOfBounds`."""
@@ -137,7 +137,7 @@ class Api:
         client.timeout, client.num_retries_rate_limit = ANSWER_SECONDS, 0
         client.disable_client_logging = True  # staging addresses are secrets
         client._session.event_hooks = {"request": [self._check_request], "response": [check_plain, self._bound]}
-        bound(client._session, self.patience)
+        bound_session(client._session, self.patience)
         return client
 
     def _check_request(self, request: httpx.Request) -> None:
@@ -153,7 +153,7 @@ class Api:
         url = response.request.url
         if response.request.method == "GET" and not str(url).startswith(f"{self.url}/"):
             return  # a staged file, which its reader bounds
-        bounded(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
+        bounded_json(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
 
     def _meant(self, error: FirecrestException) -> Exception:
         """The exception that says what can be done about an answer."""

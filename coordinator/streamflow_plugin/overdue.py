@@ -19,7 +19,7 @@ from streamflow.log_handler import logger
 
 from coordinator.config.closing import LONGEST_QUEUE_HOURS
 from coordinator.durations import format_duration
-from coordinator.events.event import emit, quoted
+from coordinator.events.event import emit, quote_for_display
 from coordinator.rounds.lost import drop_lost, write_lost
 from coordinator.schedulers.scheduler import FORGOTTEN, OVERDUE, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.this_run import settings_of_run, this_round
@@ -165,9 +165,9 @@ class Overdue:
             whose = f"cancelling job {job} of {self.queue.deployment_name}"
             try:
                 text, code = await self.queue.shell_line(location, self.queue.scheduler.cancel_ids([job]))
-                logger.info(f"{whose}: code {code} {quoted(text)}".rstrip())
+                logger.info(f"{whose}: code {code} {quote_for_display(text)}".rstrip())
             except Exception as error:  # whatever it is, the round goes on
-                logger.warning(f"{whose} failed: {quoted(str(error))}")
+                logger.warning(f"{whose} failed: {quote_for_display(str(error))}")
 
         self._cancelling.add(task := asyncio.create_task(given()))
         task.add_done_callback(self._cancelling.discard)

@@ -341,7 +341,7 @@ def federation(
     from coordinator.archive.summary import summary
     from coordinator.config.federation import read_federation
     from coordinator.demo import Sizes as Material
-    from coordinator.demo import make
+    from coordinator.demo import make_demo
 
     material = (
         Material()
@@ -350,7 +350,7 @@ def federation(
             characters=12_000_000, vocabulary=8192, block_tokens=512, hidden=768, layers=18, heads=12, intermediate=2304
         )
     )
-    entry["parameters"] = make(folder, sizes=material)[0]["parameters"]
+    entry["parameters"] = make_demo(folder, sizes=material)[0]["parameters"]
     described = {
         "name": "gpu",
         "model": "../model",

@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import RENDERED_LOCK, only_one, only_run
 from coordinator.engine.place import run_place
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.run import _show_end, render_alone, run_federation
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.storage import why_unwritable
@@ -55,8 +55,8 @@ def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Pa
     federation = read_federation(file)
     archive = Archive(federation.archive_path)
     (archive.path / "round-0000").mkdir(parents=True)
-    archive.write_note("federation", dict(described(federation)))
-    write(federation)
+    archive.write_note("federation", dict(describe_federation(federation)))
+    write_rendered(federation)
     before = files_below(tmp_path)
     file.write_text(file.read_text().replace("rounds: 2", "rounds: 9"))
     with only_one(federation):
@@ -126,7 +126,7 @@ def test_two_federations_of_one_account_run_at_once(tmp_path: Path):
 def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_path: Path):
     file = write_federation(tmp_path, ["a"], rounds=1)
     federation = read_federation(file)
-    write(federation)
+    write_rendered(federation)
     Archive(federation.archive_path).begin(federation.path(federation.model), "another")
     process = crossfed("run", "--quiet", "-f", file, folder=tmp_path / "machine")
     text, _ = process.communicate(timeout=200)

@@ -16,7 +16,7 @@ from coordinator.aggregation.state import make_way
 from coordinator.aggregation.verify import check_files
 from coordinator.config.federation import read_federation
 from coordinator.config.locate import named_in_utf8
-from coordinator.model import convert
+from coordinator.model import convert_model
 from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
 from coordinator.plan import budget_of
@@ -215,7 +215,7 @@ def test_no_directory_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Pat
         lambda: make_way(link, tmp_path / "model"),
         lambda: export_adapter(tmp_path, base=tmp_path, out=link),
         lambda: import_adapter(tmp_path, base=tmp_path, out=link),
-        lambda: convert("model", link, dtype="float32", revision=""),
+        lambda: convert_model("model", link, dtype="float32", revision=""),
     ):
         with pytest.raises(InputError, match="link exists"):
             make()

@@ -589,7 +589,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     assert told.exit_code == 1 and answer["failing"] == 1
     assert {"subject", "check", "verdict", "found", "fix"} == set(answer["rows"][0])
     assert asked == [(site.file, False, False)] * 2
-    assert checking.show([], as_json=True, write=lambda _: None) == 0
+    assert checking.show_rows([], as_json=True, write=lambda _: None) == 0
 
 
 def test_ssh_holds_the_jump_host_to_the_same_rules():

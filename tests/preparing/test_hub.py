@@ -15,7 +15,7 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from coordinator.model import convert
+from coordinator.model import convert_model
 from facility.dataset import DatasetError
 from facility.exchange.errors import TransientError
 from facility.exchange.hub import offline_if_silent, why_hub_is_silent
@@ -61,13 +61,13 @@ def test_a_dataset_that_a_silent_hub_might_have_is_asked_for_once(asked: list[in
 
 def test_a_model_that_a_silent_hub_might_have_is_asked_for_once_and_the_cache_is_read(tmp_path: Path, asked: list[int]):
     with pytest.raises(TransientError, match=r"nobody/nothing.*127\.0\.0\.1.* does not answer"):
-        convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
+        convert_model("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 1 and not (tmp_path / "out").exists()
     kept = tmp_path / "cache/models--nobody--nothing"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs/main").write_text(DIGEST)
     shutil.copytree(save_pico(tmp_path / "pico"), kept / "snapshots" / DIGEST)
-    assert "loaded and evaluated" in convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
+    assert "loaded and evaluated" in convert_model("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 2
 
 
@@ -87,7 +87,7 @@ def test_a_folder_that_may_not_be_looked_into_is_no_name_of_the_hub(
     for name, answer in (("exists", os.path.exists), ("is_file", os.path.isfile), ("is_dir", os.path.isdir)):
         monkeypatch.setattr(Path, name, answer)
     with pytest.raises(PermissionError):
-        convert("private/model", tmp_path / "out", dtype="float32", revision="main")
+        convert_model("private/model", tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(PermissionError):
         find_sources(["private/texts"], split="train")
     assert not asked

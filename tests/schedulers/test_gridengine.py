@@ -18,7 +18,7 @@ from streamflow.deployment.connector import connector_classes
 
 from coordinator.config.deployments import Deployment
 from coordinator.schedulers.gridengine import SCHEDULER
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.shell_queue import ShellQueue
@@ -43,7 +43,7 @@ def asked(line: str, answers: dict[str, str], folder: Path) -> subprocess.Comple
 
 
 def test_it_is_found_by_its_file_alone():
-    assert scheduler("gridengine") is SCHEDULER
+    assert scheduler_named("gridengine") is SCHEDULER
     assert parse_dataclass(Deployment, {"type": "gridengine", "template": "gridengine"}, where="d").type == "gridengine"
     with pytest.raises(ConfigurationError, match="gridengine"):
         parse_dataclass(Deployment, {"type": "gridengines", "template": "gridengine"}, where="d")

@@ -19,9 +19,9 @@ from streamflow.deployment.connector.queue_manager import SlurmConnector
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.engine.place import login_place
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.login import _leave_word
-from coordinator.preflight.last_check import remember
+from coordinator.preflight.last_check import remember_failures
 from coordinator.preflight.row import Row
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin import bounded_reader, copied, lanes, ssh
@@ -76,7 +76,7 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
     federation = read_federation(write_federation(tmp_path, ["a"]))
     row = Row(subject="a", check="dataset", verdict="fail", found="none", fix="make one")
     makers = (
-        lambda: remember(federation, "0" * 64, [row]),
+        lambda: remember_failures(federation, "0" * 64, [row]),
         lambda: _leave_word(login_place(federation.workdir_path), "a"),
     )
     before = os.umask(0o022)
@@ -92,7 +92,7 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
 def test_what_a_facility_keeps_is_its_owners_alone(tmp_path: Path):
     """Residuals, local parameters and optimizer state come of its data; all of a site could read them at umask 022."""
     file = write_federation(tmp_path, ["a"])
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     command = [sys.executable, "-m", "facility.round", "--settings", str(file.parent / "facilities" / "a.json")]
     command += ["--model", str(tmp_path / "absent"), "--dataset", str(tmp_path / "sites" / "a" / "dataset")]
     job = tmp_path / "job"

@@ -16,7 +16,7 @@ import pytest
 
 import facility.measure
 import facility.train
-from coordinator.bundle import bundle
+from coordinator.bundle import make_bundle
 from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import check_here, failing_here
 from coordinator.preflight.disk import Disk
@@ -191,7 +191,7 @@ def test_nothing_is_bundled_in_a_folder_of_another_account(tmp_path: Path, place
     (their / "evil-1.0-py3-none-any.whl").write_bytes(b"evil")
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cuda", "run": wheels_appear}
     with pytest.raises(InputError, match=f"{their} belongs to .*user {STRANGER}.*choose another --out"):
-        bundle(out, **options)  # type: ignore[arg-type]
+        make_bundle(out, **options)  # type: ignore[arg-type]
     assert not (out / "bundle.json").exists() and len(list(their.iterdir())) == 1
 
 

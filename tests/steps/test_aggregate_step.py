@@ -13,7 +13,7 @@ import torch
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
@@ -243,7 +243,7 @@ def test_a_round_that_a_facility_misses_moves_by_the_present_share(
     following, _, _ = close(archive, model, alone, settings, 1)
     found = [archive.read_round(number) for number in (0, 1)]
     assert [one.present for one in found] == [1.0, share]
-    told = [line for line in remarks(summary(archive)) if "facilities missed" in line]
+    told = [line for line in summary_remarks(summary(archive)) if "facilities missed" in line]
     assert told == ([] if share == 1 else ["rounds that facilities missed: 1, at 0.62 of the server learning rate"])
     assert [one.aggregation["settings"]["server_learning_rate"] for one in found] == [1.0, share]
     for name, old in open_checkpoint(model).tensors.items():

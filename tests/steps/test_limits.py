@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.config.closing import LimitSettings
@@ -260,7 +260,7 @@ def test_ended_by_its_budget_it_ends_at_the_best_model_and_says_so(limited: tupl
     assert data["model"] == str(archive.model_for(1)), "received by round 1 with loss 2, better than the last with 3"
     assert archive.model_for(1).is_dir(), "kept though keep_rounds is 1"
     assert data["stopped"] is None, "an end in order"
-    assert any("best model, which is that of round 0" in line for line in remarks(data))
+    assert any("best model, which is that of round 0" in line for line in summary_remarks(data))
     assert start(archive, archive.path.parent / "model", settings)[2] is False, "nothing left to do"
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from coordinator.archive.audit import VARIABLE, heads_of
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.events.follow import read_event
 from coordinator.preflight.check import check
 from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
@@ -73,7 +73,7 @@ def gated(gates: Gates, folder: Path, model: Path, datasets: dict[str, str], nam
             del deployment[key]
         deployment |= {"gate": True, "key": str(gates.key), "workdir": f"{site.home}/gated-work"}
     run.file.write_text(yaml.safe_dump(raw, sort_keys=False))
-    write(read_federation(run.file))
+    write_rendered(read_federation(run.file))
     return run
 
 

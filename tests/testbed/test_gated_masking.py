@@ -17,7 +17,7 @@ import torch
 import yaml
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.check import check
 from coordinator.testbed.layout import Testbed
 from coordinator.testbed.rehearsal import copy_to, prepare_sites, write_federation
@@ -90,7 +90,7 @@ def federated(
             facility["deployment"].pop(key, None)
         facility["deployment"] |= {"gate": True, "key": str(gate), "workdir": f"{site.home}/gated-work"}
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     return Run(testbed=three, file=file)
 
 
