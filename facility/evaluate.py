@@ -19,7 +19,7 @@ from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.validation import parse_dataclass
-from facility.rounds.evaluation import evaluate
+from facility.rounds.evaluation import evaluate_model
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def main() -> int:
     arguments = parse_arguments(parser)
     settings = parse_dataclass(EvaluationSettings, read_values(arguments.settings), file=arguments.settings)
     try:
-        found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
+        found = evaluate_model(arguments.model, settings, dataset=arguments.model, device=arguments.device)
         answer: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
     except (CrossFedError, OSError, ValueError, KeyError) as error:
         log.error("the evaluation on tasks failed: %s", error)

@@ -139,7 +139,7 @@ def serve(session: Session, command: str | None) -> int:
         check_log_share(session.log, session.policy.log_bytes_per_day)
         if session.key not in session.policy.keys:
             raise Refused(f"the key {session.key} is not one of the policy's")
-        request = grammar.parse(command)
+        request = grammar.parse_request(command)
         asked = shlex.join(shlex.split(command or ""))  # blanks and quotes cannot push a word off the log's line
         with one_of_many(session.state):
             session.write("request", request=asked)

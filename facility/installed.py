@@ -27,7 +27,7 @@ def asked() -> list[str]:
         return []
 
 
-def unmet(requirements: list[str]) -> list[str]:
+def unmet_requirements(requirements: list[str]) -> list[str]:
     """Each requirement that this environment does not meet, with what is there: `peft 0.18.1, expected >=0.20`."""
     from packaging.requirements import Requirement  # here: it is one of those that may be missing
 
@@ -46,9 +46,9 @@ def unmet(requirements: list[str]) -> list[str]:
     return found
 
 
-def problems() -> list[str]:
+def requirement_problems() -> list[str]:
     """Every requirement of CrossFed that this environment does not meet, in words; empty where all are met."""
     try:
-        return unmet(asked())
+        return unmet_requirements(asked())
     except ModuleNotFoundError as error:
         return [f"{error.name} is not installed"]

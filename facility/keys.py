@@ -24,7 +24,7 @@ from facility.exchange.messages.settings import FacilitySettings, read_facility_
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import site_rules
 from facility.rounds.kept import state_directory
-from facility.rounds.login_command import add_arguments, ending
+from facility.rounds.login_command import add_arguments, run_to_outcome
 
 
 def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int, out: Path) -> None:
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ConfigurationError("the final evaluation needs no keys")
         draw_keys(settings, dataset, state_directory(a.state, settings, dataset), a.round, a.out)
 
-    return ending(work, a.settings, a.round, a.out)
+    return run_to_outcome(work, a.settings, a.round, a.out)
 
 
 if __name__ == "__main__":

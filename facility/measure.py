@@ -98,6 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     parser().parse_args()  # help and mistakes are answered at once
-    from facility.training.processes.ranks import end  # imports torch
+    from facility.training.processes.ranks import run_and_exit  # imports torch
 
-    end(main)
+    run_and_exit(main)

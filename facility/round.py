@@ -32,7 +32,7 @@ from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
 from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
-from facility.rounds.failing import earliest, fail
+from facility.rounds.failing import earliest_failure, leave_failure
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
 from facility.rounds.kept import state_directory, state_path
 from facility.rounds.one_round import OneRound
@@ -98,11 +98,11 @@ def first(job: Job) -> int:
     if ending.code == Outcome.DONE:
         return Outcome.DONE
     job.notes.write("first", FAILED)
-    ending = earliest(job, ending)
+    ending = earliest_failure(job, ending)
     show_failure(ending)
     again = ending.code == Outcome.CHECKPOINTED
     reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
-    fail(
+    leave_failure(
         job.out,
         report.Failure(
             facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
@@ -169,7 +169,7 @@ def main(argv: list[str] | None = None) -> int:
         tasks = tasks_here()
     except CrossFedError as error:
         # Who we are among the tasks is unknown, so all of them say the same.
-        fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+        leave_failure(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         raise SystemExit(Outcome.SKIPPED) from None
     try:
         settings = read_facility_settings(arguments.settings)
@@ -188,14 +188,16 @@ def main(argv: list[str] | None = None) -> int:
     except CrossFedError as error:
         log.error("%s", error)
         if tasks.first:
-            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+            leave_failure(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         return Outcome.SKIPPED
     except Exception as error:  # a fault of ours must not hang the workflow either
         tail = traceback.format_exc()
         log.error("%s", tail)
         if tasks.first:
             reason = f"the round's own command failed: {report.text_of(error)}"
-            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
+            leave_failure(
+                arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail)
+            )
         return Outcome.SKIPPED
 
 

@@ -31,7 +31,7 @@ from facility.exchange.messages.manifest import Manifest, sha256_of, verify_mani
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import read_template, script_of
 from facility.exchange.text import number_of
-from facility.installed import problems
+from facility.installed import requirement_problems
 
 log = logging.getLogger("facility.selfcheck")
 
@@ -54,7 +54,7 @@ def trial_settings(ranks: int) -> FacilitySettings:
     return FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
 
 
-def material(folder: Path, settings: FacilitySettings) -> None:
+def make_material(folder: Path, settings: FacilitySettings) -> None:
     """A pico Llama, a prepared dataset of numbers, the settings."""
     import numpy as np
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -234,10 +234,10 @@ def main() -> int:
     folder = arguments.home.resolve() / f"selfcheck-{uuid.uuid4().hex[:8]}"
     (folder / "job").mkdir(parents=True)
     began = time.monotonic()
-    for problem in problems():
+    for problem in requirement_problems():
         log.warning("%s: a job that needs it may fail", problem)
     try:
-        material(folder, settings)
+        make_material(folder, settings)
         run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)
         print(verdict(folder, time.monotonic() - began))
     except (CrossFedError, OSError, KeyboardInterrupt):

@@ -21,7 +21,7 @@ from facility.exchange.messages.settings import FacilitySettings, read_facility_
 from facility.masking.answering import answer_request
 from facility.masking.site_rules import site_rules
 from facility.rounds.kept import state_directory
-from facility.rounds.login_command import add_arguments, ending
+from facility.rounds.login_command import add_arguments, run_to_outcome
 
 
 def unmask(settings: FacilitySettings, request: Path, state: Path, out: Path) -> None:
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         settings, dataset = read_facility_settings(a.settings), resolve_path(a.dataset)
         unmask(settings, a.request, state_directory(a.state, settings, dataset), a.out)
 
-    return ending(work, a.settings, a.round, a.out)
+    return run_to_outcome(work, a.settings, a.round, a.out)
 
 
 if __name__ == "__main__":

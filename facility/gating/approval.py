@@ -23,8 +23,8 @@ from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating.grammar import Request
-from facility.gating.held import paths_alone, reads_of, sent
-from facility.gating.ledger import changed
+from facility.gating.held import confined_source, paths_alone, reads_of
+from facility.gating.ledger import ledger_locked
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import settings_copy
@@ -71,17 +71,17 @@ class Approved:
         }
 
 
-def approve(session: Session, request: Request) -> Approved:
+def approve_job(session: Session, request: Request) -> Approved:
     """Raises `Refused` with the reason."""
     policy = session.policy
     number = int(request["round"])
     with settings_copy(session) as copy, ExitStack() as stack:
         try:
             with paths_alone(session):
-                model = sent(request["model"], session)
-                roster = sent(request["roster"], session) if "roster" in request.given else None
+                model = confined_source(request["model"], session)
+                roster = confined_source(request["roster"], session) if "roster" in request.given else None
                 reads = reads_of(session, model, roster)
-                copy.take(sent(request["settings"], session))
+                copy.take(confined_source(request["settings"], session))
                 check_length(model / NAME, MANIFEST_BYTES)
                 signed = stack.enter_context(private_manifest(model))  # what is verified is what is read of it
             manifest = sha256_of(signed / NAME)
@@ -232,7 +232,7 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
     if not models:
         return
     run = f"{order.federation}/{run_of(order)}"
-    with changed(session.ledger) as (ledger, _):
+    with ledger_locked(session.ledger) as (ledger, _):
         if run in ledger.runs:
             return
         if order.content_sha256 not in models:

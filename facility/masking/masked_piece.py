@@ -17,7 +17,7 @@ RESTS = {16: "BF16", 32: "F32"}
 """safetensors dtype of what is not sent, by bits. bfloat16 keeps what 16 bits leave to a 512th of it."""
 
 
-def beyond(rest: Array, unit: float) -> int:
+def count_clipped(rest: Array, unit: float) -> int:
     """How many values the clip cut off: within it, no more than half a unit is left. `rest`: as `RESTS` stores it."""
     if rest.dtype == np.uint16:
         limit = np.float32(unit).view(np.uint32) >> np.uint32(16)

@@ -12,7 +12,7 @@ COLOURED = ("\033[30;42m", "\033[0m")
 PLAIN = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}")
 
 
-def preview(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
+def preview_documents(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
     """The first `count` documents of the training split (without marks: blocks); tokens that bear loss are coloured,
     or stand in white brackets. Documents come from anywhere: what would move a cursor is written as in Python."""
     tokenizer = load_tokenizer(dataset.tokenizer_directory)

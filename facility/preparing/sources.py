@@ -32,7 +32,7 @@ from facility.preparing.conversations import (
     preference_of,
     without_absent,
 )
-from facility.preparing.labels import declared_names, named, opened_arrow
+from facility.preparing.labels import class_name, declared_names, opened_arrow
 from facility.preparing.said_of_records import kind_of, name_of, names_in
 from facility.preparing.walking import files_below, path_of
 
@@ -166,12 +166,12 @@ def class_names_of(source: Source, fields: Fields) -> list[str]:
     return declared_names(source.kind, source.path, source.dataset, fields.label)
 
 
-def read(source: Source, fields: Fields) -> Iterator[Document]:
+def read_documents(source: Source, fields: Fields) -> Iterator[Document]:
     """The documents of one source, in order. Raises `DatasetError` at the first record that is not as expected."""
     names = class_names_of(source, fields)
     for number, document in enumerate(_read(source, fields), start=1):
         if names:
-            label = named(document.label, names, f"{source.name}: row {number}")
+            label = class_name(document.label, names, f"{source.name}: row {number}")
             yield dataclasses.replace(document, label=label)
         else:
             yield document
@@ -209,7 +209,7 @@ def _file(path: Path, name: str) -> Source:
     kind = _kind(path)
     if kind is None:
         raise DatasetError(f"{path} is of no known kind; expected {EXPECTED}")
-    return Source(kind=kind, name=spelled(name), path=path)
+    return Source(kind=kind, name=unicode_name(name), path=path)
 
 
 def _saved(path: Path, split: str) -> Source:
@@ -277,7 +277,7 @@ def unicode_text(text: str, what: str, place: str) -> str:
     return text
 
 
-def spelled(name: str) -> str:
+def unicode_name(name: str) -> str:
     """A file's name as Unicode text: bytes of it that are no UTF-8 become escapes."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 

@@ -62,7 +62,7 @@ def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], 
     return words + (["--limit", str(settings.limit)] if settings.limit else [])
 
 
-def evaluate(
+def evaluate_model(
     model: Path, settings: EvaluationSettings, *, dataset: Path, base: str = "", device: str = "auto"
 ) -> list[Score]:
     """Scores of `model`. Raises `TransientError` with the end of lm-eval's output where it fails or takes too long, and
@@ -143,7 +143,7 @@ def whole(model: Path, base: str, folder: Path) -> Path:
 def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
     """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
     try:
-        scores = evaluate(
+        scores = evaluate_model(
             model, settings.evaluation, dataset=dataset, base=base_below(settings), device=settings.training.device
         )
         with_scores(out, scores)
@@ -157,7 +157,7 @@ def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: Facil
     found: list[dict[str, Any]] = []
     for folder, model in models.items() if settings.evaluation.tasks else ():
         try:
-            scores = evaluate(
+            scores = evaluate_model(
                 model,
                 settings.evaluation,
                 dataset=dataset,

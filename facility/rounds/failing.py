@@ -16,13 +16,13 @@ from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign_manifest
 from facility.launching.supervise import Ending
-from facility.rounds.job import Job, clear
+from facility.rounds.job import Job, clear_attempt
 
 NOTE_SECONDS = 1.0
 """Another node that failed at the same time may still be about to note why."""
 
 
-def earliest(job: Job, ending: Ending) -> Ending:
+def earliest_failure(job: Job, ending: Ending) -> Ending:
     """The failure that came first, of this task and the others."""
     if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
         return ending
@@ -35,14 +35,14 @@ def earliest(job: Job, ending: Ending) -> Ending:
     return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
 
 
-def fail(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
+def leave_failure(out: Path, failure: report.Failure, settings: FacilitySettings | None = None) -> None:
     """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest.
 
     Without the end of the output where that stays at the facility.
     """
     if not report.output_leaves():
         failure = replace(failure, log_tail="")
-    clear(out)
+    clear_attempt(out)
     with new_directory(out) as temporary:
         report.write(temporary, failure)
         if settings is not None and settings.training.signing_key:

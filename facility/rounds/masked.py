@@ -30,7 +30,7 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.steps import steps_asked
 from facility.masking.ledger import AnswerLedger
-from facility.masking.mask_update import check_base, complete, mask_update
+from facility.masking.mask_update import check_base, complete_masked_update, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.request_copy import private_roster
 from facility.masking.site_rules import site_rules
@@ -108,7 +108,9 @@ class Masked:
         keep_rest(self.state, held)
         with new_directory(out) as directory:
             link_files(held.sent, directory)
-            complete(update, received, directory, held.masked, member=self.member, settings=self.settings.masking)
+            complete_masked_update(
+                update, received, directory, held.masked, member=self.member, settings=self.settings.masking
+            )
         return True
 
     def _whole_again(self, update: Path, received: Path, key: str) -> Path:
@@ -145,7 +147,7 @@ def unmasked_path(state: Path, round: int) -> Path:
     return state / FOLDER / f"unmasked-{round}"
 
 
-def masked(
+def read_masking(
     settings: FacilitySettings, state: Path, roster: Path | None, received: Path, round: int, *, dataset: Path
 ) -> Masked | None:
     """How this round's update is masked; None where it is not. Raises `InputError`, before anything is trained."""

@@ -14,7 +14,7 @@ from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
 from facility.rounds.kept import OF_A_ROUND
-from facility.rounds.sealed import discard
+from facility.rounds.sealed import discard_sealed
 
 NAME = "set_aside.json"
 """In the state: the rewinds that it has seen."""
@@ -35,7 +35,7 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
     places = [path for folder in PLACES for path in sorted((state / folder).glob("*-*"))]
     gone = [path for path in places if (found := OF_A_ROUND.fullmatch(path.name)) and int(found[1]) >= first]
     for path in gone:
-        discard(path)
+        discard_sealed(path)
     state.mkdir(parents=True, exist_ok=True)
     write_json(state / NAME, sorted({*known, *told}))
     return gone

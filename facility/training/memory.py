@@ -135,7 +135,7 @@ def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool)
     }
 
 
-def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:
+def check_memory(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:
     """Raise `InputError` with the numbers where the prediction exceeds what there is."""
     total, there = sum(parts.values()), available_bytes(ranks, settings)
     if total > there:

@@ -83,7 +83,7 @@ def positions_in(config: Any) -> int:
     return most_positions({name: getattr(reading, name, None) for name in names})
 
 
-def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
+def build_base_model(config: Any, factory: Any, attention: Attention) -> nn.Module:
     """The model in float32 with parameters on the meta device; buffers are real."""
     from accelerate import init_empty_weights
 
@@ -108,7 +108,7 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
 def count_blocks(config: Any, factory: Any, attention: Attention) -> int:
     """Number of repeated blocks; 0 where the model has no list of them (it can still be trained by one rank)."""
     count = getattr(config, "num_hidden_layers", None)
-    return count if isinstance(count, int) else len(find_blocks(build(config, factory, attention))[1])
+    return count if isinstance(count, int) else len(find_blocks(build_base_model(config, factory, attention))[1])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -131,6 +131,6 @@ def masks_of(arguments: argparse.Namespace, settings: FacilitySettings, state: P
     the roster lies where the coordinator can write, and may have been changed since."""
     if arguments.roster is None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return None
-    from facility.rounds.masked import masked  # and with it ciphers, which a round without masks does not need
+    from facility.rounds.masked import read_masking  # and with it ciphers, which a round without masks does not need
 
-    return masked(settings, state, arguments.roster, arguments.model, arguments.round, dataset=arguments.dataset)
+    return read_masking(settings, state, arguments.roster, arguments.model, arguments.round, dataset=arguments.dataset)

@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.delta_parts import FILE, READ, HeldTensor, as
 from facility.exchange.errors import ManifestError, UpdateRefused
 from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
-from facility.rounds.sealed import UNCHANGED, flaw, seal
+from facility.rounds.sealed import UNCHANGED, find_flaw, write_seal
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
 
@@ -101,7 +101,7 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
 
     def encoded() -> None:
         made = encode_update(full=update, reference=base, encoding=encoding, out=message, residual_out=residual)
-        seal(residual, made.residual_checksums)
+        write_seal(residual, made.residual_checksums)
 
     found = read_by(encoded)
     read = size(update) + size(base)
@@ -109,7 +109,7 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
     assert found <= before + read + size(message) + SLACK
     assert size(residual) > 2 * SLACK
     (residual / UNCHANGED).unlink()  # so that the digests are compared
-    assert flaw(residual) == ""
+    assert find_flaw(residual) == ""
     found = read_by(lambda: decode_update(message, reference=base, out=out))
     assert found <= 2 * size(message) + size(base) + SLACK
     assert verify_manifest(out).encoding == "full"

@@ -139,7 +139,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from facility.sync.connect import connect
+    from facility.sync.connect import connect_replicas
     from facility.sync.protocol import ReplicaRank
     from tests.reproductions.pipedream import run
     from tests.reproductions.stagewise import connect_stage
@@ -157,7 +157,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
         pipe = dist.ProcessGroupGloo(
             dist.PrefixStore(f"{tag}/pipe/{replica}", store.clone()), stage, stages, timedelta(seconds=60)
         )
-    sync = (connect_stage if stages > 1 else connect)(
+    sync = (connect_stage if stages > 1 else connect_replicas)(
         settings_of(policy, options),
         place=place,
         parameters=[parameter],

@@ -96,7 +96,7 @@ ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", su
 REFUSE: dict[str, Callable[[Path], object]] = {
     "answers of secure aggregation": lambda path: AnswerLedger(state=path).record(ENTRY),
     "releases of differential privacy": lambda path: ReleaseLedger(state=path).open(),
-    "a gate's ledger": lambda path: gate_ledger.changed(path / "ledger.json").__enter__(),
+    "a gate's ledger": lambda path: gate_ledger.ledger_locked(path / "ledger.json").__enter__(),
     "an audit log": lambda path: audit_log.append(path / "audit.jsonl", "request"),
 }
 

@@ -40,7 +40,7 @@ from facility.exchange.memory.rank import RankLayout
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse_dataclass
-from facility.training.lora import inject
+from facility.training.lora import inject_adapters
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
 from tests.schedulers.recordings import recorded
@@ -218,7 +218,7 @@ def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: 
     assert (row.subject, row.check) == ("far", "adapters")
     tied = AutoModelForCausalLM.from_pretrained(site.root / "model")
     with pytest.raises(ConfigurationError) as refused:
-        inject(tied, federation.facilities[0].training.lora, classifies=False)
+        inject_adapters(tied, federation.facilities[0].training.lora, classifies=False)
     assert row.found == str(refused.value) and "name 'embed_tokens' instead" in row.found
     assert row in check_fitting(federation)
     site.edit("[lm_head]", "[embed_tokens]")

@@ -30,7 +30,7 @@ from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import main as self_check
-from facility.selfcheck import material, trial_settings
+from facility.selfcheck import make_material, trial_settings
 from tests.conftest import ROOT
 from tests.engine.harms import flipped
 from tests.federations import write_federation
@@ -156,7 +156,7 @@ def test_a_self_check_that_cannot_be_made_leaves_nothing(word, said, tmp_path, m
 
 def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
     (tmp_path / "job").mkdir()
-    material(tmp_path, trial_settings(1))
+    make_material(tmp_path, trial_settings(1))
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"trainer": {"module": STAND_IN}}))
     words = ["--model", "../model", "--dataset", str(tmp_path / "data"), "--settings", "../settings.json"]
@@ -175,7 +175,7 @@ def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
 
 
 def test_a_trainer_may_report_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    material(tmp_path, trial_settings(1))
+    make_material(tmp_path, trial_settings(1))
     monkeypatch.chdir(tmp_path)
     words = ["--model", "model", "--dataset", "data", "--settings", "settings.json", "--round", "0"]
     handlers = {number: signal.getsignal(number) for number in ENDING}

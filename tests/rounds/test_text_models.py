@@ -19,7 +19,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError, InputError
-from facility.training.model import Attention, build, read_config
+from facility.training.model import Attention, build_base_model, read_config
 from tests.cases import slow_but
 from tests.distributed import Started
 from tests.pico import pico_config, save_pico
@@ -128,7 +128,7 @@ def test_a_configuration_that_fits_no_model_is_one_error_wherever_it_is_read(tmp
 def built(source: Path) -> object:
     """As a facility's job builds the model that it received."""
     attention = Attention(name="eager", reason="")
-    return build(read_config(source), transformers.AutoModelForCausalLM, attention)
+    return build_base_model(read_config(source), transformers.AutoModelForCausalLM, attention)
 
 
 def test_a_quantized_checkpoint_is_refused_with_what_to_take(tmp_path: Path):

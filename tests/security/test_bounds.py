@@ -32,7 +32,7 @@ from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.storage import make_private_folder, why_unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
-from facility.preparing.output import published
+from facility.preparing.output import publish_directory
 from facility.preparing.resuming import part_of
 from facility.rounds.finished import Finished
 from tests.federations import write_federation
@@ -107,10 +107,10 @@ def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
         (opened := tmp_path / f"{mode:o}").mkdir()
         opened.chmod(mode)
         assert mode_of(make_private_folder(opened)) == mode
-        with published(opened) as directory:  # a data set in an empty folder, then one in its place
+        with publish_directory(opened) as directory:  # a data set in an empty folder, then one in its place
             (directory / "dataset.json").touch()
         assert mode_of(opened) == mode
-        with published(opened) as directory:
+        with publish_directory(opened) as directory:
             (directory / "dataset.json").touch()
         assert mode_of(opened) == mode
 
@@ -118,7 +118,7 @@ def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
 def test_a_new_dataset_is_its_owners_alone(tmp_path: Path):
     before = os.umask(0o022)
     try:
-        with published(tmp_path / "data") as directory:
+        with publish_directory(tmp_path / "data") as directory:
             assert mode_of(directory) == 0o700
         with part_of(tmp_path / "more", {}, known=True) as part:
             assert mode_of(part.directory) == 0o700

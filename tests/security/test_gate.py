@@ -50,7 +50,7 @@ class Gate:
         self.policy()
         self.calls: list[tuple[list[str], str | None]] = []
         self.active = ""
-        monkeypatch.setattr(queue, "call", self.call)
+        monkeypatch.setattr(queue, "run_program", self.call)
         monkeypatch.setenv("CROSSFED_HOME", str(self.home))
 
     def policy(self, **changes) -> None:

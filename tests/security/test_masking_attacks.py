@@ -45,7 +45,7 @@ from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules, site_rules
-from facility.rounds.masked import Masked, masked
+from facility.rounds.masked import Masked, read_masking
 from tests.aggregation import make
 from tests.cases import slow_but
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
@@ -530,10 +530,10 @@ def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_sign
     if asked != 10:
         with_extra(model, STEPS, {"alpha": asked})
     if (asked, batch) == (10, 10):
-        assert masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path) is not None
+        assert read_masking(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path) is not None
         return
     with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
-        masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
+        read_masking(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
 
 
 @pytest.mark.parametrize(("skipped", "refused"), [(None, False), (1, False), (2, True), (16, True)])
@@ -585,7 +585,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
         return found
 
     monkeypatch.setattr(roster_file, "verify_signature", exchange)
-    found = masked(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
+    found = read_masking(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
     assert found is not None and found.member.roster.keys == honest.keys
 
 

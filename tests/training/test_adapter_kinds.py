@@ -20,7 +20,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.validation import parse_dataclass
-from facility.training.lora import inject
+from facility.training.lora import inject_adapters
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
 from tests.pico import save_pico
@@ -183,7 +183,7 @@ def injected(**settings: Any) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes))
     model.tie_weights()
-    inject(model, parse_dataclass(LoraSettings, {"rank": 2} | settings), classifies=False)
+    inject_adapters(model, parse_dataclass(LoraSettings, {"rank": 2} | settings), classifies=False)
     return model
 
 

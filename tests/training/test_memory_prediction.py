@@ -35,7 +35,7 @@ def predicted(*, family: str = "llama", adapters: LoraSettings | None = None, **
         model = AutoModelForCausalLM.from_config(config)
     settings = TrainingSettings(**training)
     if adapters is not None:
-        lora.inject(model, adapters, classifies=False)
+        lora.inject_adapters(model, adapters, classifies=False)
     return predicted_bytes(model, None, RankLayout(sequences=10, tokens=16), settings, config)
 
 

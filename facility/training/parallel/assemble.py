@@ -28,7 +28,7 @@ from facility.training.attention_operations import attention_operations
 from facility.training.batch_norm import statistics_names
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
-from facility.training.model import Attention, Names, build, names_of
+from facility.training.model import Attention, Names, build_base_model, names_of
 from facility.training.parallel.collectives import time_all_reduce
 from facility.training.parallel.compute import Compute, Whole
 from facility.training.parallel.sharder import Sharder
@@ -77,12 +77,12 @@ class Assembly:
 
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
     """The whole model without memory: adapters in, what is frozen marked."""
-    skeleton = build(config, task.factory, attention)
+    skeleton = build_base_model(config, task.factory, attention)
     recomputes = settings.layout.activation_checkpointing != "none"
     if reason := refusal_of_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes):
         raise ConfigurationError(reason)
     if settings.lora.rank:
-        lora.inject(skeleton, settings.lora, classifies=task.answers)
+        lora.inject_adapters(skeleton, settings.lora, classifies=task.answers)
     frozen = [
         name for name, one in skeleton.named_parameters() if one.requires_grad and matches_any(name, settings.freeze)
     ]
@@ -96,7 +96,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     return skeleton
 
 
-def assemble(
+def assemble_part(
     skeleton: nn.Module,
     task: Task,
     checkpoint: Checkpoint,

@@ -34,7 +34,7 @@ from facility.training.privacy.randomness import SecretRandom
 from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, evaluated_units, units_of
 from facility.training.processes.exchange import broadcast_json
-from facility.training.processes.ranks import Ranks, together
+from facility.training.processes.ranks import Ranks, agree_on_failure
 from facility.training.request import RoundRequest
 
 log = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class PrivateTraining:
         """
         try:
             chosen: dict[Kind, float] = {}
-            with together(self.ranks):
+            with agree_on_failure(self.ranks):
                 if self.ranks.first:
                     self.ledger.open()
                     self.ledger.check_unit(self.settings.unit)
@@ -270,5 +270,5 @@ def private_training(
     """None where the settings do not ask for differential privacy. One rank's refusal is every rank's."""
     if request.settings.differential is None:
         return None
-    with together(ranks):
+    with agree_on_failure(ranks):
         return PrivateTraining(request, inputs, engine, ranks)

@@ -77,7 +77,7 @@ def without_directory() -> ConfigurationError:
     )
 
 
-def announce(directory: Path, address: str, port: int, environment: Mapping[str, str] = os.environ) -> None:
+def announce_store(directory: Path, address: str, port: int, environment: Mapping[str, str] = os.environ) -> None:
     """Leave the secret, and where the first rank's store listens. Raises `ConfigurationError` in a used directory."""
     place = _meeting(directory, environment)
     if place.exists():
@@ -87,7 +87,7 @@ def announce(directory: Path, address: str, port: int, environment: Mapping[str,
     write_json(place, [address, port])
 
 
-def announced(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def find_store(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where the first rank's store listens. Raises `TransientError` where it does not say so within `seconds`."""
     place, deadline = _meeting(directory, environment), time.monotonic() + seconds
     while place.name not in names_in(directory):

@@ -160,11 +160,11 @@ def _runs(
 def _pieces(flat: torch.Tensor, start: int, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """Elements of a tensor from `start` on, rounded to its dtype, each piece with its place."""
     for begin in range(0, flat.numel(), PIECE_BYTES // 4):
-        piece = rounded(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
+        piece = round_to_export(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
         yield start + begin, piece.cpu().contiguous()
 
 
-def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to_export(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert to the export dtype; a finite weight that becomes infinite is an error naming the tensor."""
     result = piece.to(dtype)
     if dtype.is_floating_point and not all_finite(result):
