@@ -152,7 +152,7 @@ def serve(session: Session, command: str | None) -> int:
             session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
         return ExitCode.REFUSED
-    except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
+    except BrokenPipeError:  # the client is gone: a look at a job's progress ends with the job
         session.write("broken off", request=asked)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
         return ExitCode.INPUT

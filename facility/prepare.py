@@ -241,7 +241,7 @@ def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
     from tqdm import tqdm
 
     form = "{desc}{percentage:3.0f}%|{bar}| {postfix[0]} documents [{elapsed}<{remaining}]"
-    bars: list[tqdm] = []  # none before the first document, so that nothing stands there when nothing is to be done
+    bars: list[tqdm] = []  # none before the first document, so that nothing is shown when nothing is to be done
 
     def progress(source: str, share: float, documents: int) -> None:
         if not bars:

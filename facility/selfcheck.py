@@ -49,7 +49,7 @@ ATTEMPTS, ATTEMPT_SECONDS = 20, 0.25
 
 
 def trial_settings(ranks: int) -> FacilitySettings:
-    """Settings for three steps. Raises `ConfigurationError` where ranks cannot be so many."""
+    """Settings for three steps. Raises `ConfigurationError` for a number of ranks that cannot be started."""
     training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
     return FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
 

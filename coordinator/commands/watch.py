@@ -167,7 +167,7 @@ def audit(
     if action not in ("verify", "head", "compare"):
         raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")
     if others and action != "compare":
-        raise InputError(f"audit {action} takes one log, and {others[0]!r} stands there as well")
+        raise InputError(f"audit {action} takes one log, but {others[0]!r} was given as well")
     if (archive is None) != (not facility):
         raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
     if action != "verify" and (head or archive is not None):

@@ -177,7 +177,9 @@ def forgotten(figures: Sequence[Row], held_out: str, nats: str = TEXT.nats) -> l
         less = _negated(more) | {"blocks": found[INITIAL]["blocks"]}
     else:
         return []
-    return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one', nats)}."]
+    return [
+        f"{held_out}, which no facility trained on: the global model is {_compared(less, 'the initial one', nats)}."
+    ]
 
 
 def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:

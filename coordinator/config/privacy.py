@@ -44,11 +44,11 @@ class PrivacySettings:
     document. Absent: none."""
 
     def threshold_of(self, facilities: int) -> int:
-        """The threshold for so many facilities."""
+        """The threshold for this number of facilities."""
         return facilities // 2 + 1 if self.threshold == "auto" else self.threshold
 
     def least_sum_of(self, facilities: int) -> int:
-        """`minimum_sum` for so many facilities."""
+        """`minimum_sum` for this number of facilities."""
         if self.minimum_sum == "auto":
             return least_for(facilities, self.threshold_of(facilities))
         return self.minimum_sum

@@ -34,7 +34,7 @@ def check_comparison(
     if hours := wanted_hours(deployment, template):
         found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"
     if wanted.matrix and not wanted.updates:
-        found += f"; it evaluates {each} of its own as well, which nobody else receives"
+        found += f"; it evaluates {each} of its own as well, which are sent to no other facility"
     if alone:
         found += "; a job alone takes as long as a round's"
     if model is not None:

@@ -226,7 +226,7 @@ def _budget(data: Mapping[str, Any]) -> str:
     steps = max(one["steps"] for one in budget["facilities"].values())
     absent = len(data["facilities"]) - len(budget["facilities"])
     without = (
-        f" {absent} of {len(data['facilities'])} facilities told no budget: nothing is promised for theirs."
+        f" {absent} of {len(data['facilities'])} facilities reported no budget: nothing is promised for their data."
         if absent
         else ""
     )

@@ -172,7 +172,7 @@ def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
         if (stated := report.read_failure(update)) is None:
             raise
         raise UpdateRefused(
-            facility, f"{error}; its failure.json, which nobody signed, says: {stated.reason}"
+            facility, f"{error}; its failure.json, which is not signed, says: {stated.reason}"
         ) from None
 
 

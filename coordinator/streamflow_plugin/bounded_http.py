@@ -158,7 +158,7 @@ def bound_session(session: httpx.Client, patience: Patience) -> None:
 def check_plain(response: httpx.Response) -> None:
     """Raise `OutOfBounds` for a compressed answer; for a client's hook, before its body is read."""
     if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise OutOfBounds("the answer is compressed, which nobody asked for")
+        raise OutOfBounds("the answer is compressed, which was not asked for")
 
 
 def bounded_json(response: httpx.Response, most: int) -> None:

@@ -42,7 +42,7 @@ class SiteRules:
         if self.peer_signers is not None and real_path(named) != real_path(self.peer_signers):
             raise InputError(
                 f"the settings check the other facilities' keys against {settings.peer_signers}, this site allows "
-                f"{self.peer_signers} alone: whoever writes that file can put keys of its own in between"
+                f"{self.peer_signers} alone: an account that can write that file can put its own keys in between"
             )
         if self.minimum_sum > len(settings.facilities):
             raise InputError(

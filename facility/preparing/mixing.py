@@ -31,7 +31,9 @@ def input_shares(sizes: Sequence[int], *, weights: Sequence[float] = (), tempera
     if not weights and temperature == 1:
         return [Fraction(1)] * len(sizes)
     if not all(sizes):
-        raise DatasetError("an input has no known size (a streamed dataset), so its share cannot be told; leave it out")
+        raise DatasetError(
+            "an input has no known size (a streamed dataset), so its share cannot be computed; leave it out"
+        )
     wanted = list(weights) or [size ** (1 / temperature) for size in sizes]
     dense = [weight / size for weight, size in zip(wanted, sizes, strict=True)]
     return [Fraction(one / max(dense)).limit_denominator(EXACT) for one in dense]

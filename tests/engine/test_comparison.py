@@ -61,7 +61,7 @@ def test_the_matrix_of_a_federation_has_what_the_rounds_reported(tmp_path: Path)
         assert cell(matrix, name, "global")["perplexity"] == pytest.approx(final[name]["perplexity_received"], rel=1e-5)
         assert told["interval"][0] < told["perplexity"] < told["interval"][1]
         assert matrix["alone"][name]["tokens"] == row[name]["tokens"]
-    assert len(matrix["verdicts"]) == 5 and any("nobody trained on" in line for line in matrix["verdicts"])
+    assert len(matrix["verdicts"]) == 5 and any("no facility trained on" in line for line in matrix["verdicts"])
     own = [one for one in data["tasks"] if one["facility"] == "coordinator" and one["metric"] == "acc"]
     assert [one["round"] for one in own] == [0, 1] and all(0 <= one["value"] <= 1 for one in own)
     page = make_report(path).read_text()

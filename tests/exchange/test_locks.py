@@ -107,7 +107,7 @@ def test_what_must_be_counted_once_is_refused_with_the_reason(tmp_path: Path, wh
     with pytest.raises(OSError, match="has no locks") as caught:
         REFUSE[what](tmp_path)
     assert is_storage(caught.value) and f"{tmp_path}/" in file_error_sentence(caught.value)
-    assert "cannot be locked, for its file system has no locks" in file_error_sentence(caught.value)
+    assert "cannot be locked, because its file system has no locks" in file_error_sentence(caught.value)
 
 
 @pytest.mark.usefixtures("no_locks")

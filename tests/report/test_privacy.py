@@ -69,7 +69,7 @@ def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, A
     told = privacy(data)
     assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
     assert "up to the last round ε = 2.5 for one of the validation data" in told
-    assert "1 of 3 facilities told no budget" in told
+    assert "1 of 3 facilities reported no budget" in told
     assert "the coordinator, which can see each of them" in told
     assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
 

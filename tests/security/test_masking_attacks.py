@@ -312,7 +312,7 @@ def test_a_site_checks_peers_keys_against_its_own_file_alone(tmp_path: Path, fed
     received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
     request = federation.settle(roster, received)
     federation.rules = SiteRules(peer_signers=tmp_path / "peers")
-    with pytest.raises(InputError, match="keys of its own in between"):
+    with pytest.raises(InputError, match="put its own keys in between"):
         federation.answer("alpha", request)
     (tmp_path / "peers").symlink_to(federation.signers)
     federation.answer("alpha", request)
@@ -465,7 +465,7 @@ def forged_roster(federation: Masking, keys: dict[str, Path]) -> Path:
 @pytest.mark.parametrize(
     ("claimed", "taken", "told", "words"),
     [
-        (100, 10, "a", "was told other settings of training than"),
+        (100, 10, "a", "was sent other training settings than"),
         (1700, 10, "0", "trains on (100|1700) sequences in round 0 and .* expected at most 16 times as many"),
         (100, 41, "0", "takes (10|41) steps in round 0 and .* (10|41), expected at most 4 times as many"),
     ],

@@ -25,12 +25,12 @@ WORDS = {
     errno.EROFS: "is mounted read-only: choose another directory, or have it mounted for writing",
     errno.EACCES: "cannot be written to or read: correct its permissions, or choose another directory",
     errno.EPERM: "cannot be written to: correct its permissions, or choose another directory",
-    errno.ENOLCK: "cannot be locked, for its file system has no locks (Lustre mounted without flock): choose "
+    errno.ENOLCK: "cannot be locked, because its file system has no locks (Lustre mounted without flock): choose "
     "a directory on another",
 }
 PATHS = {
-    errno.ENOENT: "is not there, or its folder is not: correct the path",
-    errno.ENOTDIR: "is no folder, or lies in what is none: correct the path",
+    errno.ENOENT: "does not exist, or its folder does not: correct the path",
+    errno.ENOTDIR: "is not a folder, or its parent is not: correct the path",
     errno.EISDIR: "is a folder, expected a file: correct the path",
     errno.EBUSY: "is in use, or a folder where a file was expected: correct the path",
     errno.EEXIST: "exists already: remove it, or choose another name",

@@ -132,7 +132,7 @@ def check_walks(roster: Roster, facility: str) -> None:
     for name, other in roster.keys.items():
         if other.walk != own.walk:
             raise InputError(
-                f"{name!r} was told other settings of training than {facility!r} for round {roster.agreement.round} "
+                f"{name!r} was sent other training settings than {facility!r} for round {roster.agreement.round} "
                 "(learning rate, optimizer, schedule, clipping, adapters or what is federated): nothing is masked, "
                 "for a sum of updates of unlike size shows the largest; give all facilities the same"
             )

@@ -122,7 +122,7 @@ class TrainingSettings:
     measured, `int8` and `full` lowered perplexity by 0.5 to 0.9 %, and `blocks` raised it by 1.4 %. The same value at
     all facilities that share them."""
     optimizer_state_every: Positive[int] = 1
-    """Moments are averaged after every so many rounds. The same value at all facilities."""
+    """Rounds between two averages of the moments. The same value at all facilities."""
     first_moments: Literal["off", "mean"] = "off"
     """`mean`: first moments (AdamW's, Muon's momentum) are averaged over the facilities between rounds, in bfloat16: 2
     bytes a parameter each way. With AdamW it did not pay where it was measured; Muon's momenta drift apart on unlike
@@ -287,7 +287,7 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
 
 
 def check_masked(training: TrainingSettings, *, step_norms: bool) -> None:
-    """Raise `ConfigurationError`, with the key, for what tells figures of a single update beside masks."""
+    """Raise `ConfigurationError`, with the key, for settings that reveal figures of a single update beside masks."""
     told = [
         (step_norms, "step_norms", "the norm of each tensor's step is stated beside the update"),
         (training.drift_correction, "training.drift_correction", "the length of each walk is in the report"),
@@ -317,9 +317,9 @@ class FacilitySettings:
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of tensors that are not averaged: they stay personal to this facility and never travel."""
     evaluation: FacilityEvaluation = field(default_factory=FacilityEvaluation)
-    """Tasks to evaluate the received model on, and data that nobody trains on."""
+    """Tasks to evaluate the received model on, and data that no facility trains on."""
     dataset_card: bool = False
-    """Tell counts and digests of the dataset with every update, so that they can be published."""
+    """Report counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
     behind: NonNegative[int] = 0

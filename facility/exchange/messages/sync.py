@@ -73,9 +73,9 @@ class SyncSettings(GroupLimits):
     under all-reduce."""
     relay: NonNegative[float] = 0.1
     """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before
-    takes that group's gradient along, as one member's more, and who would go on alone averages parameters with one of
-    its members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs
-    two copies of this rank's parameters; 0: off."""
+    takes that group's gradient along, as one member's more, and a replica that would go on alone averages parameters
+    with one of its members, which answers while it computes; as long as that takes no more than this part of a usual
+    step. Costs two copies of this rank's parameters; 0: off."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""

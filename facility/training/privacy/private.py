@@ -51,7 +51,7 @@ class PrivateTraining:
         if inputs.dataset.manifest.task == IMAGES:
             raise InputError(
                 "images are not trained with differential privacy: batch normalisation lets the records of a batch see "
-                "each other, and image models without it are not told apart yet; remove privacy.differential"
+                "each other, and image models without it are not recognised yet; remove privacy.differential"
             )
         if request.bundle is not None:
             raise InputError("models are compared block by block, without the noise that the settings promise: refused")

@@ -71,9 +71,9 @@ def _remove_left(folder: Path) -> None:
 def without_directory() -> ConfigurationError:
     """Why ranks on several nodes do not meet at torchrun's store, and what to do."""
     return ConfigurationError(
-        "torchrun on several nodes brings ranks together at a store that admits whoever knows its port: start them "
-        f"with `python -m facility.launch`, or set {DIRECTORY} to a directory that all nodes see, of mode 0700 and "
-        "made anew for each start"
+        "torchrun on several nodes brings ranks together at a store that admits any process that knows its port: start "
+        f"them with `python -m facility.launch`, or set {DIRECTORY} to a directory that all nodes see, of mode 0700 "
+        "and made anew for each start"
     )
 
 
