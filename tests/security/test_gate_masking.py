@@ -172,7 +172,7 @@ def masks_with(**changes) -> Callable[[MaskingGate], str]:
 
 REFUSALS: dict[str, tuple[Callable[[MaskingGate], str], dict[str, object], str]] = {
     "no peers in the policy": (keys_with(), {"peer_signers": None}, "names no peer_signers"),
-    "a file of the coordinator's": (masks_with(peer_signers="/tmp/peers"), {}, "keys of its own in between"),
+    "a file of the coordinator's": (masks_with(peer_signers="/tmp/peers"), {}, "put its own keys in between"),
     "small sums": (keys_with(), {"minimum_sum": 4}, "sums over 4 updates or more"),
     "unmasked settings": (keys_with(masking=None), {}, "ask for no secure aggregation"),
     "another facility": (keys_with(facility="beta"), {}, "the policy allows 'alpha'"),
