@@ -1,6 +1,7 @@
 """The build hook: a wheel carries the files that stand beside the packages in a checkout, below `facility/_data`.
 
-Everything else about the package is in pyproject.toml. `facility.exchange.files.paths.shipped` finds the files in both.
+Everything else about the package is in pyproject.toml. `facility.exchange.files.paths.shipped_path` finds the
+files in both.
 """
 
 from pathlib import Path

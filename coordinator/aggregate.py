@@ -21,14 +21,14 @@ from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
 from coordinator.aggregation.settings import AggregationSettings
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.json_text import no_duplicates, parse_values
 from facility.exchange.json_values import MOST_BYTES
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import number_of
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 
 log = logging.getLogger("coordinator.aggregate")
 
@@ -41,7 +41,7 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
     given = {"rule": rule, "weights": weights}
     overrides = {name: text for name, text in given.items() if text is not None}
     if path is None:
-        return parse(AggregationSettings, {"rule": "mean"} | overrides)
+        return parse_dataclass(AggregationSettings, {"rule": "mean"} | overrides)
     if (plain := _plain_json(path, overrides)) is not None:
         return plain
     from coordinator.config.yaml_lines import Lined  # 2 MB that an aggregation in a step does not need
@@ -50,7 +50,7 @@ def read_settings(path: Path | None = None, rule: str | None = None, weights: st
     whole = isinstance(lined.data, dict) and not lined.data.keys().isdisjoint(("aggregation", "facilities"))
     raw, where = (lined.data.get("aggregation", {}), "aggregation") if whole else (lined.data, "")
     try:
-        return parse(AggregationSettings, raw | overrides if isinstance(raw, dict) else raw, where=where)
+        return parse_dataclass(AggregationSettings, raw | overrides if isinstance(raw, dict) else raw, where=where)
     except ConfigurationError as error:
         raise lined.error(error.message, error.key or where) from None
 
@@ -61,7 +61,7 @@ def _plain_json(path: Path, overrides: Mapping[str, str]) -> AggregationSettings
         found = parse_values(read_bounded(path, MOST_BYTES), object_pairs_hook=no_duplicates)
         if not isinstance(found, dict) or "facilities" in found:
             return None
-        return parse(AggregationSettings, {**found.get("aggregation", found), **overrides})
+        return parse_dataclass(AggregationSettings, {**found.get("aggregation", found), **overrides})
     except (ValueError, TypeError, OSError, ConfigurationError):
         return None
 
@@ -108,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    a = parsed(parser(), arguments)
+    a = parse_arguments(parser(), arguments)
     settings = read_settings(a.settings, a.rule, a.weights)
     settings = dataclasses.replace(settings, maximum_staleness=0)  # a late step counts from a model that is not given
     record = aggregate(

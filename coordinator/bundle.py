@@ -28,15 +28,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from coordinator.bundle_contents import PARTS, SBOM, SUMS, components, write_digests
-from coordinator.evaluation_cache import fill
+from coordinator.bundle_contents import PARTS, SBOM, SUMS, cyclonedx_document, write_digests
+from coordinator.evaluation_cache import fill_cache
 from facility.exchange.addresses import hidden_login, without_login
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.links import copy_tree
 from facility.exchange.files.owners import first_not_ours
-from facility.exchange.files.paths import CHECKOUT, shipped
-from facility.exchange.files.storage import unwritable
+from facility.exchange.files.paths import CHECKOUT, shipped_path
+from facility.exchange.files.storage import why_unwritable
 from facility.exchange.messages.manifest import sha256_of
 
 INDEX = {"cuda": "", "cpu": "https://download.pytorch.org/whl/cpu", "rocm": "https://download.pytorch.org/whl/rocm7.0"}
@@ -60,7 +60,7 @@ CODE = "crossfed"
 FILES = ("pyproject.toml", "constraints.txt", "LICENSE")
 
 
-def bundle(
+def make_bundle(
     out: Path,
     *,
     python: str,
@@ -90,7 +90,7 @@ def bundle(
     check_place(out)
     check_code(out / CODE)
     if tasks:  # first: a wrong name is found before gigabytes of packages come
-        fill(out, tasks, include=include)
+        fill_cache(out, tasks, include=include)
     index = index or INDEX[torch]
     if run is None and index:
         ask_index(index)
@@ -106,7 +106,7 @@ def bundle(
     shutil.rmtree(out / CODE, ignore_errors=True)
     copy_code(out / CODE)
     if sbom:
-        write_json(out / SBOM, components(wheelhouse))
+        write_json(out / SBOM, cyclonedx_document(wheelhouse))
     write_digests(out)
     files = {path.name: path.stat().st_size for path in sorted(wheelhouse.glob("*.whl"))}
     what: dict[str, object] = {
@@ -124,7 +124,7 @@ def bundle(
 
 def no_download(code: int, wheelhouse: Path, wanted: str) -> TransientError:
     """Why pip, which ended with `code`, has not fetched everything: a full disk, or what else it may be."""
-    full = unwritable([wheelhouse, Path(tempfile.gettempdir())])
+    full = why_unwritable([wheelhouse, Path(tempfile.gettempdir())])
     return TransientError(f"pip download ended with {code}: {full or f'is there a network, and is there {wanted}?'}")
 
 
@@ -219,14 +219,14 @@ def check_code(target: Path) -> None:
 def copy_code(target: Path) -> None:
     """What a facility needs of CrossFed itself, laid out as in a checkout."""
     copy_tree(CHECKOUT / "facility", target / "facility", leave=("__pycache__", "_data"))
-    copy_tree(shipped("templates"), target / "templates")
+    copy_tree(shipped_path("templates"), target / "templates")
     for name in FILES:
-        shutil.copyfile(shipped(name), target / name)
+        shutil.copyfile(shipped_path(name), target / name)
 
 
 def download(wheelhouse: Path, *, python: str, platform: str, extras: Sequence[str] = ()) -> list[str]:
     """The pip command that fetches wheels for another platform, older manylinux tags (newer systems run them) too."""
-    project = tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(shipped_path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     dependencies = [*project["dependencies"]]
     for name in extras:
         dependencies += project["optional-dependencies"][name]
@@ -251,7 +251,7 @@ def download(wheelhouse: Path, *, python: str, platform: str, extras: Sequence[s
         "--python-version",
         python,
         "-c",
-        str(shipped("constraints.txt")),
+        str(shipped_path("constraints.txt")),
     ]
     for name in platforms:
         command += ["--platform", name]

@@ -57,7 +57,7 @@ def write_digests(out: Path) -> None:
     write_text(out / SUMS, "".join(f"{sha256_of(path)}  {path.relative_to(out)}\n" for path in files))
 
 
-def components(wheelhouse: Path) -> dict[str, Any]:
+def cyclonedx_document(wheelhouse: Path) -> dict[str, Any]:
     """The wheelhouse as a CycloneDX document."""
     return {
         "bomFormat": "CycloneDX",

@@ -52,7 +52,9 @@ class Lifetime:
     fix: str = ""
 
 
-def lifetime(name: str, deployment: Deployment, hours: float = 0.0, now: datetime | None = None) -> Lifetime | None:
+def certificate_lifetime(
+    name: str, deployment: Deployment, hours: float = 0.0, now: datetime | None = None
+) -> Lifetime | None:
     """None where no certificate has an end. `hours`: how long a job, and so a round, may take."""
     ends = certificate_ends(deployment) if deployment.host else []
     if not ends:
@@ -81,7 +83,7 @@ def certificates_watched(
         reported: set[str] = set()
         while not end.is_set():
             for facility in facilities:
-                one = lifetime(facility.name, facility.deployment)
+                one = certificate_lifetime(facility.name, facility.deployment)
                 if one is None or one.verdict == "ok" or end.is_set():
                     continue
                 if (sentence := f"{facility.name}: {one.found}: {one.fix}") not in reported:

@@ -20,7 +20,7 @@ ROUNDS = (("first", "model"), ("second", "next"))
 """Of each round of the trial: the folder of its job, and of the model that it received."""
 
 
-def conformance(arguments: Sequence[str]) -> int:
+def check_conformance(arguments: Sequence[str]) -> int:
     """Run `python -m facility.conformance` with these arguments, then verify its updates; returns the exit code."""
     given, _ = _parser().parse_known_args(arguments)
     with tempfile.TemporaryDirectory(prefix="crossfed-conformance-") as folder:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error
 from facility.exchange.files.durable import as_umask_allows, new_directory, write_json, write_text
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 from facility.exchange.json_values import values_in
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.manifest import Manifest, write_manifest
@@ -247,7 +247,7 @@ def told(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def make(
+def make_demo(
     out: Path,
     *,
     seed: int = 1,
@@ -299,12 +299,12 @@ def make(
 
 def make_federation(out: Path) -> Path:
     """Make the demo's material and its federation below `out`; returns federation.yml; an existing one is unchanged."""
-    make(out / ".crossfed" / "demo", progress=told)
+    make_demo(out / ".crossfed" / "demo", progress=told)
     file = out / "workflow" / "federation.yml"
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         for name in (file.name, "federation.schema.json"):
-            write_text(file.with_name(name), shipped(f"workflow/{name}").read_text(encoding="utf-8"))
+            write_text(file.with_name(name), shipped_path(f"workflow/{name}").read_text(encoding="utf-8"))
     return file
 
 
@@ -317,9 +317,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="seed of the random weights (default 1)")
     parser.add_argument("--json", action="store_true", help="print what was made as JSON")
     add_log_options(parser)
-    options = parsed(parser, argv)
+    options = parse_arguments(parser, argv)
     check_seed(options.seed)
-    made, there = make(options.out, seed=options.seed, progress=told)
+    made, there = make_demo(options.out, seed=options.seed, progress=told)
     if options.json:
         print(json.dumps(made, indent=2))
     else:

@@ -17,10 +17,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import ERROR, InputError, TransientError, exit_on_error, first_line
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.hub import hub, silence
+from facility.exchange.hub import offline_if_silent, why_hub_is_silent
 from facility.exchange.logs import add_log_options
 
 FOLDER = "evaluation"
@@ -34,7 +34,7 @@ WHERE = "give the same command where there is a network, or name a proxy by HTTP
 Run = Callable[[Sequence[str], Mapping[str, str]], "subprocess.CompletedProcess[str]"]
 
 
-def fill(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
+def fill_cache(out: Path, tasks: Sequence[str], *, include: Path | None = None, run: Run | None = None) -> Path:
     """Fetch what the tasks read into `out`/evaluation; returns that folder. `include`: folder with YAML files of tasks.
 
     Raises `InputError` without lm-eval or for a task that it does not know, `TransientError` where the tasks cannot be
@@ -80,8 +80,8 @@ def main() -> int:
     parser.add_argument("tasks", nargs="+", metavar="TASK", help="name of a task or group of lm-eval")
     parser.add_argument("--include", type=Path, metavar="DIR", help="folder with YAML files of further tasks")
     add_log_options(parser)
-    arguments = parsed(parser)
-    if arguments.include is None and _nothing_is_here() and (silent := silence()):
+    arguments = parse_arguments(parser)
+    if arguments.include is None and _nothing_is_here() and (silent := why_hub_is_silent()):
         raise TransientError(f"{silent}: {WHERE}")  # before lm-eval has read its thousands of tasks
     from lm_eval.tasks import TaskManager, get_task_dict
 
@@ -95,7 +95,7 @@ def main() -> int:
 def load(tasks: Callable[[], object]) -> None:
     """Call `tasks`, which loads them with their data. Raises `TransientError` soon where the hub does not answer and
     what is here already does not suffice: its libraries would ask for each file again and again, for minutes."""
-    with hub() as silent:
+    with offline_if_silent() as silent:
         try:
             tasks()
         except Exception as error:

@@ -7,7 +7,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.locate import find_federation
-from coordinator.config.reference import explain_key, tree
+from coordinator.config.reference import explain_key, key_tree
 from coordinator.report.explain import explain_facility, explain_round
 from facility.exchange.errors import InputError
 
@@ -18,7 +18,7 @@ def explain_words(words: list[str], file: Path | None = None) -> str:
         case []:
             if file is not None:
                 raise InputError("--federation has no effect without a facility or `round N`: leave it out")
-            return tree()
+            return key_tree()
         case ["round", number]:
             if not number.isdecimal():
                 raise InputError(f"round {number!r} is not a number, expected for instance `crossfed explain round 3`")

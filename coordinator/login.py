@@ -15,7 +15,7 @@ from coordinator.preflight.gate import check_gate
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail
 from facility.exchange.errors import InputError
-from facility.exchange.files.storage import private
+from facility.exchange.files.storage import make_private_folder
 
 
 def log_in(federation: Federation, facility: str) -> Row:
@@ -48,5 +48,5 @@ def log_in(federation: Federation, facility: str) -> Row:
 def _leave_word(folder: Path, facility: str) -> None:
     """Without it, a waiting run tries again at the end of its pause."""
     with suppress(OSError):
-        private(private(folder.parent) / folder.name)
+        make_private_folder(make_private_folder(folder.parent) / folder.name)
         (folder / facility).touch(mode=0o600)

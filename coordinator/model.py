@@ -32,14 +32,14 @@ from coordinator.models.text import kind_of, save_text_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import SOURCE
 from facility.exchange.checkpoints.task_class import check_layers
-from facility.exchange.command_line import changed_options, parsed, refuse_unused
+from facility.exchange.command_line import changed_options, parse_arguments, refuse_unused
 from facility.exchange.errors import CrossFedError, InputError, TransientError, exit_on_error, named_line
 from facility.exchange.files import present
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.durable import as_umask_allows, new_directory
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 from facility.exchange.files.unwinding import unwound_by_signals
-from facility.exchange.hub import hub
+from facility.exchange.hub import offline_if_silent
 from facility.exchange.json_values import note_in
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import one_line
@@ -49,7 +49,7 @@ HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[\w.-]+", re.ASCII)
 """What the Hugging Face hub can have: a name, with its owner before it."""
 
 
-def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
+def convert_model(source: str, out: Path, *, dtype: str, revision: str, classes: Sequence[str] = ()) -> str:
     """Write the model to `out`; returns what was done. `out` appears atomically; an equal one is recognised.
 
     Raises `InputError` for a source that is none, `TransientError` when the hub cannot be reached.
@@ -81,7 +81,7 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
         raise InputError(f"{source!r} is neither a folder here nor a name of the hub; expected one like org/name")
     else:
         source_name = source
-    with nullcontext("") if present.exists(folder) else hub() as silence:
+    with nullcontext("") if present.exists(folder) else offline_if_silent() as silence:
         try:
             summary = _written(source_name, out, made_from, classes)
         except TransientError as error:
@@ -91,10 +91,10 @@ def convert(source: str, out: Path, *, dtype: str, revision: str, classes: Seque
 
 
 def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:
-    """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert`."""
+    """Make `out` of what transformers loads by the name or folder; returns what was done. Raises as `convert_model`."""
     with unwound_by_signals(), new_directory(out) as temporary:
         try:
-            with naming(out):
+            with name_in_errors(out):
                 summary = _saved(source, temporary, made_from["dtype"], made_from["revision"], classes)
         except (CrossFedError, OSError):
             raise
@@ -174,7 +174,7 @@ def main() -> int:
         "none or others",
     )
     add_log_options(parser)
-    arguments = parsed(parser)
+    arguments = parse_arguments(parser)
     adapter = arguments.export_adapter or arguments.import_adapter
     if (adapter is None) != (arguments.base is None):
         parser.error("--export-adapter or --import-adapter, and --base belong together")
@@ -184,14 +184,14 @@ def main() -> int:
     if arguments.export_adapter is None:
         refuse_unused(changed, ("merged",), "without --export-adapter")
     if arguments.import_adapter is not None:
-        print(import_adapter(adapter, base=real(arguments.base), out=real(arguments.out)))
+        print(import_adapter(adapter, base=real_path(arguments.base), out=real_path(arguments.out)))
         return 0
     if arguments.export_adapter is not None:
-        base, out = real(arguments.base), real(arguments.out)
+        base, out = real_path(arguments.base), real_path(arguments.out)
         print(export_adapter(arguments.export_adapter, base=base, out=out, merged=arguments.merged))
         return 0
-    out, classes = real(arguments.out), arguments.classes
-    print(convert(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
+    out, classes = real_path(arguments.out), arguments.classes
+    print(convert_model(arguments.source, out, dtype=arguments.dtype, revision=arguments.revision, classes=classes))
     return 0
 
 

@@ -23,7 +23,7 @@ from coordinator.planning.stop import Stop, on_interrupt
 from coordinator.problem.printable import read_printable
 from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem, read_problem
-from facility.exchange.command_line import changed_options, parsed, refuse_unused
+from facility.exchange.command_line import changed_options, parse_arguments, refuse_unused
 from facility.exchange.errors import ConfigurationError, InputError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import note_in
@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Read, solve, write; the first SIGINT ends the search and writes the best so far."""
     line = parser()
-    given = parsed(line, arguments)
+    given = parse_arguments(line, arguments)
     check_search(given.out, seconds=given.seconds, seed=given.seed)
     if given.iterations is not None and given.iterations < 0:
         raise ConfigurationError(f"--iterations is {given.iterations}, expected 0 or more")

@@ -21,11 +21,11 @@ from coordinator.bundle import COMPLETE, copy_code
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.config.firecrest import FIRECREST
-from coordinator.preflight.remote import check_connection, refused, ssh_command
+from coordinator.preflight.remote import check_connection, login_error, ssh_command
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.exit_codes import BROKE, ExitCode
 from facility.exchange.messages.job_template import path_word
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import find_template, read_template
 
 TEMPLATE = "job.sh"
@@ -59,7 +59,7 @@ def set_up(federation: Federation, name: str, *, bundle: Path | None, arguments:
     if bundle is not None:
         check_bundle(bundle)  # before a login, which may want a second factor
     if (row := check_connection(name, deployment)).verdict != "ok":
-        raise refused(row, f"{name}: {row.found}; {row.fix}")
+        raise login_error(row, f"{name}: {row.found}; {row.fix}")
     with tempfile.TemporaryDirectory(prefix="crossfed-setup-") as scratch:
         folder = Path(scratch)
         copy_code(folder / "crossfed")
@@ -153,7 +153,7 @@ def _relayed(words: list[str], given: IO[bytes] | None = None) -> int:
         assert process.stdout is not None
         while line := process.stdout.readline(LONGEST_LINE):
             for part in line.decode(errors="replace").splitlines():  # a progress bar ends its lines with \r
-                print(clean(part, LONGEST_LINE, lines=True), flush=True)
+                print(clean_text(part, LONGEST_LINE, lines=True), flush=True)
     return process.returncode
 
 

@@ -26,7 +26,7 @@ from facility.exchange.errors import InputError, TransientError
 from facility.exchange.files.durable import write_text
 from facility.exchange.messages.job_template import path_word
 from facility.exchange.messages.manifest import sha256_of
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Shared:
     """False: it was there already, or the facility is on this machine."""
 
 
-def share(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
+def share_tokenizer(federation: Federation, *, weights: bool, only: Sequence[str] = ()) -> Iterator[Shared]:
     """Send to all facilities, or `only` some: one after the other, as the result is read.
 
     Raises `InputError` without a tokenizer, for an unknown name or a link out of the model's folder; `TransientError`
@@ -136,4 +136,4 @@ def _send(name: str, deployment: Deployment, place: str, model: Path, names: Seq
         packing.wait()
     if sent.code:
         said = (sent.error.strip() or f"code {sent.code}").splitlines()[-1]
-        raise TransientError(f"{name} did not take the tokenizer at {place}: {clean(said, 300)}")
+        raise TransientError(f"{name} did not take the tokenizer at {place}: {clean_text(said, 300)}")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 LONGEST_SHOWN = 2000
 """Characters."""
 
 
-def shown(text: object) -> str:
+def safe_line(text: object) -> str:
     """Text that may come from a facility, as one line of printable characters of limited length."""
-    return clean(str(text), LONGEST_SHOWN)
+    return clean_text(str(text), LONGEST_SHOWN)

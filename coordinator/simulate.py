@@ -16,7 +16,7 @@ from coordinator.simulation.facilities import simulate_federation
 from coordinator.simulation.pipelines.pictures import write_html, write_trace
 from coordinator.simulation.pipelines.plans import simulate
 from coordinator.simulation.pipelines.result import SimulationResult
-from facility.exchange.command_line import changed_options, parsed, refuse_unused
+from facility.exchange.command_line import changed_options, parse_arguments, refuse_unused
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.logs import add_log_options
@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; raises `CrossFedError` for bad input."""
     line = parser()
-    options = parsed(line, arguments)
+    options = parse_arguments(line, arguments)
     changed = changed_options(line, options)
     check_seed(options.seed or 0)
     if options.federation is not None:

@@ -76,9 +76,9 @@ def commands() -> str:
 
 def settings() -> str:
     """Every key of federation.yml with type, default and what it means."""
-    from coordinator.config.reference import pages
+    from coordinator.config.reference import section_pages
 
-    return "\n".join(pages().values())
+    return "\n".join(section_pages().values())
 
 
 def registries() -> str:

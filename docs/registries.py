@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.server_optimizers.registry import SERVER_OPTIMIZERS
-from coordinator.schedulers.registry import describe as describe_schedulers
+from coordinator.schedulers.registry import describe_schedulers
 from facility.exchange.messages.optimizers import OPTIMIZERS
 from facility.exchange.messages.settings import describe_codecs
 from facility.exchange.messages.sync import describe_policies

@@ -39,7 +39,8 @@ class Ended:
 
 
 def wait_for_command(directory: Path, seconds: float, ended: Ended, look: float) -> float:
-    """Seconds until `directory` holds `command`; made here where they are over, or where the job is told to end."""
+    """Wait until `directory` holds `command`; returns the seconds waited. After `seconds`, or once the job is asked
+    to end, the file is made here."""
     began = time.monotonic()
     while COMMAND not in os.listdir(directory):  # listing the directory asks a network file system anew
         left = seconds - (time.monotonic() - began)

@@ -15,10 +15,10 @@ import argparse
 import sys
 from pathlib import Path
 
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
-from facility.exchange.messages.audit_compare import compared, head_of, verified
+from facility.exchange.messages.audit_compare import compare_logs, head_of, verify_heads
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--head", action="append", default=[], metavar="SHA256", help="digest seen before (repeat)")
     parser.add_argument("others", nargs="*", metavar="OTHER", help="compare: a head, a copy of the log or a gate's log")
     add_log_options(parser)
-    arguments = parsed(parser, argv)
+    arguments = parse_arguments(parser, argv)
     if arguments.command != "compare" and arguments.others:
         parser.error(f"{arguments.command} takes one log")
     if arguments.command != "verify" and arguments.head:
@@ -39,9 +39,9 @@ def main(argv: list[str] | None = None) -> int:
         print(head_of(arguments.file))
         return 0
     if arguments.command == "compare":
-        text, code = compared(arguments.file, arguments.others)
+        text, code = compare_logs(arguments.file, arguments.others)
     else:
-        text, code = verified(arguments.file, arguments.head)
+        text, code = verify_heads(arguments.file, arguments.head)
     print(text)
     return code
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from facility.exchange.checkpoints.base_model import base_digest
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.expected_digest import expected_digest, print_digest
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.logs import add_log_options
 
 
@@ -22,8 +22,8 @@ def main() -> int:
     parser.add_argument("model", metavar="DIR", help="the model's directory; relative paths count from $CROSSFED_HOME")
     parser.add_argument("--expect", metavar="SHA256", help="exit 1 where the digest is another")
     add_log_options(parser)
-    arguments = parsed(parser)
-    directory, expected = Path(resolve(arguments.model)), expected_digest(arguments.expect)
+    arguments = parse_arguments(parser)
+    directory, expected = Path(resolve_path(arguments.model)), expected_digest(arguments.expect)
     return print_digest(directory, base_digest(directory), expected)
 
 

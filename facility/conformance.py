@@ -15,9 +15,9 @@ import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from facility.conforming.laws import findings
+from facility.conforming.laws import check_laws
 from facility.conforming.trial import Trial
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import InputError, exit_on_error
 from facility.exchange.logs import add_log_options
 
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    arguments = parsed(parser(), argv)
+    arguments = parse_arguments(parser(), argv)
     found = []
     with ExitStack() as stack:
         if arguments.keep is None:
@@ -47,7 +47,9 @@ def main(argv: list[str] | None = None) -> int:
             folder = arguments.keep.absolute()
             if folder.exists():
                 raise InputError(f"--keep {folder} exists already; remove it or choose another name")
-        for finding in findings(Trial(folder, arguments.module, ranks=arguments.ranks, limit_seconds=arguments.limit)):
+        for finding in check_laws(
+            Trial(folder, arguments.module, ranks=arguments.ranks, limit_seconds=arguments.limit)
+        ):
             found.append(finding)
             if not arguments.json:
                 print(finding.line, flush=True)

@@ -28,7 +28,7 @@ from facility.exchange.json_values import values_in
 from facility.exchange.messages.dataset_card import SPLITS
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.task_words import Task
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 
 FORMAT = 1
 NEWER = "update CrossFed here, or prepare the dataset again with this one"
@@ -317,10 +317,11 @@ def open_dataset(path: Path | str) -> PreparedDataset:
                 f"`splits` is {splits!r:.40} and `sources` {sources!r:.40}, expected an object and a list"
             )
         entries = {
-            name: parse(SplitEntry, value, where=f"splits.{name}", update=NEWER) for name, value in splits.items()
+            name: parse_dataclass(SplitEntry, value, where=f"splits.{name}", update=NEWER)
+            for name, value in splits.items()
         }
-        origin = [parse(SourceEntry, value, where="sources", update=NEWER) for value in sources]
-        manifest = parse(DatasetManifest, raw | {"splits": {}, "sources": []}, update=NEWER)
+        origin = [parse_dataclass(SourceEntry, value, where="sources", update=NEWER) for value in sources]
+        manifest = parse_dataclass(DatasetManifest, raw | {"splits": {}, "sources": []}, update=NEWER)
     except NewerFormat as error:
         raise DatasetError(f"{file}: {error}") from None
     except ConfigurationError as error:

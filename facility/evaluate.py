@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import read_values
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages.evaluation import EvaluationSettings
-from facility.exchange.validation import parse
-from facility.rounds.evaluation import evaluate
+from facility.exchange.validation import parse_dataclass
+from facility.rounds.evaluation import evaluate_model
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ def main() -> int:
     add("--out", type=Path, required=True, metavar="FILE", help="the scores, JSON")
     add("--device", default="auto", help="auto, cpu or cuda (default auto)")
     add_log_options(parser)
-    arguments = parsed(parser)
-    settings = parse(EvaluationSettings, read_values(arguments.settings), file=arguments.settings)
+    arguments = parse_arguments(parser)
+    settings = parse_dataclass(EvaluationSettings, read_values(arguments.settings), file=arguments.settings)
     try:
-        found = evaluate(arguments.model, settings, dataset=arguments.model, device=arguments.device)
+        found = evaluate_model(arguments.model, settings, dataset=arguments.model, device=arguments.device)
         answer: dict[str, Any] = {"results": [dataclasses.asdict(one) for one in found]}
     except (CrossFedError, OSError, ValueError, KeyError) as error:
         log.error("the evaluation on tasks failed: %s", error)

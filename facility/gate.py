@@ -140,7 +140,7 @@ def serve(session: Session, command: str | None) -> int:
         check_log_share(session.log, session.policy.log_bytes_per_day)
         if session.key not in session.policy.keys:
             raise Refused(f"the key {session.key} is not one of the policy's")
-        request = grammar.parse(command)
+        request = grammar.parse_request(command)
         asked = shlex.join(shlex.split(command or ""))  # blanks and quotes cannot push a word off the log's line
         with one_of_many(session.state):
             session.write("request", request=asked)
@@ -153,7 +153,7 @@ def serve(session: Session, command: str | None) -> int:
             session.write("refused", request=asked, reason=str(error)[:1000])
         print(f"refused by the gate: {error}", file=sys.stderr)
         return ExitCode.REFUSED
-    except BrokenPipeError:  # who asked is gone: a look at a job's progress ends with the job
+    except BrokenPipeError:  # the client is gone: a look at a job's progress ends with the job
         session.write("broken off", request=asked)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its own end
         return ExitCode.INPUT

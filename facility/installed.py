@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import facility
-from facility.exchange.requirements import meets
+from facility.exchange.requirements import meets_requirement
 
 NAME = "crossfed"
 
@@ -27,7 +27,7 @@ def asked() -> list[str]:
         return []
 
 
-def unmet(requirements: list[str]) -> list[str]:
+def unmet_requirements(requirements: list[str]) -> list[str]:
     """Each requirement that this environment does not meet, with what is there: `peft 0.18.1, expected >=0.20`."""
     from packaging.requirements import Requirement  # here: it is one of those that may be missing
 
@@ -41,14 +41,14 @@ def unmet(requirements: list[str]) -> list[str]:
         except importlib.metadata.PackageNotFoundError:
             found.append(f"{requirement.name} is not installed")
             continue
-        if not meets(version, text):
+        if not meets_requirement(version, text):
             found.append(f"{requirement.name} {version}, expected {requirement.specifier}")
     return found
 
 
-def problems() -> list[str]:
+def requirement_problems() -> list[str]:
     """Every requirement of CrossFed that this environment does not meet, in words; empty where all are met."""
     try:
-        return unmet(asked())
+        return unmet_requirements(asked())
     except ModuleNotFoundError as error:
         return [f"{error.name} is not installed"]

@@ -17,14 +17,14 @@ from pathlib import Path
 from facility.dataset import open_dataset
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import Keys, write_keys
 from facility.exchange.masking.walks import sequences_of, told_of, walk_of
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import site_rules
 from facility.rounds.kept import state_directory
-from facility.rounds.login_command import add_arguments, ending
+from facility.rounds.login_command import add_arguments, run_to_outcome
 
 
 def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int, out: Path) -> None:
@@ -50,7 +50,7 @@ def draw_keys(settings: FacilitySettings, dataset: Path, state: Path, round: int
         told=told_of(settings, dataset),
     )
     with tempfile.TemporaryDirectory(prefix="crossfed-keys-") as private:  # a coordinator may write where `out` is
-        write_keys(Path(private), keys, resolve(training.signing_key))
+        write_keys(Path(private), keys, resolve_path(training.signing_key))
         with new_directory(out) as temporary:
             for path in Path(private).iterdir():
                 shutil.copyfile(path, temporary / path.name)
@@ -63,12 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
 
     def work() -> None:
-        settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
+        settings, dataset = read_facility_settings(a.settings), resolve_path(a.dataset)
         if a.round >= settings.rounds:
             raise ConfigurationError("the final evaluation needs no keys")
         draw_keys(settings, dataset, state_directory(a.state, settings, dataset), a.round, a.out)
 
-    return ending(work, a.settings, a.round, a.out)
+    return run_to_outcome(work, a.settings, a.round, a.out)
 
 
 if __name__ == "__main__":

@@ -25,11 +25,11 @@ from facility.exchange.errors import ConfigurationError, TransientError, exit_on
 from facility.exchange.logs import add_log_options
 from facility.exchange.text import number_of
 from facility.launching.compiled import place_of_compiled
-from facility.launching.devices import Devices, cleaned, detect
+from facility.launching.devices import Devices, clean_environment, detect_devices
 from facility.launching.notes import Notes
-from facility.launching.place import Place, Tasks, attempt_of, master_port, place, read_tasks
+from facility.launching.place import Place, Tasks, attempt_of, master_port, place_ranks, read_tasks
 from facility.launching.rendezvous import DIRECTORY, private_directory
-from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise
+from facility.launching.supervise import TRANSIENT, Ending, Limits, supervise_ranks
 from facility.launching.tables import ALLOCATIONS, RANKS_PER_NODE, TORCHRUN
 
 log = logging.getLogger("facility.launch")
@@ -49,7 +49,7 @@ def tasks_here() -> Tasks:
     return read_tasks(os.environ, text)
 
 
-def launch(
+def launch_ranks(
     arguments: Sequence[str],
     *,
     tasks: Tasks,
@@ -63,16 +63,16 @@ def launch(
     `ranks`: processes on this node where no scheduler says otherwise; 0: one for each GPU, or one. With `use_devices`,
     GPUs that a scheduler gave are one rank each. `notes`: a directory that all nodes of the job see.
     """
-    devices = detect(os.environ)
+    devices = detect_devices(os.environ)
     wanted, why = wanted_ranks(tasks, devices, ranks, use_devices)
     counts: list[int] = []
     if tasks.nodes > 1 and not tasks.per_rank and RANKS_PER_NODE not in os.environ and not tasks.devices_per_node:
         counts = notes.gather(tasks.tasks, tasks.task, wanted, MEETING_SECONDS)
     alone = tasks.tasks == 1
-    where = place(tasks, os.environ, ranks=wanted, counts=counts, port=_free_port(tasks) if alone else 0)
+    where = place_ranks(tasks, os.environ, ranks=wanted, counts=counts, port=_free_port(tasks) if alone else 0)
     if tasks.first and not alone and tasks.scheduler != TORCHRUN.name:
         _refuse_taken(where)
-    changes, cleaning = cleaned(os.environ, devices.kind)
+    changes, cleaning = clean_environment(os.environ, devices.kind)
     _say(where, f"{why}; {devices.reason}" + (f"; {cleaning}" if cleaning else ""))
     environments = [_environment(where, index, changes) for index in range(len(where.local_ranks))]
     several = tasks.tasks > 1 and tasks.scheduler != TORCHRUN.name
@@ -82,7 +82,7 @@ def launch(
         return f"another node failed first: {others[0].get('reason')}" if others else ""
 
     with private_directory(tasks, notes, MEETING_SECONDS) as meeting, place_of_compiled(os.environ) as compiled:
-        ending = supervise(
+        ending = supervise_ranks(
             [sys.executable, *arguments],
             [environment | meeting | compiled for environment in environments],
             limits=limits,
@@ -267,7 +267,7 @@ def main() -> int:
         parser.error(f"found {first!r} after --, expected Python's own arguments, such as -- -m facility.train")
     tasks = tasks_here()
     notes = Notes(arguments.shared, tasks.job, attempt_of(os.environ))
-    ending = launch(
+    ending = launch_ranks(
         arguments.arguments,
         tasks=tasks,
         ranks=arguments.ranks,

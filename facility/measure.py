@@ -16,7 +16,7 @@ import math
 import os
 from pathlib import Path
 
-from facility.exchange.command_line import changed_options, parsed, refuse_unused
+from facility.exchange.command_line import changed_options, parse_arguments, refuse_unused
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.compiled_code import compiled_code_place
 from facility.exchange.logs import add_log_options
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     """Measure; the first rank writes. Raises `CrossFedError` for bad input."""
     line = parser()
-    options = parsed(line, arguments)
+    options = parse_arguments(line, arguments)
     if options.tc_out is None:
         refuse_unused(changed_options(line, options), ("tc_interface",), "without --tc-out")
     for name, (least, most) in BOUNDS.items():
@@ -98,6 +98,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 if __name__ == "__main__":
     parser().parse_args()  # help and mistakes are answered at once
-    from facility.training.processes.ranks import end  # imports torch
+    from facility.training.processes.ranks import run_and_exit  # imports torch
 
-    end(main)
+    run_and_exit(main)

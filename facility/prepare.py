@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from facility.dataset import IMAGES, PreparedDataset
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.logs import add_log_options
 from facility.exchange.panics import panics_refused
@@ -32,7 +32,7 @@ from facility.exchange.text import number_of
 from facility.preparing.fitting_options import check_options
 from facility.preparing.images.command import add_images, prepare_images_of, summary_of_images
 from facility.preparing.said_of_records import summary_of_classes
-from facility.preparing.sources import spelled
+from facility.preparing.sources import unicode_name
 
 LINE_SECONDS = 30.0
 """Between two lines of progress in a log."""
@@ -241,7 +241,7 @@ def progress_bar() -> Iterator[Callable[[str, float, int], None]]:
     from tqdm import tqdm
 
     form = "{desc}{percentage:3.0f}%|{bar}| {postfix[0]} documents [{elapsed}<{remaining}]"
-    bars: list[tqdm] = []  # none before the first document, so that nothing stands there when nothing is to be done
+    bars: list[tqdm] = []  # none before the first document, so that nothing is shown when nothing is to be done
 
     def progress(source: str, share: float, documents: int) -> None:
         if not bars:
@@ -276,7 +276,9 @@ def progress_lines(out: TextIO, clock: Callable[[], float] = time.monotonic) -> 
 def summary(dataset: PreparedDataset, *, reused: bool) -> str:
     """What was prepared, in lines for a person; `reused`: it was there already."""
     manifest = dataset.manifest
-    lines = [f"{spelled(str(dataset.directory))}: {'prepared before by the same command' if reused else 'prepared'}"]
+    lines = [
+        f"{unicode_name(str(dataset.directory))}: {'prepared before by the same command' if reused else 'prepared'}"
+    ]
     if manifest.task == IMAGES:
         return "\n".join([*lines, *summary_of_images(dataset)])
     for name, split in manifest.splits.items():
@@ -306,7 +308,7 @@ def summary(dataset: PreparedDataset, *, reused: bool) -> str:
 
 def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, int], None]) -> Prepared:
     """Text to blocks of tokens, as the command line says."""
-    from facility.preparing.build import Request, prepare
+    from facility.preparing.build import Request, prepare_dataset
     from facility.preparing.sources import Fields
 
     label = options.label_field or ("label" if options.task == "classification" else None)
@@ -350,12 +352,12 @@ def prepare_text(options: argparse.Namespace, progress: Callable[[str, float, in
         classes=options.classes,
     )
     with panics_refused(f"the tokenizer in {options.tokenizer}"):
-        return prepare(request, progress=progress)
+        return prepare_dataset(request, progress=progress)
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser()
-    options = parsed(arguments, argv)
+    options = parse_arguments(arguments, argv)
     check_options(arguments, options)
     if options.offline:  # read when the libraries are imported, below
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
@@ -364,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
         prepared = prepare_images_of(options, progress) if options.task == IMAGES else prepare_text(options, progress)
     if options.json:
         report = {
-            "path": spelled(str(options.out)),
+            "path": unicode_name(str(options.out)),
             "reused": prepared.reused,
             **dataclasses.asdict(prepared.dataset.manifest),
         }
@@ -372,9 +374,9 @@ def main(argv: list[str] | None = None) -> int:
     else:
         print(summary(prepared.dataset, reused=prepared.reused))
     if options.show:
-        from facility.preparing.preview import preview
+        from facility.preparing.preview import preview_documents
 
-        print(preview(prepared.dataset, options.show, colour=sys.stdout.isatty()))
+        print(preview_documents(prepared.dataset, options.show, colour=sys.stdout.isatty()))
     return 0
 
 

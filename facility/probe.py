@@ -25,12 +25,12 @@ from facility.exchange.checkpoints.labels import classes_digest
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files import present
 from facility.exchange.files.owners import not_ours, written_by_all
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.hints import keys_of
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import manifest, report, settings
-from facility.installed import problems
-from facility.quota import quotas
+from facility.installed import requirement_problems
+from facility.quota import read_quotas
 
 if TYPE_CHECKING:
     from facility.dataset import DatasetManifest
@@ -137,7 +137,7 @@ def disk(path: Path, reserve: int) -> dict[str, Any]:
     elif (above := written_by_all(path)) is not None:
         answer["above"] = str(above)
     answer["quotas"] = (
-        [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in quotas(folder)]
+        [{"of": one.of, "free": one.free, "files_free": one.files_free} for one in read_quotas(folder)]
         if answer["writable"]
         else []
     )
@@ -184,14 +184,14 @@ def main() -> int:
         "python": platform.python_version(),
         "packages": packages(),
         "optional": packages(OPTIONAL),
-        "unmet": problems(),
+        "unmet": requirement_problems(),
         "formats": formats(),
         "settings_keys": list(keys_of(settings.FacilitySettings)),
-        "dataset": dataset(resolve(arguments.dataset)),
+        "dataset": dataset(resolve_path(arguments.dataset)),
         "disk": disk(arguments.workdir, arguments.reserve),
     }
     if arguments.base:
-        answer["base_model"] = base_model(Path(resolve(arguments.base)))
+        answer["base_model"] = base_model(Path(resolve_path(arguments.base)))
     if arguments.trainer:
         answer["trainer"] = missing(arguments.trainer)
     print(json.dumps(answer))

@@ -114,7 +114,7 @@ def ask(words: list[str]) -> str:
     return result.stdout  # `quota` ends with 1 where one is exceeded
 
 
-def quotas(folder: Path, asking: Callable[[list[str]], str] = ask) -> list[Quota]:
+def read_quotas(folder: Path, asking: Callable[[list[str]], str] = ask) -> list[Quota]:
     """Quotas that hold for files written to `folder`, those without a limit left out."""
     lines = asking(["df", "-PT", str(folder)]).splitlines()
     words = lines[-1].split() if len(lines) > 1 else []

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.exit_codes import ExitCode
-from facility.exchange.files.paths import resolve
-from facility.exchange.files.storage import file_error_sentence, is_storage, located
+from facility.exchange.files.paths import resolve_path
+from facility.exchange.files.storage import file_error_sentence, is_storage, with_place
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.comparison import ALONE
@@ -32,7 +32,7 @@ from facility.launching.supervise import Ending
 from facility.rounds.alone import work_alone
 from facility.rounds.dataset_budget import count_released, reserve_budget
 from facility.rounds.energy import Meter
-from facility.rounds.failing import earliest, fail
+from facility.rounds.failing import earliest_failure, leave_failure
 from facility.rounds.job import DONE, FAILED, GO, Job, start_ranks, work_of_round
 from facility.rounds.kept import state_directory, state_path
 from facility.rounds.one_round import OneRound
@@ -90,7 +90,7 @@ def first(job: Job) -> int:
     except Exception as error:
         tail = traceback.format_exc()
         cause = (
-            file_error_sentence(located(error, [job.state, Path.cwd()]), again=False)
+            file_error_sentence(with_place(error, [job.state, Path.cwd()]), again=False)
             if is_storage(error)
             else report.text_of(error)
         )
@@ -98,11 +98,11 @@ def first(job: Job) -> int:
     if ending.code == Outcome.DONE:
         return Outcome.DONE
     job.notes.write("first", FAILED)
-    ending = earliest(job, ending)
+    ending = earliest_failure(job, ending)
     show_failure(ending)
     again = ending.code == Outcome.CHECKPOINTED
     reason = "ran out of time; its state is saved, and the same round goes on from there" if again else ending.reason
-    fail(
+    leave_failure(
         job.out,
         report.Failure(
             facility=job.settings.facility, round=job.round, reason=reason, log_tail=ending.tail[-8000:], again=again
@@ -170,12 +170,12 @@ def main(argv: list[str] | None = None) -> int:
         tasks = tasks_here()
     except CrossFedError as error:
         # Who we are among the tasks is unknown, so all of them say the same.
-        fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+        leave_failure(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         raise SystemExit(Outcome.SKIPPED) from None
     try:
         settings = read_facility_settings(arguments.settings)
         facility = settings.facility
-        dataset = resolve(arguments.dataset)
+        dataset = resolve_path(arguments.dataset)
         job = Job(
             arguments=arguments,
             settings=settings,
@@ -189,14 +189,16 @@ def main(argv: list[str] | None = None) -> int:
     except CrossFedError as error:
         log.error("%s", error)
         if tasks.first:
-            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
+            leave_failure(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=str(error)))
         return Outcome.SKIPPED
     except Exception as error:  # a fault of ours must not hang the workflow either
         tail = traceback.format_exc()
         log.error("%s", tail)
         if tasks.first:
             reason = f"the round's own command failed: {report.text_of(error)}"
-            fail(arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail))
+            leave_failure(
+                arguments.out, report.Failure(facility=facility, round=arguments.round, reason=reason, log_tail=tail)
+            )
         return Outcome.SKIPPED
 
 

@@ -21,9 +21,9 @@ import uuid
 from pathlib import Path
 
 from facility.dataset import NAME, DatasetManifest, SplitEntry
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import CrossFedError, InputError, exit_on_error, for_terminal
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 from facility.exchange.logs import add_log_options
 from facility.exchange.messages import report
 from facility.exchange.messages.job_template import Environment, fill_template
@@ -31,7 +31,7 @@ from facility.exchange.messages.manifest import Manifest, sha256_of, verify_mani
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.template_inheritance import read_template, script_of
 from facility.exchange.text import number_of
-from facility.installed import problems
+from facility.installed import requirement_problems
 
 log = logging.getLogger("facility.selfcheck")
 
@@ -49,12 +49,12 @@ ATTEMPTS, ATTEMPT_SECONDS = 20, 0.25
 
 
 def trial_settings(ranks: int) -> FacilitySettings:
-    """Settings for three steps. Raises `ConfigurationError` where ranks cannot be so many."""
+    """Settings for three steps. Raises `ConfigurationError` for a number of ranks that cannot be started."""
     training = TrainingSettings(steps=3, batch_sequences=16, learning_rate=1e-2, ranks=ranks)
     return FacilitySettings(federation="selfcheck", facility="here", rounds=1, seed=1, training=training)
 
 
-def material(folder: Path, settings: FacilitySettings) -> None:
+def make_material(folder: Path, settings: FacilitySettings) -> None:
     """A pico Llama, a prepared dataset of numbers, the settings."""
     import numpy as np
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -70,7 +70,7 @@ def material(folder: Path, settings: FacilitySettings) -> None:
         max_position_embeddings=32,
     )
     disable_progress_bar()
-    with naming(folder):
+    with name_in_errors(folder):
         LlamaForCausalLM(config).save_pretrained(folder / "model")
     write_manifest(folder / "model", Manifest(kind="model", federation="selfcheck", round=0))
     data, splits = folder / "data", {}
@@ -221,7 +221,7 @@ def main() -> int:
         "--limit", type=float, default=3600.0, metavar="SECONDS", help="how long to wait for the job (default 3600)"
     )
     add_log_options(parser)
-    arguments = parsed(parser)
+    arguments = parse_arguments(parser)
     if arguments.fill and arguments.template is None:
         raise InputError("--fill has no effect without --template, whose placeholders it fills: leave it out")
     wrong = [item for item in arguments.fill if "=" not in item]
@@ -234,10 +234,10 @@ def main() -> int:
     folder = arguments.home.resolve() / f"selfcheck-{uuid.uuid4().hex[:8]}"
     (folder / "job").mkdir(parents=True)
     began = time.monotonic()
-    for problem in problems():
+    for problem in requirement_problems():
         log.warning("%s: a job that needs it may fail", problem)
     try:
-        material(folder, settings)
+        make_material(folder, settings)
         run(folder, arguments.template, fill, arguments.home.resolve(), arguments.limit)
         print(verdict(folder, time.monotonic() - began))
     except (CrossFedError, OSError, KeyboardInterrupt):

@@ -145,7 +145,7 @@ if [ -n "$template" ]; then  # before minutes go into packages
 import sys
 from pathlib import Path
 from facility.exchange.errors import CrossFedError
-from facility.exchange.messages.template_inheritance import read_template, unfilled
+from facility.exchange.messages.template_inheritance import read_template, unfilled_placeholders
 given = [word.partition("=")[0] for word in sys.argv[2:] if word != "--fill"]
 try:
     text = read_template(Path(sys.argv[1]))
@@ -153,7 +153,7 @@ except ModuleNotFoundError:  # jinja2 comes with torch: the self-check looks aga
     sys.exit()
 except CrossFedError as error:
     sys.exit(f"error: {error}")
-if left := unfilled(text, dict.fromkeys(given, "")):
+if left := unfilled_placeholders(text, dict.fromkeys(given, "")):
     sys.exit(f"error: {sys.argv[1]} has placeholders that nothing fills: {', '.join(left)}; add " + " ".join(f"--fill {name}=VALUE" for name in left))
 PYTHON
 fi

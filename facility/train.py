@@ -111,6 +111,6 @@ if __name__ == "__main__":
     # Libraries leave half a million objects that live to the end; looking through them for garbage as they come took an
     # eighth of a trainer's start. `train_round` collects from where they are loaded.
     gc.disable()
-    from facility.training.processes.ranks import end  # imports torch
+    from facility.training.processes.ranks import run_and_exit  # imports torch
 
-    end(main)
+    run_and_exit(main)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, exit_on_error
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.unmasking import read_request, write_answer
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.masking.answering import answer_request
 from facility.masking.site_rules import site_rules
 from facility.rounds.kept import state_directory
-from facility.rounds.login_command import add_arguments, ending
+from facility.rounds.login_command import add_arguments, run_to_outcome
 
 
 def unmask(settings: FacilitySettings, request: Path, state: Path, out: Path) -> None:
@@ -38,7 +38,7 @@ def unmask(settings: FacilitySettings, request: Path, state: Path, out: Path) ->
         rules=site_rules(),
     )
     with new_directory(out) as temporary:
-        write_answer(temporary, answer, resolve(settings.training.signing_key))
+        write_answer(temporary, answer, resolve_path(settings.training.signing_key))
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,10 +49,10 @@ def main(argv: list[str] | None = None) -> int:
     a = p.parse_args(argv)
 
     def work() -> None:
-        settings, dataset = read_facility_settings(a.settings), resolve(a.dataset)
+        settings, dataset = read_facility_settings(a.settings), resolve_path(a.dataset)
         unmask(settings, a.request, state_directory(a.state, settings, dataset), a.out)
 
-    return ending(work, a.settings, a.round, a.out)
+    return run_to_outcome(work, a.settings, a.round, a.out)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from facility.exchange.checkpoints.adapters import (
     is_added,
     is_factor,
     is_magnitude,
-    saves,
-    targeted,
+    is_saved_module,
+    is_targeted,
 )
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
@@ -97,10 +97,10 @@ def check_told(base: Checkpoint, update: Checkpoint, agreed: LoraSettings, facil
             raise UpdateRefused(facility, f"adapter {a!r} has rank {rank}, expected {agreed.rank} (training.lora.rank)")
     if not agreed.targets or any(map(is_adapter, base.tensors)):
         return
-    if strangers := sorted(layer for layer in layers if not targeted(layer, agreed.targets)):
+    if strangers := sorted(layer for layer in layers if not is_targeted(layer, agreed.targets)):
         raise UpdateRefused(facility, f"it has adapters for {strangers[:3]}, which training.lora.targets do not name")
     matrices = {n.removesuffix(".weight") for n, e in base.tensors.items() if len(e.shape) == 2 and ".weight" in n}
-    if missing := sorted(layer for layer in matrices - layers if targeted(layer, agreed.targets)):
+    if missing := sorted(layer for layer in matrices - layers if is_targeted(layer, agreed.targets)):
         raise UpdateRefused(facility, f"it lacks adapters for {missing[:3]}, which training.lora.targets name")
 
 
@@ -108,7 +108,7 @@ def _check_told_beside(update: Checkpoint, agreed: LoraSettings, facility: str) 
     """Magnitudes of every plain layer under `dora` and of none without; whole modules that were asked for."""
     for name in update.tensors:
         module = name.removeprefix(PREFIX).rpartition(".")[0]
-        if not is_added(name) and not saves(module, agreed.modules_to_save or HEADS):
+        if not is_added(name) and not is_saved_module(module, agreed.modules_to_save or HEADS):
             raise UpdateRefused(
                 facility, f"it brings {module!r} whole, which training.lora.modules_to_save do not name"
             )

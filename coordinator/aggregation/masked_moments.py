@@ -35,7 +35,7 @@ from facility.exchange.checkpoints.second_moments import (
     write_factors,
 )
 from facility.exchange.errors import CheckpointError, UpdateRefused
-from facility.exchange.masking.moments import BITS, MARK, Place, Units, add_streams, places, seed_of
+from facility.exchange.masking.moments import BITS, MARK, Place, Units, add_streams, moment_places, seed_of
 from facility.exchange.masking.streams import DTYPES, MaskBuffer
 from facility.exchange.messages.masking import GROWTH, MaskedMoments
 
@@ -64,7 +64,7 @@ def check_masked_moments(
         steps_of(update)
     except CheckpointError as error:
         raise UpdateRefused(facility, f"its masked second moments cannot be used: {error}") from None
-    laid = places(shapes)
+    laid = moment_places(shapes)
     if odd := sorted({name + MARK for name in laid} ^ found.keys()):
         raise UpdateRefused(
             facility, f"its masked second moments are not the tensors': {len(odd)} names differ, such as {odd[:3]}"
@@ -124,7 +124,7 @@ def unmasked(
         ]
         files = {entry.file for entries in sent for entry in entries.values()}
         opened = {path: stack.enter_context(open(path, "rb", buffering=0)).fileno() for path in files}
-        for name, place in places(shapes).items():
+        for name, place in moment_places(shapes).items():
             total = np.zeros(place.values, np.uint64)
             for entries in sent:
                 total += _numbers(entries[name], opened[entries[name].file])

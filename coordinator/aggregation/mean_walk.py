@@ -21,11 +21,11 @@ from facility.exchange.checkpoints.floats import Array
 from facility.exchange.checkpoints.mean_walk import (
     DTYPE,
     FOLDER,
+    byte_values,
     has_mean_walk,
     metadata_of,
     open_mean_walk,
-    rounded,
-    values,
+    round_to_bytes,
 )
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError
@@ -64,10 +64,10 @@ class MeanWalk:
                 mean += factor * step.astype(np.float64)
         if self.last.exact is not None and self.last.sent is not None:
             mean += self.plan.kept * self._read(self.last.exact.tensors[name], begin, count).view("<f4")
-            mean -= self.plan.sent * values()[self._read(self.last.sent.tensors[name], begin, count)]
+            mean -= self.plan.sent * byte_values()[self._read(self.last.sent.tensors[name], begin, count)]
         exact = mean.astype("<f4")
         self.state.write(name, begin * 4, exact.data.cast("B"))
-        self.model.write(name, begin, rounded(exact).data.cast("B"))
+        self.model.write(name, begin, round_to_bytes(exact).data.cast("B"))
 
     def _read(self, entry: TensorEntry, begin: int, count: int) -> Array:
         item = ITEM_BYTES[entry.dtype]

@@ -21,7 +21,7 @@ import numpy as np
 from coordinator.aggregation.rebase_moments import rebase_moments
 from facility.exchange.checkpoints.checkpoint import FLOATS, INDEX, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.delta_decoding import DECODED, TRAVELLED
-from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
+from facility.exchange.checkpoints.delta_parts import as_bytes, raw_ranges, read_parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.running_statistics import is_running_statistic
 from facility.exchange.checkpoints.twins import Twins
@@ -58,7 +58,7 @@ def rebase(update: Path, *, then: Path, now: Path, out: Path, facility: str) -> 
                 if name in steps:
                     _write_moved(writer, entry, started.tensors[name], present.tensors[name])
                 else:
-                    for offset, content in raw(entry):
+                    for offset, content in raw_ranges(entry):
                         writer.write(name, offset, content)
         manifest, written = read_manifest(update), open_checkpoint(temporary)
         extra = manifest.extra | {MADE: manifest.content_sha256}
@@ -102,7 +102,7 @@ def _moved_dtype(entry: TensorEntry, *models: Checkpoint) -> str:
 def _write_moved(writer: TensorWriter, trained: TensorEntry, then: TensorEntry, now: TensorEntry) -> None:
     """Write `trained` - `then` + `now` in the dtype of its place in the file, part by part."""
     dtype = STORAGE[writer.places[trained.name][2].dtype]
-    for start, (one, before, after) in parts([trained, then, now]):
+    for start, (one, before, after) in read_parts([trained, then, now]):
         moved, other = np.empty(len(one), dtype), np.empty(len(one), dtype)
         widen(one, trained.dtype, moved)
         widen(before, then.dtype, other)

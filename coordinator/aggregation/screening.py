@@ -30,7 +30,7 @@ from coordinator.aggregation.work import Malformed, NotFinite, Passed, Work
 from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import EndsEarly, TensorEntry
 from facility.exchange.errors import UpdateRefused, first_line
-from facility.exchange.masking.weights import capped
+from facility.exchange.masking.weights import cap_weights
 from facility.exchange.messages.manifest import NAME
 
 MOST_WAITING = 6
@@ -162,7 +162,7 @@ def _weigh(aggregation: Aggregation) -> None:
     most = aggregation.settings.maximum_share
     aggregation.weights, aggregation.capped = shares, {}
     if len(shares) >= aggregation.settings.screen.minimum_updates and max(shares) > most:
-        aggregation.weights = capped(shares, most)
+        aggregation.weights = cap_weights(shares, most)
         pairs = zip(aggregation.names, shares, aggregation.weights, strict=True)
         aggregation.capped = {name: share for name, share, after in pairs if after < share}
 

@@ -20,12 +20,12 @@ import numpy as np
 
 from coordinator.aggregation.sources import Sources
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.delta_parts import as_bytes, parts
+from facility.exchange.checkpoints.delta_parts import as_bytes, read_parts
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files import present
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import (
     STATE,
@@ -131,7 +131,7 @@ def draw_near(directory: Path, model: Checkpoint, share: float) -> None:
             master.metadata,
         ) as writer:
             for name, entry in master.tensors.items():
-                for start, (old, towards) in parts([entry, model.tensors[name]]):
+                for start, (old, towards) in read_parts([entry, model.tensors[name]]):
                     wanted = np.empty(len(old), STORAGE[entry.dtype])
                     widen(towards, model.tensors[name].dtype, wanted)
                     wanted -= old
@@ -149,7 +149,7 @@ def make_way(state: Path | None, model: Path) -> None:
     A state whose model never appeared is that of a killed run, and removed.
     """
     if state is not None:
-        one, other = real(state), real(model)
+        one, other = real_path(state), real_path(model)
         if one == other or one in other.parents or other in one.parents:
             raise InputError(
                 f"--state-out is {state} and --out {model}; expected two directories, neither in the other"

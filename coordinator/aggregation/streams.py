@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, expect, read_exactly
+from facility.exchange.checkpoints.checkpoint import ITEM_BYTES, TensorEntry, expect_tensors, read_exactly
 from facility.exchange.checkpoints.encoded import EncodedTensor, add_difference, stored_of
 from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.checkpoints.spans import PIECE, SPAN
@@ -66,7 +66,7 @@ class Files:
         for entry in stored:
             if entry.file not in self._descriptors:
                 self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
-        expect(self._hashed, stored)
+        expect_tensors(self._hashed, stored)
 
     def read(self, entry: TensorEntry, start: int, count: int, buffer: memoryview) -> Array:
         """Elements of a tensor into `buffer`, as an array of the storage dtype that lives in it."""

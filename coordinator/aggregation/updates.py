@@ -12,7 +12,7 @@ from coordinator.aggregation.verify import check_identity, check_tokenizer, open
 from facility.exchange.checkpoints.checkpoint import Checkpoint, TensorEntry
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, UpdateRefused
 from facility.exchange.files import present
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING
 from facility.exchange.messages.report import REPORT, Report, read_failure, read_report
@@ -72,7 +72,7 @@ def _open(
     known: str | None,
 ) -> Update:
     """One update; every refusal names the facility `known`, where the caller knows it."""
-    facility = known or real(directory).name
+    facility = known or real_path(directory).name
     try:
         if not directory.is_dir():
             raise CheckpointError(f"{directory} is not a directory")

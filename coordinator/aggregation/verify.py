@@ -15,7 +15,7 @@ from facility.exchange.checkpoints.checkpoint import (
     Checkpoint,
     Opened,
     TensorEntry,
-    expect,
+    expect_tensors,
     open_checkpoint,
 )
 from facility.exchange.checkpoints.companions import EXECUTABLE
@@ -28,7 +28,7 @@ from facility.exchange.checkpoints.running_statistics import VARIANCE
 from facility.exchange.checkpoints.second_moments import Factors, has_factors, read_factors
 from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CheckpointError, ManifestError, UpdateRefused
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import (
@@ -160,13 +160,15 @@ def check_files(directory: Path, facility: str) -> None:
     """Refuse files that run code when loaded, links that leave the directory, and anything that is not a file."""
     if not directory.is_dir():
         raise UpdateRefused(facility, f"{directory} is not a directory: the update never arrived")
-    home = real(directory)
+    home = real_path(directory)
     for folder, folders, names in os.walk(directory):
         for name in sorted(folders + names):
             path = Path(folder) / name
             shown = path.relative_to(directory).as_posix()
-            if path.is_symlink() and not real(path).is_relative_to(home):
-                raise UpdateRefused(facility, f"{shown!r} is a symbolic link out of the directory, to {real(path)}")
+            if path.is_symlink() and not real_path(path).is_relative_to(home):
+                raise UpdateRefused(
+                    facility, f"{shown!r} is a symbolic link out of the directory, to {real_path(path)}"
+                )
             if not path.is_file() and not path.is_dir():
                 raise UpdateRefused(facility, f"{shown!r} is neither a file nor a directory")
             if path.suffix.lower() in EXECUTABLE:
@@ -235,7 +237,7 @@ def check_finite(
     """
     floats = [(name, entry) for name, entry in entries.items() if entry.dtype in FLOATS]
     floats.sort(key=lambda item: min((one.file, one.start) for one in stored_of(item[1]) or [item[1]]))
-    expect(hashed or {}, [one for _, entry in floats for one in stored_of(entry)])
+    expect_tensors(hashed or {}, [one for _, entry in floats for one in stored_of(entry)])
     with Opened() as opened:
 
         def read(entry: TensorEntry, offset: int, buffer: memoryview) -> None:

@@ -31,7 +31,7 @@ from coordinator.aggregation.state import MASTER, fitting, kept_by, open_state, 
 from coordinator.aggregation.unchanged import known_files, link_unchanged, read_unchanged, write_unchanged
 from coordinator.aggregation.work import Work
 from facility.exchange.checkpoints.adapters import CONFIG, class_in, write_adapter_config
-from facility.exchange.checkpoints.checkpoint import FLOATS, STORED_AS, TensorEntry, expect, open_checkpoint
+from facility.exchange.checkpoints.checkpoint import FLOATS, STORED_AS, TensorEntry, expect_tensors, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions, state_dtype
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.files.checksum import Checksum
@@ -255,7 +255,7 @@ def _copy_others(aggregation: Aggregation, model: TensorWriter, linked: Collecti
     unread = [entry for entry in tensors.values() if entry.file not in read]
     promised = aggregation.sources.hashed
     hashed = {e.file: promised[e.file] for e in unread if e.file in promised and e.name not in linked}
-    expect(hashed, unread)
+    expect_tensors(hashed, unread)
     for entry in sorted(tensors.values(), key=lambda entry: (entry.file, entry.start)):
         if entry.name not in floats and entry.name not in linked:
             _copy_tensor(entry, model, aggregation.dtypes.get(entry.name, entry.dtype), hashed.get(entry.file))

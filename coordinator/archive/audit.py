@@ -37,7 +37,7 @@ def log_entry(what: str, **fields: Any) -> None:
 def log_head() -> str:
     """Digest of the log's last line; '' where there is none."""
     path = os.environ.get(VARIABLE)
-    return audit_log.head(Path(path)) if path else ""
+    return audit_log.head_digest(Path(path)) if path else ""
 
 
 def heads_of(archive: Path, facility: str) -> list[str]:

@@ -25,7 +25,7 @@ class Averaged:
     sha256: str
 
 
-def averaged(archive: Archive) -> Averaged | None:
+def read_averaged(archive: Archive) -> Averaged | None:
     """None where the final model is the global model of a round. Another round makes the choice void."""
     if not archive.path.is_dir():
         return None

@@ -137,7 +137,7 @@ def _in_order(found: Sequence[Entry]) -> list[Entry]:
     return ordered
 
 
-def standing(entries: Iterable[Entry]) -> list[Entry]:
+def without_rewound(entries: Iterable[Entry]) -> list[Entry]:
     """Without what was written of rounds before `crossfed rewind` set them aside, and of that itself."""
     found: list[Entry] = []
     for entry in entries:

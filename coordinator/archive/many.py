@@ -25,16 +25,16 @@ def kind_of(text: str, name: str) -> str:
     return re.sub(r"\d+", "0", text.replace(name, ""))
 
 
-def many(found: Collection[object]) -> bool:
+def too_many_to_list(found: Collection[object]) -> bool:
     """Whether these are too many to be listed one by one."""
     return len(found) > MOST_ROWS
 
 
-def grouped(found: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+def group_for_display(found: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     """Groups for one line each: few items stay single, in their order; many are grouped by key, the largest group
     first, equally large ones in their order."""
     every = list(found)
-    if not many(every):
+    if not too_many_to_list(every):
         return [[one] for one in every]
     groups: dict[object, list[T]] = {}
     for one in every:

@@ -34,7 +34,7 @@ def rewind(archive: Archive, to: int) -> Path:
     The caller holds the federation's lock. Raises `InputError` when there is no such round, or when the model that
     round `to` starts from was pruned or is damaged itself.
     """
-    finish(archive)
+    finish_rewind(archive)
     done, before = archive.rounds(), archive.read_note(REWOUND)  # there until a round is complete
     if before.get("round") == to == len(done):  # the same command again
         return archive.path / str(before["aside"])
@@ -54,13 +54,13 @@ def rewind(archive: Archive, to: int) -> Path:
     while aside.exists():  # the second within a second
         aside = aside.with_name(f"{aside.name}-again")
     gone = len(done) - to + (int(before.get("gone", 0)) if before.get("round") == len(done) else 0)
-    note = {"round": to, "stateless": stateless(archive, to), "gone": gone, "aside": aside.name, CANCELLED: False}
+    note = {"round": to, "stateless": lacks_state(archive, to), "gone": gone, "aside": aside.name, CANCELLED: False}
     archive.write_note(REWOUND, note | {MOVING: True})
     _set_aside(archive, note)
     return aside
 
 
-def finish(archive: Archive) -> str:
+def finish_rewind(archive: Archive) -> str:
     """Complete a rewind that was killed: what it left of the rounds has no state to go on from. '': none was."""
     note = archive.read_note(REWOUND)
     if not note.pop(MOVING, False):
@@ -156,7 +156,7 @@ def tell_rewinds(archive: Archive, base: Path, *directories: Path | None) -> Non
             with_set_aside(directory, every)
 
 
-def stateless(archive: Archive, to: int) -> bool:
+def lacks_state(archive: Archive, to: int) -> bool:
     """True if round `to` starts from a model whose float32 master and server optimizer's tensors are gone.
 
     The archive keeps those of the newest round. Without them the master is the half-precision model itself, and the

@@ -47,7 +47,7 @@ from facility.exchange.files.storage import file_error_sentence, is_storage
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, with_run, write_manifest
 from facility.exchange.messages.plausible import MOST_NODES
 from facility.exchange.messages.strict_json import parse_json
-from facility.exchange.validation import check_format, parse, validated
+from facility.exchange.validation import check_format, parse_dataclass, validated
 
 FORMAT = 1
 CLIPS = "clips.json"
@@ -270,7 +270,7 @@ class Archive:
         try:
             raw = _mapping(path)
             check_format(raw, FORMAT, file=path)
-            return parse(RoundFile, raw, file=path, update="update CrossFed here")
+            return parse_dataclass(RoundFile, raw, file=path, update="update CrossFed here")
         except NewerFormat:  # going back would not help
             raise
         except (OSError, ValueError) as error:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from coordinator.archive.averaged import averaged
+from coordinator.archive.averaged import read_averaged
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry, Journal, waited_by_facility
 from coordinator.archive.masked_rounds import masked_rounds
@@ -40,7 +40,7 @@ def summary_of(
     evaluated = asked and evaluation.get("global_loss") is not None
     losses, overs = _losses_of_models(history, evaluation if evaluated else {})
     limited = archive.read_note("limited")
-    mean = averaged(archive)
+    mean = read_averaged(archive)
     ended = limited.get("after_round") == len(history) - 1 and not limited.get("moved")
     best = _best(archive, losses) if ended else None
     rounds = [_round_row(*one) for one in zip(history, losses[1:], overs[1:], strict=True)]

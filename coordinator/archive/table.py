@@ -9,9 +9,9 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
+from coordinator.archive.many import first_groups, group_for_display, kind_of, names_of, too_many_to_list
 from coordinator.archive.rounds import CARRIED
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.task_words import TEXT, TaskWords, words_of
 
 MEDIANS = ("perplexity_received", "perplexity_returned", "accuracy_received", "accuracy_returned")
@@ -62,7 +62,7 @@ def _lines(rows: Sequence[dict[str, Any]], words: TaskWords) -> list[dict[str, s
 
 
 def _cells(row: dict[str, Any], words: TaskWords) -> dict[str, str]:
-    received, returned = accuracies(row)
+    received, returned = format_accuracies(row)
     return {
         "facility": row["facility"],
         "status": _status(row),
@@ -105,7 +105,7 @@ def has_accuracy(data: Mapping[str, Any]) -> bool:
     return 2 * sum(reported) > len(reported)
 
 
-def accuracies(row: Mapping[str, Any]) -> list[str]:
+def format_accuracies(row: Mapping[str, Any]) -> list[str]:
     """Accuracies of the received and the returned model, as text."""
     return [plain_number(row.get("accuracy_received")), plain_number(row.get("accuracy_returned"))]
 
@@ -113,11 +113,11 @@ def accuracies(row: Mapping[str, Any]) -> list[str]:
 def to_show(rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Rows that are shown one by one, and those that one line stands for: of many facilities only those that failed,
     came late or have a note are shown by name, and of many of these one row for all to which the same happened."""
-    if not many(rows):
+    if not too_many_to_list(rows):
         return list(rows), []
     odd = [row for row in rows if row["status"] != "ok" or note_of(row) or row.get("staleness")]
     sound = [row for row in rows if row["status"] == "ok" and not note_of(row) and not row.get("staleness")]
-    shown_groups, rest = first_groups(grouped(odd, _what_happened))
+    shown_groups, rest = first_groups(group_for_display(odd, _what_happened))
     merged = [one_of(group) for group in shown_groups]
     if rest:
         merged.append(one_of(rest) | {"status": "other", "reason": "for other reasons: `crossfed status --json`"})
@@ -161,7 +161,7 @@ def _status(row: dict[str, Any]) -> str:
     if status != "ok":
         return f"[{'yellow' if reason == CARRIED else 'red'}]{escape(status_of(row))}[/]"
     note = note_of(row)
-    return f"{status_of(row)} ([yellow]{escape(shown(note))}[/yellow])" if note else status_of(row)
+    return f"{status_of(row)} ([yellow]{escape(safe_line(note))}[/yellow])" if note else status_of(row)
 
 
 def note_of(row: Mapping[str, Any]) -> str:
@@ -173,5 +173,5 @@ def status_of(row: Mapping[str, Any]) -> str:
     """The status, with why a facility is missing, or the earlier round that its update was made for. Plain text."""
     reason, late = row["reason"], row.get("staleness", 0)
     if row["status"] != "ok" and reason != CARRIED:
-        return f"{row['status']}: {shown(reason)}" if reason else str(row["status"])
+        return f"{row['status']}: {safe_line(reason)}" if reason else str(row["status"])
     return f"{row['status']}, of round {row['round'] - late}" if late and row["status"] == "ok" else str(row["status"])

@@ -30,9 +30,9 @@ def demo(
 )
 def conformance(context: typer.Context) -> None:
     """Try a trainer of your own (MODULE) on a pico model: does it keep the contract of facility.train?"""
-    from coordinator.conformance import conformance as try_out
+    from coordinator.conformance import check_conformance
 
-    raise typer.Exit(try_out(context.args))
+    raise typer.Exit(check_conformance(context.args))
 
 
 @app.command(

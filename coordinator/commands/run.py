@@ -25,10 +25,10 @@ def check(
     ] = False,
 ) -> None:
     """Check what can be known before a job is submitted; each failing row comes with a fix. Exit 1 if one fails."""
-    from coordinator.preflight.check import check_for_run, show
+    from coordinator.preflight.check import check_for_run, show_rows
 
     rows = check_for_run(federation, link=link, submit=submit)
-    raise typer.Exit(show(rows, as_json=as_json, console=command_console(160)))
+    raise typer.Exit(show_rows(rows, as_json=as_json, console=command_console(160)))
 
 
 @app.command(rich_help_panel=RUN)
@@ -76,7 +76,7 @@ def render(
     """
     from coordinator.config.federation import read_federation
     from coordinator.config.local_paths import check_paths
-    from coordinator.engine.render import stale
+    from coordinator.engine.render import stale_files
     from coordinator.engine.run import render_alone
 
     if check and not paths:
@@ -85,7 +85,7 @@ def render(
     if described.deprecated:
         print(f"deprecated: {described.deprecated}")
     if check:
-        differing = stale(described)
+        differing = stale_files(described)
         for name in differing:
             print(f"stale: {name}")
         raise typer.Exit(ExitCode.FOUND if differing else ExitCode.OK)
@@ -119,7 +119,7 @@ def rewind(
     to: Annotated[int, typer.Option("--to", help="Round that is to come next, from 0.")],
 ) -> None:
     """Go back to a round: it and later ones are set aside in the archive; `crossfed run` goes on from there."""
-    from coordinator.archive.rewind import STATELESS, stateless
+    from coordinator.archive.rewind import STATELESS, lacks_state
     from coordinator.archive.rewind import rewind as go_back
     from coordinator.archive.rounds import Archive
     from coordinator.config.federation import read_federation
@@ -130,7 +130,7 @@ def rewind(
         archive = Archive(described.archive_path)
         aside = go_back(archive, to)
     print(f"round {to} comes next; what was made from it on is in {aside}")
-    if stateless(archive, to):
+    if lacks_state(archive, to):
         print(
             "the archive keeps the float32 master and the server optimizer's state of the newest round alone: "
             f"round {to} begins {STATELESS}"

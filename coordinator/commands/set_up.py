@@ -11,7 +11,7 @@ import typer
 from coordinator.commands.app import SET_UP, FacilityArgument, FederationOption, app
 from coordinator.quickstart.command import quickstart
 from facility.exchange.errors import InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 
 app.command(rich_help_panel=SET_UP)(quickstart)
 
@@ -25,7 +25,7 @@ def init(
     name: Annotated[str, typer.Option(help="Name of the federation.")] = "federation",
 ) -> None:
     """Write a first federation.yml to fill in, from the sites' templates."""
-    from coordinator.config.scaffold import init as write_scaffold
+    from coordinator.config.scaffold import write_scaffold
 
     print(
         f"{write_scaffold(folder, name, facility)}: fill in what is in <angle brackets>, then: "
@@ -41,7 +41,7 @@ def share(
 ) -> None:
     """Send the model's tokenizer to every facility, which verifies it; what a facility holds already is not sent."""
     from coordinator.config.federation import read_federation
-    from coordinator.share import share as send
+    from coordinator.share import share_tokenizer as send
 
     for one in send(read_federation(federation), weights=weights, only=facility or []):
         print(f"{one.facility}: {'sent' if one.sent else 'there'}: {one.path}, digest {one.digest}")
@@ -63,11 +63,11 @@ def model(
     ] = None,
 ) -> None:
     """Fetch or convert the model of round 0 and check it by loading it."""
-    from coordinator.model import DTYPES, convert
+    from coordinator.model import DTYPES, convert_model
 
     if dtype not in DTYPES:
         raise InputError(f"--dtype is {dtype!r}, expected one of {', '.join(DTYPES)}")
-    print(convert(source, real(out), dtype=dtype, revision=revision, classes=classes or []))
+    print(convert_model(source, real_path(out), dtype=dtype, revision=revision, classes=classes or []))
 
 
 @app.command(rich_help_panel=SET_UP)
@@ -104,7 +104,7 @@ def bundle(
 ) -> None:
     """Download what a facility without internet needs to install; copy the folder there and run its setup.sh."""
     from coordinator.bundle import INDEX
-    from coordinator.bundle import bundle as make
+    from coordinator.bundle import make_bundle as make
 
     if torch not in INDEX:
         raise InputError(f"--torch is {torch!r}, expected one of {', '.join(INDEX)}")

@@ -12,7 +12,7 @@ import typer
 from coordinator.commands.app import WATCH, FederationOption, app, facilities_for_completion
 from coordinator.console import command_console
 from facility.exchange.errors import InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.text import number_of
 
 if TYPE_CHECKING:
@@ -56,9 +56,9 @@ def _progress(described: Federation, *, queues: bool) -> dict[str, Any]:
     data = found | {"federation": described.name, "rounds_wanted": described.rounds}
     if queues:
         from coordinator.engine.queues import read_queues
-        from coordinator.engine.stuck_jobs import present
+        from coordinator.engine.stuck_jobs import current_jobs
 
-        data["jobs"] = present(read_queues(described.file.parent / "streamflow.yml"))
+        data["jobs"] = current_jobs(read_queues(described.file.parent / "streamflow.yml"))
     return data
 
 
@@ -73,21 +73,21 @@ def _print_progress(described: Federation, data: dict[str, Any]) -> None:
     from rich.markup import escape
 
     from coordinator.archive.narrow import print_rounds
-    from coordinator.archive.remarks import remarks
+    from coordinator.archive.remarks import summary_remarks
     from coordinator.engine.stuck_jobs import lines_of
-    from coordinator.shown_text import shown
+    from coordinator.shown_text import safe_line
 
     console = command_console(140)
     console.print(
         f"federation {described.name}: {_complete(len(data['rounds']), described.rounds)} in {escape(data['archive'])}"
     )
     print_rounds(console, data)
-    for line in remarks(data):
+    for line in summary_remarks(data):
         console.print(line, markup=False, highlight=False)
     if data["stopped"]:
-        console.print(f"stopped: {shown(data['stopped'])}", style="red", markup=False, highlight=False)
+        console.print(f"stopped: {safe_line(data['stopped'])}", style="red", markup=False, highlight=False)
     for line in lines_of(data.get("jobs", [])):
-        console.print(shown(line), markup=False, highlight=False)
+        console.print(safe_line(line), markup=False, highlight=False)
 
 
 @app.command(rich_help_panel=WATCH)
@@ -142,7 +142,7 @@ def publish(
         raise InputError("publish needs the package rocrate, which is not installed here: pip install 'rocrate>=0.15'")
     from coordinator.publishing.publish import publish as make
 
-    print(f"{make(federation, real(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")
+    print(f"{make(federation, real_path(out.parent) / out.name)}: model/ with its card, crate/ with reproduce.md")
 
 
 @app.command(rich_help_panel=WATCH)
@@ -164,12 +164,12 @@ def audit(
     shown are of the same log, with the first line that differs. Exit 1 where they are not shown to be.
     """
     from coordinator.archive.audit import heads_of
-    from facility.exchange.messages.audit_compare import compared, head_of, verified
+    from facility.exchange.messages.audit_compare import compare_logs, head_of, verify_heads
 
     if action not in ("verify", "head", "compare"):
         raise InputError(f"audit knows verify, head and compare, not {action!r}: give `crossfed audit verify FILE`")
     if others and action != "compare":
-        raise InputError(f"audit {action} takes one log, and {others[0]!r} stands there as well")
+        raise InputError(f"audit {action} takes one log, but {others[0]!r} was given as well")
     if (archive is None) != (not facility):
         raise InputError("--archive and --facility go together: whose log FILE is, and where its heads were recorded")
     if action != "verify" and (head or archive is not None):
@@ -180,8 +180,8 @@ def audit(
         print(head_of(file))
         return
     if action == "compare":
-        text, code = compared(file, others or [])
+        text, code = compare_logs(file, others or [])
     else:
-        text, code = verified(file, [*(head or []), *(heads_of(archive, facility) if archive is not None else [])])
+        text, code = verify_heads(file, [*(head or []), *(heads_of(archive, facility) if archive is not None else [])])
     print(text)
     raise typer.Exit(code)

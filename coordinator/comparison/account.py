@@ -7,7 +7,7 @@ from dataclasses import field
 from typing import Any
 
 from coordinator.archive.rounds import Archive
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 
 NOTE = "comparison"
 
@@ -67,7 +67,7 @@ def read_account(archive: Archive) -> Account | None:
     note = archive.read_note(NOTE)
     if not note:
         return None
-    found = parse(Account, note, file=archive.path / f"{NOTE}.json")
+    found = parse_dataclass(Account, note, file=archive.path / f"{NOTE}.json")
     return found if found.after_round == len(archive.rounds()) - 1 else None
 
 

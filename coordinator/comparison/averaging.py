@@ -18,7 +18,7 @@ import numpy as np
 from coordinator.archive.averaged import MEAN_OF
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_parts import as_bytes, parts, raw
+from facility.exchange.checkpoints.delta_parts import as_bytes, raw_ranges, read_parts
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import InputError
@@ -55,13 +55,13 @@ def average(models: Sequence[Path], out: Path, rounds: Sequence[int]) -> None:
 
 def _write_mean(writer: TensorWriter, name: str, entries: list[TensorEntry], last: TensorEntry) -> None:
     if last.dtype not in FLOATS:
-        for offset, content in raw(last):
+        for offset, content in raw_ranges(last):
             writer.write(name, offset, content)
         return
     arithmetic: type[np.floating[Any]] = (
         np.float64 if any(entry.dtype == "F64" for entry in (*entries, last)) else np.float32
     )
-    for start, values in parts(entries):
+    for start, values in read_parts(entries):
         total: Array = np.zeros(len(values[0]), arithmetic)
         other: Array = np.empty(len(values[0]), arithmetic)
         for one, entry in zip(values, entries, strict=True):

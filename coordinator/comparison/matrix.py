@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.archive.rounds import Archive
 from coordinator.comparison.account import Account, read_account
 from coordinator.comparison.candidates import last_models_sentence
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.messages.comparison import (
     ALONE_OF,
     GLOBAL,
@@ -17,10 +17,10 @@ from facility.exchange.messages.comparison import (
     METHOD,
     UPDATE_OF,
     Interval,
-    perplexities,
+    perplexity_interval,
 )
 from facility.exchange.messages.evaluation import HELD_OUT
-from facility.exchange.task_words import TEXT, TaskWords, capital
+from facility.exchange.task_words import TEXT, TaskWords, capitalise
 from facility.exchange.text import number_of
 
 TITLES = {INITIAL: "initial", GLOBAL: "global"}
@@ -83,7 +83,7 @@ def matrix(archive: Archive, settings: Mapping[str, Any], names: Sequence[str], 
         "summary": [*_summary(account.figures), *_chosen(account, averaged)],
         "verdicts": [line for name in names for line in _verdicts(name, account.figures.get(name, []), words.nats)]
         + [line for name in names for line in forgotten(account.figures.get(name, []), held_out, words.nats)],
-        "gaps": {name: shown(reason) for name, reason in account.gaps.items()},
+        "gaps": {name: safe_line(reason) for name, reason in account.gaps.items()},
         "alone": _alone(account),
         "complete": account.over,
         "method": METHOD,
@@ -113,7 +113,9 @@ def _caption(*, masked: bool, whole: bool, averaged: bool, words: TaskWords) -> 
         models = ["the initial model", *models, "every facility's own last update"]
         models.append(f"models trained alone for as many {words.unit}")
     shown = f"{', '.join(models)}, and the global model"
-    text = f"{capital(words.metric)} on each facility's validation data (rows) of {shown}{SHADES}. Intervals: {METHOD}."
+    text = (
+        f"{capitalise(words.metric)} on each facility's validation data (rows) of {shown}{SHADES}. Intervals: {METHOD}."
+    )
     return f"{text} {MASKED}" if masked and whole else text
 
 
@@ -132,7 +134,7 @@ def _interval(raw: Mapping[str, float]) -> Interval:
 
 
 def _cell(name: str, figure: Row, held_out: str) -> Row | None:
-    found = perplexities(_interval(figure["loss"]))
+    found = perplexity_interval(_interval(figure["loss"]))
     if found is None:
         return None
     against = {title(folder): [one["value"], one["low"], one["high"]] for folder, one in figure["against"].items()}
@@ -175,7 +177,9 @@ def forgotten(figures: Sequence[Row], held_out: str, nats: str = TEXT.nats) -> l
         less = _negated(more) | {"blocks": found[INITIAL]["blocks"]}
     else:
         return []
-    return [f"{held_out}, which nobody trained on: the global model is {_compared(less, 'the initial one', nats)}."]
+    return [
+        f"{held_out}, which no facility trained on: the global model is {_compared(less, 'the initial one', nats)}."
+    ]
 
 
 def _summary(figures: Mapping[str, Sequence[Row]]) -> list[str]:
@@ -213,6 +217,6 @@ def _compared(less: Mapping[str, float], what: str, nats: str) -> str:
 
 def _alone(account: Account) -> dict[str, Row]:
     return {
-        name: {"rounds": one.rounds, "of": one.of, "tokens": one.tokens, "reason": shown(one.reason)}
+        name: {"rounds": one.rounds, "of": one.of, "tokens": one.tokens, "reason": safe_line(one.reason)}
         for name, one in account.alone.items()
     }

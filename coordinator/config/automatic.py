@@ -97,7 +97,9 @@ def read_table(file: Path = TABLE) -> tuple[MeasuredFederation, ...]:
     return tuple(rows)
 
 
-def choose(situation: Situation, *, may_share: bool, table: tuple[MeasuredFederation, ...] | None = None) -> Choice:
+def choose_aggregation(
+    situation: Situation, *, may_share: bool, table: tuple[MeasuredFederation, ...] | None = None
+) -> Choice:
     """The best aggregation measured in the federation most like `situation`, and why.
 
     `may_share`: second moments can be shared here. With a single facility there is nothing to average: the plain mean.

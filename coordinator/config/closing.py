@@ -52,7 +52,7 @@ class ClosingSettings:
         return max(1, math.ceil(round(self.quorum * facilities, DIGITS)))
 
 
-def carries(closing: ClosingSettings | None) -> bool:
+def carries_late(closing: ClosingSettings | None) -> bool:
     """True if updates are averaged in a later round than they were made for."""
     return closing is not None and closing.late == "carry"
 

@@ -113,13 +113,13 @@ def check_trainers(described: Mapping[str, tuple[TrainerSettings, TrainingSettin
             raise _error(
                 "training.optimizer_state",
                 f"optimizer_state of facility {name!r} is 'shared', but facility {others[0]!r} has a trainer of its "
-                "own, whose moments nobody knows: set it to 'personal' or 'auto'",
+                "own, whose moments CrossFed cannot read: set it to 'personal' or 'auto'",
             )
         if others and training.first_moments != "off":
             raise _error(
                 "training.first_moments",
                 f"first_moments of facility {name!r} is 'mean', but facility {others[0]!r} has a trainer of its own, "
-                "whose moments nobody knows: set it to 'off'",
+                "whose moments CrossFed cannot read: set it to 'off'",
             )
         if others and training.drift_correction:
             raise _error(

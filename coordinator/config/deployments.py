@@ -231,7 +231,7 @@ class Deployment(Connection):
         """Raise `ConfigurationError` for a letter of a path that qsub or a container's runtime takes for more."""
         if self.type in ("pbs", "gridengine") and (found := re.search("[:,]", self.workdir)):
             raise ConfigurationError(
-                f"workdir is {self.workdir!r}, but qsub takes what stands before {found[0]!r} in a job's output file "
+                f"workdir is {self.workdir!r}, but qsub takes what precedes {found[0]!r} in a job's output file "
                 "for a host, or for a file of its own; choose a path without it",
                 key="workdir",
             )

@@ -30,7 +30,7 @@ DIGESTS = ("deployment.access", "deployment.job_script", "notify")
 """Keys whose value is a digest."""
 
 
-def described(federation: Federation) -> dict[str, Any]:
+def describe_federation(federation: Federation) -> dict[str, Any]:
     """The same federation.yml and job templates give the same data on any machine."""
     own = {key.name: getattr(federation, key.name) for key in dataclasses.fields(federation)}
     values = {name: value for name, value in own.items() if name not in LEFT_OUT}

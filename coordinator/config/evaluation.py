@@ -58,9 +58,9 @@ class AskedTasks:
     """Rounds between two evaluations; the final model is always evaluated."""
 
     def objection(self, facility: str, scores: Sequence[Mapping[str, Any]], *, round: int, rounds: int) -> str:
-        """Why the scores that a facility told of a round are left out; '' where they are what it was asked for.
+        """Why the scores that a facility reported of a round are left out; '' where they are what it was asked for.
 
-        Names of tasks are not compared: lm-eval tells those of a group under the names of its parts.
+        Names of tasks are not compared: lm-eval reports those of a group under the names of its parts.
         """
         if facility not in self.facilities:
             why = "no task was asked of it"
@@ -71,7 +71,7 @@ class AskedTasks:
         tasks = sorted({str(one["task"]) for one in scores})
         more = f" and {len(tasks) - MOST_NAMED} more" if len(tasks) > MOST_NAMED else ""
         named = f" ({', '.join(tasks[:MOST_NAMED])}{more})" if tasks else ""
-        return f"scores on tasks{named} that {facility} told are left out: {why}"
+        return f"scores on tasks{named} that {facility} reported are left out: {why}"
 
 
 @validated(frozen=True, kw_only=True)
@@ -85,19 +85,19 @@ class EvaluationPlan(EvaluationSettings):
     """After the last round, evaluate the initial model, every facility's own last update and the global model on every
     facility's validation data, with bootstrap intervals: one job more at each facility, which receives the updates of
     the others. Only figures leave a facility. With `privacy.secure_aggregation` each facility evaluates its own update
-    itself, and nobody receives it."""
+    itself and sends it to no other facility."""
     alone: bool = False
     """Add to the matrix each facility's model trained alone, for as many tokens as it trained on in the federation:
     as many jobs, and node-hours, as its rounds took. Needs `matrix`."""
     held_out: HeldOut | None = None
-    """Data that no facility trains on, as a further row of the matrix: what it forgets. Needs `matrix`."""
+    """Data that no facility trains on, as a further row of the matrix: what the model forgets. Needs `matrix`."""
     models_per_job: AtLeastOne[int] = 8
     """Models of the matrix that a facility is sent at once: they lie on its disk together."""
     last_models: NonNegative[int] = 0
-    """After the last round, evaluate the mean of the global models of so many last rounds beside the global model, on
-    every facility's validation data. Where its loss is lower (mean over facilities, and without any one of them) it is
-    the final model: what the report names and `crossfed publish` takes. One job more at each facility, which `matrix`
-    shares; 0: off."""
+    """After the last round, evaluate the mean of the global models of this number of last rounds beside the global
+    model, on every facility's validation data. Where its loss is lower (mean over facilities, and without any one of
+    them) it is the final model: what the report names and `crossfed publish` takes. One job more at each facility,
+    which `matrix` shares; 0: off."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

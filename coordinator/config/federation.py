@@ -19,7 +19,7 @@ from coordinator.config.closing import (
     EvenSettings,
     LimitSettings,
     Rounds,
-    carries,
+    carries_late,
 )
 from coordinator.config.compatibility import (
     check_adapters,
@@ -56,11 +56,11 @@ from coordinator.config.settings import RoundSettings
 from coordinator.config.sparse_updates import are_sparse, check_rounds, for_sparse_updates, sending_of
 from coordinator.config.yaml_lines import Lined
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.exchange.text import DatasetPath, Line, Name
-from facility.exchange.validation import NonNegative, parse, unknown_key, validated
+from facility.exchange.validation import NonNegative, parse_dataclass, unknown_key, validated
 
 BLANK = re.compile(r"<[^<>]+>")
 """What `crossfed init` leaves where the user has to write."""
@@ -209,7 +209,7 @@ class Federation(FederationFile):
 
     def path(self, text: str) -> Path:
         """Absolute form of a path in the file."""
-        return real(self.file.parent / Path(text).expanduser())
+        return real_path(self.file.parent / Path(text).expanduser())
 
 
 def read_federation(file: Path) -> Federation:
@@ -234,7 +234,7 @@ def _build(lined: Lined) -> Federation:
     _check_keys(data)
     data = dict(data)
     defaults = data.get("training") or {}
-    parse(TrainingSettings, defaults, where="training")  # so that an error in them has their own line
+    parse_dataclass(TrainingSettings, defaults, where="training")  # so that an error in them has their own line
     data["training"] = defaults
     entries = data.get("facilities")
     if not isinstance(entries, list) or not entries:
@@ -242,8 +242,8 @@ def _build(lined: Lined) -> Federation:
     data["facilities"] = [_merged(entry, defaults) for entry in entries]
     data, deprecated = without_groups(data)
     rounds = data.get("rounds")
-    closing = parse(Rounds, rounds, where="rounds") if isinstance(rounds, dict) else None
-    declared = parse(FederationFile, data)
+    closing = parse_dataclass(Rounds, rounds, where="rounds") if isinstance(rounds, dict) else None
+    declared = parse_dataclass(FederationFile, data)
     keys = {key.name: getattr(declared, key.name) for key in dataclasses.fields(declared)}
     federation = Federation(
         file=lined.file,
@@ -332,7 +332,7 @@ def _chosen(federation: Federation, given: dict[str, Any], given_training: list[
         dataclasses.replace(facility, training=one)
         for facility, one in zip(federation.facilities, training, strict=True)
     ]
-    aggregation = resolve_aggregation(given, settings, choice, carried=carries(federation.closing))
+    aggregation = resolve_aggregation(given, settings, choice, carried=carries_late(federation.closing))
     trained = {one.name: one.training for one in facilities}
     auto = settings.rule == AUTO
     aggregation, left_out = with_row_weights(aggregation, trained, masked=bool(federation.masks), chosen=auto)

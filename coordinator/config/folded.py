@@ -13,7 +13,7 @@ COMMON = "common"
 """Beside `federation` and `facilities` in a folded description: what all facilities have alike."""
 
 
-def folded(described: Mapping[str, Any]) -> dict[str, Any]:
+def fold_description(described: Mapping[str, Any]) -> dict[str, Any]:
     """A description (`coordinator.config.described`) in which what is alike in all facilities is written once."""
     facilities: Mapping[str, Mapping[str, Any]] = described["facilities"]
     texts = [{key: json.dumps(value, sort_keys=True) for key, value in one.items()} for one in facilities.values()]
@@ -24,7 +24,7 @@ def folded(described: Mapping[str, Any]) -> dict[str, Any]:
     return {**described, COMMON: {key: first[key] for key in first if key in common}, "facilities": own}
 
 
-def unfolded(described: Any) -> Any:
+def unfold_description(described: Any) -> Any:
     """The description itself; one that is not folded, and what is none, as it is."""
     if not isinstance(described, Mapping) or COMMON not in described:
         return described

@@ -12,7 +12,7 @@ from typing import Any
 from coordinator.aggregation.settings import AUTO
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.scheduling.group import GroupLimits
-from facility.exchange.validation import NonNegative, parse, validated
+from facility.exchange.validation import NonNegative, parse_dataclass, validated
 
 KEY = "groups"
 
@@ -33,7 +33,7 @@ def without_groups(data: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """
     if data.get(KEY) is None:
         return {name: value for name, value in data.items() if name != KEY}, ""
-    groups = parse(GroupSettings, data[KEY], where=KEY)
+    groups = parse_dataclass(GroupSettings, data[KEY], where=KEY)
     facilities = len(data["facilities"])
     _check(groups, data, facilities)
     changes = _counterpart(groups, data, facilities)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 
 PLACES = ("federation.yml", "workflow/federation.yml")
 """Where a federation's file may be, relative to the working directory."""
@@ -27,7 +27,7 @@ def find_federation() -> Path:
 def named_in_utf8(file: Path) -> Path:
     """The file's whole path. Raises `ConfigurationError` for one with bytes that are not UTF-8: they cannot be written
     into streamflow.yml and JSON, which name the places of a run."""
-    path = real(file)
+    path = real_path(file)
     try:
         str(path).encode()
     except UnicodeEncodeError:

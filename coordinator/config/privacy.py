@@ -11,7 +11,7 @@ from coordinator.aggregation.settings import AUTOMATIC, AggregationSettings
 from coordinator.config.masked_moments import masked_moments_obstacle
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.smallest_sum import least_for
-from facility.exchange.masking.walks import MOST_RATIO, MOST_STEPS_RATIO, far_apart, sequences_of, unlike
+from facility.exchange.masking.walks import MOST_RATIO, MOST_STEPS_RATIO, far_apart, first_difference, sequences_of
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.text import Line
@@ -44,11 +44,11 @@ class PrivacySettings:
     document. Absent: none."""
 
     def threshold_of(self, facilities: int) -> int:
-        """The threshold for so many facilities."""
+        """The threshold for this number of facilities."""
         return facilities // 2 + 1 if self.threshold == "auto" else self.threshold
 
     def least_sum_of(self, facilities: int) -> int:
-        """`minimum_sum` for so many facilities."""
+        """`minimum_sum` for this number of facilities."""
         if self.minimum_sum == "auto":
             return least_for(facilities, self.threshold_of(facilities))
         return self.minimum_sum
@@ -168,7 +168,7 @@ def _check_aggregation(aggregation: AggregationSettings) -> None:
 
 def _check_alike(training: Mapping[str, TrainingSettings]) -> None:
     """What every facility checks before it masks (`facility.exchange.masking.walks`)."""
-    if (found := unlike(training)) is not None:
+    if (found := first_difference(training)) is not None:
         key, one, other = found
         raise _error(
             f"training.{key}",

@@ -21,7 +21,7 @@ from coordinator.config.federation import FederationFile
 from facility.exchange.errors import InputError
 from facility.exchange.field_texts import field_text
 from facility.exchange.files.durable import write_text
-from facility.exchange.hints import allowed, dataclass_at, field_default, hints, limits
+from facility.exchange.hints import dataclass_at, describe_hint, describe_range, field_default, type_hints
 from facility.exchange.text import KINDS
 from facility.exchange.validation import close_to
 
@@ -78,7 +78,7 @@ MAPPINGS = {"rounds": Rounds}
 def keys(kind: type = FederationFile, above: str = "") -> Iterator[Key]:
     """Every key below a dataclass, sections before what they hold."""
     for field in dataclasses.fields(kind):
-        hint = hints(kind)[field.name]
+        hint = type_hints(kind)[field.name]
         path = f"{above}.{field.name}" if above else field.name
         repeated = _items(hint)
         below = dataclass_at(kind, [field.name, 0] if repeated else [field.name])
@@ -114,7 +114,7 @@ def explain_key(path: str) -> str:
     return "\n".join(lines + (["  holds:", *(f"    {_short(one)}" for one in held)] if held else []))
 
 
-def tree() -> str:
+def key_tree() -> str:
     """All keys, indented below their sections, with type and default."""
     lines = []
     for key in keys():
@@ -123,7 +123,7 @@ def tree() -> str:
     return "\n".join(lines)
 
 
-def pages() -> dict[str, str]:
+def section_pages() -> dict[str, str]:
     """Markdown of every page, by the name of its section."""
     rows: dict[str, list[Key]] = {name: [] for name in SECTIONS}
     for key in keys():
@@ -143,7 +143,7 @@ def _page(name: str, found: list[Key]) -> str:
 
 def _key(kind: type, field: dataclasses.Field[Any], hint: Any, path: str, *, section: bool) -> Key:
     required = field.default is field.default_factory is dataclasses.MISSING
-    words = allowed(hint)
+    words = describe_hint(hint)
     unit = UNITS.get(field.name.rpartition("_")[2], "") if words in (KINDS[int], KINDS[float]) else ""
     return Key(
         path=path,
@@ -151,7 +151,7 @@ def _key(kind: type, field: dataclasses.Field[Any], hint: Any, path: str, *, sec
         default="" if required else _default(field),
         required=required,
         section=section,
-        range=limits(hint),
+        range=describe_range(hint),
         unit=unit,
         text=_documentation(kind, field.name),
     )
@@ -198,7 +198,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for the Markdown pages")
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
-    for name, text in pages().items():
+    for name, text in section_pages().items():
         write_text(out / f"{name}.md", text)
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 
 from coordinator.aggregation.settings import AUTO, AggregationSettings
-from coordinator.config.automatic import Choice, Situation, choose
+from coordinator.config.automatic import Choice, Situation, choose_aggregation
 from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.floats import STORAGE, widen
 from facility.exchange.errors import CrossFedError
@@ -122,7 +122,7 @@ def choice_of(
 ) -> Choice:
     """What `auto` means in this federation, and why."""
     situation = situation_of(training, rounds, pretrained=pretrained, parameters=parameters)
-    return choose(situation, may_share=may_share(training, settings))
+    return choose_aggregation(situation, may_share=may_share(training, settings))
 
 
 def model_at(path: Path) -> Checkpoint | None:

@@ -12,7 +12,7 @@ from coordinator.config.facility_names import check_names
 from coordinator.config.schema import FIRST_LINE, NAME, write_schema
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import make_parents, write_text
-from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled
+from facility.exchange.messages.template_inheritance import read_template, shipped_templates, unfilled_placeholders
 from facility.exchange.text import NAME as FACILITY_NAME
 from facility.exchange.text import NAME_WORDS
 
@@ -38,7 +38,7 @@ LOCAL = """\
 QUEUES = ("pbs", "flux", "gridengine", "ssh")
 
 
-def init(folder: Path, name: str, facilities: list[str]) -> Path:
+def write_scaffold(folder: Path, name: str, facilities: list[str]) -> Path:
     """Write `folder/workflow/federation.yml` and its schema.
 
     `facilities`: `NAME=TEMPLATE`, a template's name for both, or `NAME=local`. Raises `InputError`, and writes nothing,
@@ -103,6 +103,6 @@ def _remote(site: str, template: str, path: Path) -> str:
         "      workdir: <absolute path on a fast file system that the nodes share>",
         f"      template: {template}",
     ]
-    if words := unfilled(read_template(path), {}):
+    if words := unfilled_placeholders(read_template(path), {}):
         lines.append(f"      fill: {{{', '.join(f'{word}: <{word}>' for word in words)}}}")
     return "\n".join(lines) + "\n"

@@ -19,7 +19,7 @@ from coordinator.config.closing import (
     count_of,
 )
 from coordinator.config.evaluation import AskedTasks, ComparisonSettings
-from coordinator.config.folded import unfolded
+from coordinator.config.folded import unfold_description
 from coordinator.config.privacy import PrivacySettings
 from facility.exchange.delta_codecs import Encoding
 from facility.exchange.messages.evaluation import EvaluationSettings
@@ -142,7 +142,7 @@ class CoordinatorSettings(RoundSettings):
     """How long a job may wait in a queue; 0: no limit."""
     steps: dict[str, int] = field(default_factory=dict)
     """By facility, the steps that its settings ask for in a round; with `even` alone."""
-    described: Annotated[dict[str, Any], BeforeValidator(unfolded)] = field(default_factory=dict)
+    described: Annotated[dict[str, Any], BeforeValidator(unfold_description)] = field(default_factory=dict)
     """federation.yml as flat data (`coordinator.config.described`), to tell what has changed since an earlier run; what
     all facilities have alike is once in the file."""
     lora: LoraSettings | None = None

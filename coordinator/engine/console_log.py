@@ -18,7 +18,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console
 
 from coordinator.console import command_console
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 
 ENGINE = "coordinator.engine"
 """Name of the logger of all that goes to a run's console."""
@@ -79,7 +79,7 @@ class ConsoleHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.said = self.clock()
         moment = time.strftime("%H:%M:%S", time.localtime(record.created))
-        self.console.print(f"{moment} {shown(record.getMessage())}", markup=False, highlight=False)
+        self.console.print(f"{moment} {safe_line(record.getMessage())}", markup=False, highlight=False)
 
 
 @contextmanager

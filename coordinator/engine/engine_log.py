@@ -23,6 +23,6 @@ def last_error(line: str, before: str) -> str:
     return before if (error := error_in(line)) is None else error[:MOST_LETTERS]
 
 
-def ended(code: int, error: str) -> str:
+def how_engine_ended(code: int, error: str) -> str:
     """How StreamFlow ended, with the error that its log ends with."""
     return f"StreamFlow ended with code {code}" + (f": {error}" if error else "")

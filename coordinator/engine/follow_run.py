@@ -11,7 +11,7 @@ from rich.live import Live
 
 from coordinator.console import command_console
 from coordinator.engine.live import FILE, STALE_SECONDS, Snapshot, live_lines, live_table, read_snapshot
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.errors import InputError
 
 LOOK_SECONDS = 1.0
@@ -51,7 +51,7 @@ def follow_run(workdir: Path, *, as_json: bool = False) -> int:
                 break
             time.sleep(LOOK_SECONDS)
             snapshot = read_snapshot(workdir) or snapshot
-    console.print(f"the run has ended: {shown(snapshot.ended or 'it was killed')}", markup=False)
+    console.print(f"the run has ended: {safe_line(snapshot.ended or 'it was killed')}", markup=False)
     return 0
 
 

@@ -18,10 +18,10 @@ from coordinator.archive.rewind import CANCELLED
 from coordinator.archive.rounds import REWOUND, Archive
 from coordinator.config.federation import Federation
 from coordinator.engine.queues import Answers, Queue, at_all, read_queues, rendered_queues
-from coordinator.engine.render import streamflow
+from coordinator.engine.render import streamflow_file
 from coordinator.rounds.late import WORKDIR, remembered_job
 from coordinator.schedulers.scheduler import Job
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.files.durable import write_text
 
 RENDERED = "streamflow.yml"
@@ -35,7 +35,7 @@ def cancel_left(federation: Federation, console: Console) -> None:
 
     A facility that does not answer holds nothing up.
     """
-    now = {one.facility: one for one in rendered_queues(streamflow(federation), federation.file.parent)}
+    now = {one.facility: one for one in rendered_queues(streamflow_file(federation), federation.file.parent)}
     _tell(
         at_all(queues_left(federation, now), partial(_cancel, now)),
         console,
@@ -122,4 +122,4 @@ def _tell(found: Answers, console: Console, *, cancelled: Callable[[str], str], 
         for job in jobs
     ]
     for said in [*lines, *(f"{sentence}; {silent}" for sentence in found.silent)]:
-        console.print(shown(said), markup=False, highlight=False)
+        console.print(safe_line(said), markup=False, highlight=False)

@@ -16,10 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from coordinator.archive.many import first_groups, grouped, kind_of, many, names_of
-from coordinator.engine.run_process import lives
-from coordinator.shown_text import shown
-from coordinator.spans_and_sizes import span
+from coordinator.archive.many import first_groups, group_for_display, kind_of, names_of, too_many_to_list
+from coordinator.durations import format_duration
+from coordinator.engine.run_process import process_lives
+from coordinator.shown_text import safe_line
 from facility.exchange.files.durable import write_text
 from facility.exchange.json_values import values_in
 
@@ -98,7 +98,7 @@ class Snapshot:
         """Whether the run goes on: as its process says, where it is of this host; else by the time of the snapshot."""
         if self.ended:
             return False
-        lives_on = lives(self.process)
+        lives_on = process_lives(self.process)
         return time.time() - self.time < STALE_SECONDS if lives_on is None else lives_on
 
 
@@ -122,14 +122,14 @@ def to_show(snapshot: Snapshot) -> tuple[list[str], dict[str, list[str]]]:
     Of many, those that are out and the last `LAST_AT_WORK` of those at work are shown by name; of many that are out,
     one line stands for all that are for the same reason.
     """
-    if not many(snapshot.facilities):
+    if not too_many_to_list(snapshot.facilities):
         return list(snapshot.facilities), {}
     states = {name: one.condition for name, one in snapshot.facilities.items()}
     known = {name: next((state for state in STATES if text.startswith(state)), "") for name, text in states.items()}
     at_work = [name for name, one in snapshot.facilities.items() if one.stage and known[name] in ("training", "late")]
     last = sorted(at_work, key=lambda name: -(snapshot.facilities[name].seconds_left or 0.0))[:LAST_AT_WORK]
     out = [name for name in snapshot.facilities if not known[name]]
-    groups, rest = first_groups(grouped(out, lambda name: kind_of(states[name], name)))
+    groups, rest = first_groups(group_for_display(out, lambda name: kind_of(states[name], name)))
     alone = {*last, *(names[0] for names in groups if len(names) == 1)}
     named = [name for name in known if name in alone]
     together = {states[names[0]]: names for names in groups if len(names) > 1}
@@ -143,13 +143,13 @@ def live_table(snapshot: Snapshot, now: float | None = None, *, below: str = "")
     """One line a facility; of many, one line for those in the same state. Numbers that no facility has yet leave their
     room to the states. The heading and what is `below` take the width of the terminal, however narrow the table is."""
     now = time.time() if now is None else now
-    title = ", ".join(filter(None, (f"{snapshot.heading}: {shown(snapshot.coordinator)}", _end(snapshot, now))))
+    title = ", ".join(filter(None, (f"{snapshot.heading}: {safe_line(snapshot.coordinator)}", _end(snapshot, now))))
     result = Table()
     alone, together = to_show(snapshot)
     rows = [(name, *_cells(snapshot.facilities[name], now, narrow=True)) for name in alone]
     for state, names in together.items():
         longest = max(now - snapshot.facilities[name].since for name in names)
-        rows.append((_whose(state, names), shown(state), f"up to {span(longest)}", *[""] * 5))
+        rows.append((_whose(state, names), safe_line(state), f"up to {format_duration(longest)}", *[""] * 5))
     heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time\nleft", "last\nheard")
     for at, head in enumerate(heads):
         if at < ALWAYS or any(row[at] for row in rows):
@@ -165,17 +165,17 @@ def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:
     now = time.time() if now is None else now
     alone, together = to_show(snapshot)
     lines = [f"{name}: {facility_sentence(snapshot.facilities[name], now, snapshot.unit)}" for name in alone]
-    lines += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items()]
+    lines += [f"{_whose(state, names)}: {safe_line(state)}" for state, names in together.items()]
     return [f"{snapshot.heading}: {line}" for line in [*lines, *filter(None, [_end(snapshot, now)])]]
 
 
-def awaited(snapshot: Snapshot, now: float) -> str:
+def waiting_sentence(snapshot: Snapshot, now: float) -> str:
     """What the run waits for now, in one line: what the coordinator does, and each facility that is not done."""
     alone, together = to_show(snapshot)
     states = {name: one for name, one in snapshot.facilities.items() if name in alone and one.state != "done"}
     parts = [f"{name}: {facility_sentence(one, now, snapshot.unit)}" for name, one in states.items()]
-    parts += [f"{_whose(state, names)}: {shown(state)}" for state, names in together.items() if state != "done"]
-    return f"{snapshot.heading}: {'; '.join([shown(snapshot.coordinator), *parts])}"
+    parts += [f"{_whose(state, names)}: {safe_line(state)}" for state, names in together.items() if state != "done"]
+    return f"{snapshot.heading}: {'; '.join([safe_line(snapshot.coordinator), *parts])}"
 
 
 def _whose(state: str, names: list[str]) -> str:
@@ -207,9 +207,9 @@ def facility_sentence(one: FacilityState, now: float, unit: str = "tokens") -> s
 
 def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str, ...]:
     """`narrow`: with few words, for the column of a table, which has another for the time in a state."""
-    state = shown(one.condition)
+    state = safe_line(one.condition)
     if one.state.startswith("queued") and not one.away:
-        begins = shown(one.begins)
+        begins = safe_line(one.begins)
         if narrow:
             state += f" until about {BEGINS.sub(_short, begins)}" if begins else ""
         else:
@@ -218,7 +218,7 @@ def _cells(one: FacilityState, now: float, *, narrow: bool = False) -> tuple[str
     if at_work and one.stage != "training" and not one.away:
         state = STAGES.get(one.stage, one.stage)
     steps = f"{one.step} of {one.steps}" if at_work and one.steps else ""
-    time_of = _minutes if narrow else span
+    time_of = _minutes if narrow else format_duration
     return (
         state,
         time_of(now - (one.away or one.since)),
@@ -241,4 +241,4 @@ def _clock(seconds: float) -> str:
 
 def _minutes(seconds: float) -> str:
     """As `span`, without the seconds of minutes: `3 min`."""
-    return re.sub(r":\d\d min", " min", span(seconds))
+    return re.sub(r":\d\d min", " min", format_duration(seconds))

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from coordinator.config.notifying import NotifySettings, is_private_address
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger("coordinator.engine")
 
@@ -43,7 +43,7 @@ class Notifier:
             return
         self._told.add(key)
         message = {"federation": self.federation, "event": event, "facility": facility, "round": round}
-        self._queue.put(message | {"text": clean(text, LONGEST), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        self._queue.put(message | {"text": clean_text(text, LONGEST), "time": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
 
     def forget(self, event: str, facility: str) -> None:
         """The occasion has passed: the next one of this kind is a new one."""

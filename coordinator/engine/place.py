@@ -15,7 +15,7 @@ from coordinator.events.event import VARIABLE as EVENTS
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.names import DATABASE
 from facility.exchange.errors import InputError
-from facility.exchange.files.storage import unwritable
+from facility.exchange.files.storage import why_unwritable
 
 
 class RunPlace:
@@ -38,7 +38,7 @@ class RunPlace:
 def run_place(workdir: Path) -> Iterator[RunPlace]:
     """Make `workdir`/engine, and remove it at the end; the caller holds the federation's lock. Raises `InputError`."""
     path = workdir / "engine"
-    if reason := unwritable([workdir]):
+    if reason := why_unwritable([workdir]):
         raise InputError(reason)
     shutil.rmtree(path, ignore_errors=True)
     try:

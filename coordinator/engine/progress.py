@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from coordinator.archive.rounds import DISCARDED
+from coordinator.durations import format_duration
 from coordinator.engine.live import SILENT, FacilityState, facility_sentence
 from coordinator.engine.queues import facility_of
 from coordinator.events.event import Event
 from coordinator.rounds.ahead import waited_sentence
-from coordinator.spans_and_sizes import span
 from facility.exchange.messages.ahead import Waited
 
 LATE = "late"
@@ -189,7 +189,7 @@ class Progress:
 
     def _on_quorum(self, event: Event) -> str:
         seconds = float(event["seconds"])
-        stays = f"stays open for {span(seconds)}" if math.isfinite(seconds) else "waits for all"
+        stays = f"stays open for {format_duration(seconds)}" if math.isfinite(seconds) else "waits for all"
         return f"round {event['round']}: {event['delivered']} have delivered, the quorum; it {stays} ({event['why']})"
 
     def _on_late(self, event: Event) -> str:

@@ -23,13 +23,13 @@ from coordinator.archive.many import names_of
 from coordinator.config.deployments import GATE, SYSTEM, federation_of
 from coordinator.config.firecrest import API
 from coordinator.console import told_meanwhile
-from coordinator.events.event import quoted
+from coordinator.events.event import quote_for_display
 from coordinator.rounds.ahead import facilities_ahead
 from coordinator.schedulers.gated import Gated
-from coordinator.schedulers.registry import scheduler, schedulers
+from coordinator.schedulers.registry import scheduler_named, schedulers
 from coordinator.schedulers.scheduler import ANSWER_BYTES, Job, Scheduler
 from coordinator.streamflow_plugin.this_run import settings_of_run
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 from facility.exchange.errors import InputError, TransientError
 from facility.exchange.job_names import job_name, waiting_name
 
@@ -73,7 +73,7 @@ class Queue:
 
     @property
     def scheduler(self) -> Scheduler:
-        found = scheduler(self.kind)
+        found = scheduler_named(self.kind)
         return cast(Scheduler, Gated(found)) if self.gated else found
 
     def jobs(self) -> list[Job]:
@@ -99,8 +99,8 @@ class Queue:
             return self.scheduler.read_listing(text)
         except Exception as error:  # whatever one facility answers is no matter of the others
             raise TransientError(
-                f"{self.facility}: {self.scheduler.title}'s list of jobs cannot be read: {quoted(str(error))}; ask the "
-                "site, or try the command by hand there"
+                f"{self.facility}: {self.scheduler.title}'s list of jobs cannot be read: "
+                f"{quote_for_display(str(error))}; ask the site, or try the command by hand there"
             ) from None
 
     def _names(self, *, ahead: bool = True) -> list[str]:
@@ -113,7 +113,7 @@ class Queue:
         line = self.scheduler.line(command)
         try:
             if self.ssh:
-                text, code = asyncio.run(within(ANSWER_SECONDS, _login(self, line)))
+                text, code = asyncio.run(with_timeout(ANSWER_SECONDS, _login(self, line)))
             else:
                 text, code = _here(line)
         except (TimeoutError, subprocess.TimeoutExpired):
@@ -122,11 +122,15 @@ class Queue:
                 "there, where the login node or its scheduler may hang, then give the same command again"
             ) from None
         except Exception as error:
-            raise NoAnswer(f"{self.facility} does not answer: {quoted(str(error)) or type(error).__name__}") from None
+            raise NoAnswer(
+                f"{self.facility} does not answer: {quote_for_display(str(error)) or type(error).__name__}"
+            ) from None
         if len(text) > ANSWER_BYTES:
             raise TransientError(f"{self.facility}: `{command}` printed more than {ANSWER_BYTES} bytes")
         if not self.scheduler.is_answer(text, code):
-            raise TransientError(f"{self.facility}: `{command}` ended with code {code}: {quoted(text.strip()[-300:])}")
+            raise TransientError(
+                f"{self.facility}: `{command}` ended with code {code}: {quote_for_display(text.strip()[-300:])}"
+            )
         return text
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from coordinator.archive.journal import Journal
 from coordinator.archive.rounds import Archive, RoundFile
+from coordinator.durations import format_duration
 from coordinator.engine.expected_end import LATEST, expected_end
 from coordinator.engine.live import FacilityState, Snapshot, write_snapshot
 from coordinator.engine.notify import Notifier
@@ -16,7 +17,6 @@ from coordinator.engine.progress import Progress
 from coordinator.engine.queues import facility_of
 from coordinator.engine.run_process import this_process
 from coordinator.events.event import Event
-from coordinator.spans_and_sizes import span
 from facility.exchange.errors import CrossFedError
 
 SILENT_SECONDS = 1800.0
@@ -83,7 +83,7 @@ class Recorder:
             return
         for name, one in self.progress.live.items():
             if one.stage not in ("", "waiting") and one.heard and now - one.heard > SILENT_SECONDS:
-                text = f"{name}: no sign of life from its job for {span(now - one.heard)}"
+                text = f"{name}: no sign of life from its job for {format_duration(now - one.heard)}"
                 self.notifier.tell("stuck", text, facility=name, once=f"silent {one.heard}")
         self.write()
 

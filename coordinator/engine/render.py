@@ -1,7 +1,7 @@
 """Render federation.yml: streamflow.yml, settings.yml, coordinator.json, facilities/*.json, round.cwl.
 
 Pure and deterministic: the same federation gives the same bytes on any machine, so the rendered files can be shipped,
-compared and kept under version control. `write` puts them in place atomically.
+compared and kept under version control. `write_rendered` puts them in place atomically.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import yaml
 
 from coordinator.aggregation.plan import norms_suffice
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.config.closing import MOST_LATE, carries
+from coordinator.config.closing import MOST_LATE, carries_late
 from coordinator.config.deployments import job_template, streamflow_deployments, workflow_name
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import Facility, Federation
-from coordinator.config.folded import folded
+from coordinator.config.folded import fold_description
 from coordinator.config.masked_moments import masked_moments
 from coordinator.config.privacy import largest_step
 from coordinator.config.settings import CoordinatorSettings, RoundSettings
@@ -35,7 +35,7 @@ from coordinator.engine.masked_workflow import (
 )
 from coordinator.engine.own_files import HEAD, LOGIN_SUFFIX, of_facility, own_files
 from coordinator.engine.round_workflow import round_workflow
-from coordinator.engine.shipped_cwl import differing, update_shipped
+from coordinator.engine.shipped_cwl import differing_cwl, update_shipped
 from coordinator.rounds.late import WORKDIR
 from coordinator.rounds.verification import averages_encoded
 from facility.exchange.checkpoints.adapters import CONFIG
@@ -56,13 +56,13 @@ def render(federation: Federation) -> dict[str, str]:
     here, cwl = federation.file.parent.name, _folder_of_cwl(federation)
     names = federation.names
     files = {
-        f"{here}/streamflow.yml": _yaml(streamflow(federation)),
+        f"{here}/streamflow.yml": _yaml(streamflow_file(federation)),
         f"{here}/settings.yml": _yaml(workflow_inputs(federation)),
         f"{here}/coordinator.json": _json(coordinator_settings(federation)),
     }
     encoded = federation.sending.encoding != "full"
     evaluates = federation.evaluation.for_coordinator(names) is not None
-    archive = carries(federation.closing) or federation.evaluation.matrix
+    archive = carries_late(federation.closing) or federation.evaluation.matrix
     workflow = round_workflow(names, encoded=encoded, archive=archive, evaluates=evaluates)
     files[f"{cwl}/round.cwl"] = _yaml(masked_round(workflow, names) if federation.masks else workflow)
     for facility in federation.facilities:
@@ -74,7 +74,7 @@ def render(federation: Federation) -> dict[str, str]:
     return files
 
 
-def write(federation: Federation) -> list[Path]:
+def write_rendered(federation: Federation) -> list[Path]:
     """Write the rendered files beside federation.yml and the CWL into its folder; returns those that changed.
 
     CWL that is not rendered is the one that ships with CrossFed; settings of facilities that are gone are removed.
@@ -82,7 +82,7 @@ def write(federation: Federation) -> list[Path]:
     """
     root = federation.file.parent.parent
     files = render(federation)
-    if own := replaced(federation, files):
+    if own := files_it_would_replace(federation, files):
         raise InputError(
             f"{own[0]} was not rendered by CrossFed, and a rendering would replace it: move it away (a template of "
             "your own to another name), or keep federation.yml in a folder of its own"
@@ -96,7 +96,7 @@ def write(federation: Federation) -> list[Path]:
     return changed + _remove_gone(federation)
 
 
-def replaced(federation: Federation, rendered: Iterable[str]) -> list[Path]:
+def files_it_would_replace(federation: Federation, rendered: Iterable[str]) -> list[Path]:
     """Files of a person's own that a rendering would replace; `rendered`: names of all that it writes."""
     root, folder = federation.file.parent.parent, federation.file.parent
     written = [root / name for name in rendered]
@@ -127,11 +127,12 @@ def _folder_of_cwl(federation: Federation) -> str:
     return "cwl" if here == "workflow" else f"{here}/cwl"
 
 
-def stale(federation: Federation, rendered: Mapping[str, str] | None = None) -> list[str]:
-    """Files that `write` would write: missing, or not as in `rendered` (default: a rendering) and the shipped CWL."""
+def stale_files(federation: Federation, rendered: Mapping[str, str] | None = None) -> list[str]:
+    """Files that `write_rendered` would write: missing, or not as in `rendered` (default: a rendering) and the "
+    "shipped CWL."""
     root, cwl = federation.file.parent.parent, _folder_of_cwl(federation)
     files = _unlike(root, render(federation) if rendered is None else rendered)
-    return files + [f"{cwl}/{name}" for name in differing(root / cwl, masked=bool(federation.masks))]
+    return files + [f"{cwl}/{name}" for name in differing_cwl(root / cwl, masked=bool(federation.masks))]
 
 
 def _unlike(root: Path, rendered: Mapping[str, str]) -> list[str]:
@@ -158,7 +159,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         facilities=federation.names,
         sequences={facility.name: _sequences(federation, facility) for facility in federation.facilities},
         lora=federation.facilities[0].training.lora,
-        seed=federation.seed if carries(federation.closing) and federation.facilities[0].training.lora.rank else 0,
+        seed=federation.seed if carries_late(federation.closing) and federation.facilities[0].training.lora.rank else 0,
         chosen=federation.chosen,
         largest_step=largest_step(federation.training_of) if federation.masks else 0.0,
         masked_moments=masked_moments([*federation.training_of.values()]) if federation.masks else None,
@@ -168,7 +169,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
         longest_queue_hours=federation.longest_queue_hours,
         ahead=dict(federation.ahead),
         steps={one.name: one.training.steps for one in federation.facilities} if federation.even else {},
-        described=described(federation),
+        described=describe_federation(federation),
         evaluation=federation.evaluation.for_coordinator(federation.names),
         asked_tasks=federation.evaluation.asked(federation.names),
         comparison=federation.evaluation.comparison(masked=bool(federation.masks)),
@@ -176,7 +177,7 @@ def coordinator_settings(federation: Federation) -> dict[str, Any]:
     )
     settings = dataclasses.replace(settings, aggregation=_aggregation(federation))
     values = {"federation": federation.name} | dataclasses.asdict(settings)
-    values["described"] = folded(settings.described)
+    values["described"] = fold_description(settings.described)
     if key := federation.sending.signing_key:
         values["sending"]["signing_key"] = _for_a_step(federation.path(key))
         values["settings_sha256"] = {
@@ -206,8 +207,10 @@ def _aggregation(federation: Federation) -> AggregationSettings:
     found = federation.aggregation
     if found.allowed_signers:
         found = dataclasses.replace(found, allowed_signers=_for_a_step(federation.path(found.allowed_signers)))
-    if carries(federation.closing):
-        found = dataclasses.replace(found, maximum_staleness=max(found.maximum_staleness, behind(federation)))
+    if carries_late(federation.closing):
+        found = dataclasses.replace(
+            found, maximum_staleness=max(found.maximum_staleness, most_rounds_behind(federation))
+        )
     return found
 
 
@@ -225,7 +228,7 @@ def facility_settings(federation: Federation, facility: Facility) -> str:
         evaluation=_evaluation(federation, facility),
         dataset_card=facility.public.dataset_card,
         model_encoding=federation.sending.encoding,
-        behind=behind(federation),
+        behind=most_rounds_behind(federation),
         most_steps=0 if federation.even is None else federation.even.bounds(facility.training.steps)[1],
         step_norms=_states_norms(federation, facility),
         masking=_masking(federation, facility),
@@ -256,7 +259,7 @@ def _evaluation(federation: Federation, facility: Facility) -> FacilityEvaluatio
     return dataclasses.replace(found, held_out=_for_a_step(federation.path(found.held_out)))
 
 
-def behind(federation: Federation) -> int:
+def most_rounds_behind(federation: Federation) -> int:
     """Rounds that a facility at work may be behind the newest model."""
     return 0 if federation.closing is None else (federation.keep_rounds or MOST_LATE + 1) - 1
 
@@ -327,7 +330,7 @@ def workflow_inputs(federation: Federation) -> dict[str, Any]:
     return inputs | {"facilities": records}
 
 
-def streamflow(federation: Federation) -> dict[str, Any]:
+def streamflow_file(federation: Federation) -> dict[str, Any]:
     """streamflow.yml: every step on the coordinator, except a facility's training."""
     above = "../" if _folder_of_cwl(federation) == "cwl" else ""
     workdir = _relative(federation, federation.workdir or f"../.crossfed/{federation.name}/work")
@@ -366,7 +369,8 @@ def _relative(federation: Federation, text: str) -> str:
 
 
 def _for_a_step(absolute: Path) -> str:
-    """A path here in the form that `facility.exchange.files.paths.resolve` reads in a job: relative in the checkout."""
+    """A path here in the form that `facility.exchange.files.paths.resolve_path` reads in a job: relative in the "
+    "checkout."""
     return str(absolute.relative_to(CHECKOUT)) if absolute.is_relative_to(CHECKOUT) else str(absolute)
 
 

@@ -22,20 +22,20 @@ from coordinator.archive.audit import NAME as AUDIT_LOG
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.archive.journal import Journal
 from coordinator.archive.narrow import print_rounds
-from coordinator.archive.remarks import remarks
-from coordinator.archive.rewind import finish
+from coordinator.archive.remarks import summary_remarks
+from coordinator.archive.rewind import finish_rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import shown_perplexity, summary
 from coordinator.certificates import certificates_watched
 from coordinator.config.deployments import job_template
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.local_paths import check_paths
 from coordinator.engine.console_log import ConsoleHandler, lasting_console, shown_on
 from coordinator.engine.history import History
 from coordinator.engine.how_to_load import how_to_load
 from coordinator.engine.left_jobs import cancel_left, cancel_set_aside, remember_queues
-from coordinator.engine.live import Snapshot, awaited, live_table
+from coordinator.engine.live import Snapshot, live_table, waiting_sentence
 from coordinator.engine.notify import Notifier
 from coordinator.engine.one_run import only_renderer_where_runs_are, only_run
 from coordinator.engine.open_files import allow_open_files
@@ -43,18 +43,18 @@ from coordinator.engine.place import RunPlace, login_place, run_place
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import read_queues
 from coordinator.engine.recorder import Recorder
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.supervise import Supervisor
 from coordinator.events.event import Event
 from coordinator.rounds.acceptance import accept, changes_since, is_accepted, refusal
 from coordinator.schedulers.directives import hours_asked
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from coordinator.streamflow_plugin.names import LOGINS, PROGRESS_SECONDS
 from facility.exchange.errors import InputError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.durable import make_parents
-from facility.exchange.files.storage import unwritable
-from facility.exchange.logs import visible
+from facility.exchange.files.storage import why_unwritable
+from facility.exchange.logs import escape_controls
 from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
@@ -72,19 +72,19 @@ def run_federation(file: Path, *, live: bool, log: Path | None = None, accepted:
     check_paths(federation)
     archive = Archive(federation.archive_path)
     places = [archive.path if archive.path.exists() else archive.path.parent, federation.workdir_path]
-    if reason := unwritable(places):
+    if reason := why_unwritable(places):
         raise InputError(reason)
     console = lasting_console()
     log = log or federation.workdir_path / "streamflow.log"
     make_parents(log)
     with only_run(federation) as locks:
-        if said := finish(archive):
+        if said := finish_rewind(archive):
             console.print(said, markup=False, highlight=False)
         # Not before: a run that is under way reads the rendered files in every round.
         _show_changes(federation, archive, console, accepted=accepted)
         cancel_left(federation, console)
         cancel_set_aside(federation, archive, console)
-        write(federation)
+        write_rendered(federation)
         remember_queues(federation)
         done = len(archive.rounds())
         facilities = number_of(len(federation.facilities), "facility", "facilities")
@@ -115,7 +115,7 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
     """The summary of the archive, and what follows from the run's exit code, which is returned."""
     data = summary(archive)
     print_rounds(console, data)
-    for line in remarks(data | {"aggregation": federation.chosen}):
+    for line in summary_remarks(data | {"aggregation": federation.chosen}):
         console.print(line, markup=False, highlight=False)
     if code == 0:
         call = how_to_load(Path(data["model"]), base=str(archive.model_for(0)))
@@ -123,7 +123,7 @@ def _show_end(federation: Federation, archive: Archive, console: Console, code: 
         console.print(f"the report is {escape(str(archive.path / 'report.html'))}")
         return 0
     reason = data["stopped"] or ended
-    console.print(f"the run ended with code {code}: {shown(reason)}", style="red", markup=False, highlight=False)
+    console.print(f"the run ended with code {code}: {safe_line(reason)}", style="red", markup=False, highlight=False)
     first = "; once that is fixed," if code == ExitCode.INPUT else ";"
     console.print(f"Complete rounds in the archive: {len(data['rounds'])}{first} the same command goes on from there.")
     return code
@@ -135,15 +135,15 @@ def _show_changes(federation: Federation, archive: Archive, console: Console, *,
     The error names the changes that must be, the first step of a run that goes on names them all: each is said once.
     """
     if federation.deprecated:
-        console.print(f"deprecated: {shown(federation.deprecated)}", markup=False, highlight=False)
-    now = described(federation)
+        console.print(f"deprecated: {safe_line(federation.deprecated)}", markup=False, highlight=False)
+    now = describe_federation(federation)
     changes = changes_since(archive, now)
     if accepted and changes:
         accept(archive, now)
     elif not is_accepted(archive, now, changes):
         for change in changes:
             if not change.affects:
-                console.print(f"changed: {shown(change)}", markup=False, highlight=False)
+                console.print(f"changed: {safe_line(change)}", markup=False, highlight=False)
         raise refusal([change for change in changes if change.affects])
 
 
@@ -161,7 +161,7 @@ def going_on(rounds: int, done: int) -> str:
 def render_alone(federation: Federation) -> list[Path]:
     """Render; returns the files that changed. Raises `TransientError` while a run, which reads them, is alive."""
     with only_renderer_where_runs_are(federation):
-        return write(federation)
+        return write_rendered(federation)
 
 
 @contextmanager
@@ -249,12 +249,12 @@ class Run:
     def unwritable(self) -> str:
         """A sentence on the archive or the work directory where it takes no file, or ''."""
         folders = [self.archive.path, self.federation.workdir_path]
-        return unwritable([folder for folder in folders if folder.exists()])
+        return why_unwritable([folder for folder in folders if folder.exists()])
 
     def write_line(self, line: str) -> None:
         """Append a line to StreamFlow's log, in which facilities' jobs are quoted, as text for whoever looks at it."""
         with suppress(OSError):  # a log that cannot be written stops no federation
-            self.sink.write(visible(line) + "\n")
+            self.sink.write(escape_controls(line) + "\n")
             self.sink.flush()
 
 
@@ -269,7 +269,7 @@ def _follow(run: Run, live: bool) -> tuple[int, str]:
     def on_tick() -> None:
         recorder.tick()
         if not live:
-            console.say_if_quiet(lambda: awaited(recorder.snapshot(), time.time()))
+            console.say_if_quiet(lambda: waiting_sentence(recorder.snapshot(), time.time()))
 
     supervisor = _supervisor(run, recorder, on_tick)
     with shown_on(console), _stopped_by_signals(supervisor):

@@ -14,7 +14,7 @@ def this_process() -> str:
     return "" if started is None or not (place := _place()) else f"{place} {os.getpid()} {started}"
 
 
-def lives(process: str) -> bool | None:
+def process_lives(process: str) -> bool | None:
     """Whether the process of `this_process` still lives; None: it was of another host, container or boot, or is ''."""
     place, pid, started = ["", "", "", *process.rsplit(" ", 2)][-3:]
     if not place or place != _place():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from coordinator.engine.masked_workflow import MASKED
 from facility.exchange.files.durable import write_bytes
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +26,13 @@ OLD = ".old"
 """What the name of a replaced file has more."""
 
 
-def differing(folder: Path, *, masked: bool) -> list[str]:
+def differing_cwl(folder: Path, *, masked: bool) -> list[str]:
     """Names of the CWL files in `folder` that are absent or not those that ship with this CrossFed.
 
     `masked`: with those of secure aggregation.
     """
     names = (*HAND_WRITTEN, *(MASKED if masked else ()))
-    return [name for name in names if _content(folder / name) != (shipped("cwl") / name).read_bytes()]
+    return [name for name in names if _content(folder / name) != (shipped_path("cwl") / name).read_bytes()]
 
 
 def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
@@ -42,7 +42,7 @@ def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
     beside it, named `.old`, and a warning says so.
     """
     changed = []
-    for name in differing(folder, masked=masked):
+    for name in differing_cwl(folder, masked=masked):
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
@@ -53,7 +53,7 @@ def update_shipped(folder: Path, *, masked: bool) -> list[Path]:
                 target,
                 old,
             )
-        write_bytes(target, (shipped("cwl") / name).read_bytes())
+        write_bytes(target, (shipped_path("cwl") / name).read_bytes())
         changed.append(target)
     return changed
 

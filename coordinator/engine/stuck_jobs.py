@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from coordinator.archive.many import grouped, kind_of, names_of
+from coordinator.archive.many import group_for_display, kind_of, names_of
+from coordinator.durations import format_duration
 from coordinator.engine.queues import Queue, at_all
 from coordinator.schedulers.scheduler import Job
-from coordinator.spans_and_sizes import span
 from facility.exchange.text import number_of
 
 log = logging.getLogger("coordinator.engine")
 
 
-def present(queues: list[Queue]) -> list[dict[str, str]]:
+def current_jobs(queues: list[Queue]) -> list[dict[str, str]]:
     """Our current jobs by facility, with what to do; a facility that does not answer is one entry too."""
     found: list[dict[str, str]] = []
 
@@ -43,9 +43,11 @@ def present(queues: list[Queue]) -> list[dict[str, str]]:
 
 
 def lines_of(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """`present`'s entries as text; of many jobs, one line for all that wait for the same."""
+    """The entries of `current_jobs` as text; of many jobs, one line for all that wait for the same."""
     lines = []
-    for jobs in grouped(found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])):
+    for jobs in group_for_display(
+        found, lambda job: (job["state"], kind_of(job["reason"], job["facility"]), job["do"])
+    ):
         first = " ".join(filter(None, jobs[0].values()))
         names = names_of([job["facility"] for job in jobs[1:]])
         lines.append(f"{first} (and {number_of(len(jobs) - 1, 'more job')} alike: {names})" if names else first)
@@ -125,7 +127,7 @@ class Watch:
             limit = queue.patience_seconds
             if (*key, job.reason) not in self._told:
                 self._told.add((*key, job.reason))
-                end = f"; without that its round is given up {span(limit)} after this" if limit else ""
+                end = f"; without that its round is given up {format_duration(limit)} after this" if limit else ""
                 self.stuck(queue.facility, job.id, job.reason, advice)
                 log.warning(
                     "%s: job %s will not begin by itself (%s): %s%s", queue.facility, job.id, job.reason, advice, end
@@ -137,7 +139,7 @@ class Watch:
                     "%s: job %s waited %s with %s: cancelled, the round goes on without it",
                     queue.facility,
                     job.id,
-                    span(limit),
+                    format_duration(limit),
                     job.reason,
                 )
         return jobs

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from coordinator.engine.engine_log import ended, last_error
+from coordinator.engine.engine_log import how_engine_ended, last_error
 from coordinator.engine.open_files import out_of_files
 from coordinator.engine.queues import TICK_SECONDS, Answers, Queue, asked_meanwhile
 from coordinator.engine.stuck_jobs import Watch
@@ -101,7 +101,7 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
         if attempt.new_rounds:
             break
         fruitless += 1
-    what = last.failed or ("StreamFlow hung" if last.hung else ended(last.code, last.error))
+    what = last.failed or ("StreamFlow hung" if last.hung else how_engine_ended(last.code, last.error))
     if fruitless > limits.restarts:
         return Decision(next="give up", reason=f"{what}; {number_of(fruitless, 'start')} brought no new complete round")
     pause = min(300.0, limits.pause_seconds * 2 ** max(0, fruitless - 1))

@@ -18,7 +18,7 @@ from typing import Any
 from facility.exchange.errors import InputError
 from facility.exchange.files.durable import append_to
 from facility.exchange.files.storage import file_error_sentence, is_storage
-from facility.exchange.messages.strict_json import seen
+from facility.exchange.messages.strict_json import show_unseen
 
 VARIABLE = "CROSSFED_EVENTS"
 """Environment variable with the file's path; unset: no events are written."""
@@ -86,12 +86,12 @@ def _harmless(value: Any) -> Any:
     """Text, alone or in a list, quoted; anything else as it is."""
     if isinstance(value, list):
         return [_harmless(one) for one in value]
-    return quoted(value) if isinstance(value, str) else value
+    return quote_for_display(value) if isinstance(value, str) else value
 
 
-def quoted(text: str) -> str:
+def quote_for_display(text: str) -> str:
     """Text of another machine as it may be shown: on one line, without control characters, of limited length."""
-    begin = seen(text[: 16 * QUOTED_CHARACTERS])
+    begin = show_unseen(text[: 16 * QUOTED_CHARACTERS])
     shown = " ".join("".join(letter if letter.isprintable() else " " for letter in begin).split())
     return shown if len(shown) <= QUOTED_CHARACTERS else f"{shown[:QUOTED_CHARACTERS]} [...]"
 

@@ -14,7 +14,7 @@ from itertools import combinations, islice
 from facility.exchange.errors import InputError
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shamir import interpolate
-from facility.exchange.masking.shares import OWN, Shares, commitment
+from facility.exchange.masking.shares import OWN, Shares, commit_to_seed
 from facility.exchange.masking.streams import SEED_BYTES
 from facility.exchange.masking.unmasking import Answer, asked_of
 
@@ -62,7 +62,7 @@ def _seed(roster: Roster, shares: Shares, other: str, answers: Mapping[str, Answ
     for points in islice(combinations(ordered, threshold), MOST_COMBINATIONS):
         chosen = {point: given[point] for point in points}
         seed = interpolate(chosen)
-        if commitment(roster.digest, shares.facility, other, seed) == wanted:
+        if commit_to_seed(roster.digest, shares.facility, other, seed) == wanted:
             for point in sorted(set(given) - set(points)):
                 if interpolate(chosen, at=point) != given[point]:
                     maker = shares.facility

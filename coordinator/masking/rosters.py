@@ -10,7 +10,7 @@ from coordinator.config.settings import CoordinatorSettings
 from coordinator.rounds.weight_limit import weight_limit_of
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files import present
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
 from facility.exchange.masking.roster import (
     Agreement,
@@ -25,7 +25,7 @@ from facility.exchange.masking.roster import (
 from facility.exchange.masking.walks import odd_ones
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.report import read_failure
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
@@ -48,7 +48,7 @@ def settings_of(settings: CoordinatorSettings) -> MaskingSettings:
 def open_roster(directory: Path, settings: CoordinatorSettings) -> Roster:
     """Raises `ManifestError`."""
     masking = settings_of(settings)
-    return read_roster(directory, masking, resolve(masking.peer_signers))
+    return read_roster(directory, masking, resolve_path(masking.peer_signers))
 
 
 def make_roster(
@@ -73,9 +73,9 @@ def make_roster(
             signers[one.facility] = signer
             found[one.facility], read[one.facility] = path, one
         except (CrossFedError, OSError) as error:
-            refused[str(path)] = clean(str(error), 300)
+            refused[str(path)] = clean_text(str(error), 300)
     for name, reason in odd_ones(read).items():
-        refused[str(found.pop(name))] = clean(reason, 300)
+        refused[str(found.pop(name))] = clean_text(reason, 300)
     agreement = Agreement(
         federation=settings.federation,
         run=run,
@@ -94,7 +94,7 @@ def _usable(path: Path, settings: CoordinatorSettings, model: Path, number: int)
     """The keys, and who signed them. Raises `InputError` where they may not take part."""
     if (failure := read_failure(path)) is not None:
         raise InputError(f"{failure.facility}: {failure.reason}")
-    keys, signer = read_keys(path, resolve(settings.aggregation.allowed_signers))
+    keys, signer = read_keys(path, resolve_path(settings.aggregation.allowed_signers))
     if keys.facility not in settings.facilities:
         known = ", ".join(settings.facilities)
         raise InputError(f"the keys are of {keys.facility!r}, expected a facility of this federation: {known}")

@@ -12,14 +12,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import HEADS, MAGNITUDE, PREFIX, A, B, is_adapter, saves, targeted
+from facility.exchange.checkpoints.adapters import (
+    HEADS,
+    MAGNITUDE,
+    PREFIX,
+    A,
+    B,
+    is_adapter,
+    is_saved_module,
+    is_targeted,
+)
 from facility.exchange.checkpoints.checkpoint import FLOATS, ITEM_BYTES, open_checkpoint
 from facility.exchange.checkpoints.families import checked_text_part, most_positions
 from facility.exchange.checkpoints.image_processor import image_processor_digest
 from facility.exchange.checkpoints.labels import labels_in, other_problem
 from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.checkpoints.moments import sent_bytes as moments_sent
-from facility.exchange.checkpoints.patterns import Patterns, matches
+from facility.exchange.checkpoints.patterns import Patterns, matches_any
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CheckpointError
@@ -85,7 +94,7 @@ class ModelFigures:
         return [
             (name, shape)
             for name, shape in self._own_or_adapters(training)
-            if is_adapter(name) or not matches(name, training.freeze)
+            if is_adapter(name) or not matches_any(name, training.freeze)
         ]
 
     def _own_or_adapters(self, training: TrainingSettings) -> list[tuple[str, tuple[int, ...]]]:
@@ -99,16 +108,16 @@ class ModelFigures:
         found: list[tuple[str, tuple[int, ...]]] = []
         for name, shape in self.shapes.items():
             module = name.rpartition(".")[0]
-            if saves(module, saved):
+            if is_saved_module(module, saved):
                 found.append((name, tuple(shape)))
             elif is_matrix_of_a_block(name, shape):
-                if not lora.targets or targeted(module, lora.targets):
+                if not lora.targets or is_targeted(module, lora.targets):
                     found += [
                         (f"{module}{A}weight", (lora.rank, shape[1])),
                         (f"{module}{B}weight", (shape[0], lora.rank)),
                     ]
                     found += [(f"{module}{MAGNITUDE}", (shape[0],))] if lora.dora else []
-            elif targeted(name, lora.parameters) and len(shape) == 3:
+            elif is_targeted(name, lora.parameters) and len(shape) == 3:
                 pairs = zip((A, B), shape[1:], strict=True)
                 found += [(f"{name}{factor}weight", (lora.rank * shape[0], size)) for factor, size in pairs]
         return found

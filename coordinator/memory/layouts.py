@@ -11,7 +11,7 @@ from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 
 
 def layouts_of_settings(
@@ -26,7 +26,7 @@ def layouts_of_settings(
     chunks = layout.stages * layout.virtual_stages
     spans = [(first, end) for first, end in layout.units] or (even_units(chunks, units) if chunks > 1 else [])
     sequences, count = micro_batches_of(
-        training, grid.data_ranks, layout.stages, interleaved=interleaved(layout.schedule)
+        training, grid.data_ranks, layout.stages, interleaved=is_interleaved(layout.schedule)
     )
     replicated = grid.replicas > 1 and training.sync.policy == "allreduce"
     copies = replicated and grid.shards == 1 and not layout.offload and not spans

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from coordinator.memory.figures import IN_A_BLOCK, ModelFigures, is_matrix_of_a_block
 from facility.exchange.checkpoints.adapter_targets import STATE_SPACE
-from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, saves, targeted
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.adapters import HEADS, A, B, is_adapter, is_factor, is_saved_module, is_targeted
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.memory.units import Dimensions, Weight
 from facility.exchange.messages.settings import TrainingSettings
 
@@ -58,8 +58,8 @@ def _weights(
     lora, unit, module = training.lora, unit_of(model, name), name.rpartition(".")[0]
     half, again = training.compute_dtype != "float32", training.layout.activation_checkpointing != "none"
     matrix = is_matrix_of_a_block(name, shape)
-    saved = bool(lora.rank) and saves(module, lora.modules_to_save or HEADS)
-    trained = (not lora.rank or saved or is_adapter(name)) and not matches(name, training.freeze)
+    saved = bool(lora.rank) and is_saved_module(module, lora.modules_to_save or HEADS)
+    trained = (not lora.rank or saved or is_adapter(name)) and not matches_any(name, training.freeze)
     held = _held_bytes(model, training, name) if matrix and lora.rank and not trained else 4.0
     linear = matrix or is_factor(name) or (HEAD.search(name) is not None and not chunked)
     yield Weight(
@@ -72,11 +72,11 @@ def _weights(
     )
     if not lora.rank or saved or any(is_adapter(other) for other in model.shapes):
         return
-    if matrix and (not lora.targets or targeted(module, lora.targets)):
+    if matrix and (not lora.targets or is_targeted(module, lora.targets)):
         yield from _adapter(module, unit, shape[0], shape[1], lora.rank, half)
         if lora.dora:
             yield Weight(name=f"{module}.lora_magnitude_vector", shape=(shape[0],), unit=unit, trained=True)
-    elif len(shape) == 3 and targeted(name, lora.parameters):
+    elif len(shape) == 3 and is_targeted(name, lora.parameters):
         yield from _adapter(module, unit, shape[1], shape[2], lora.rank * shape[0], half)
 
 

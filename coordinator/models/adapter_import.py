@@ -32,7 +32,7 @@ from facility.exchange.checkpoints.companions import copy_companions, refuse_lin
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 
 OTHER_KINDS = {
     "rank_pattern": "an adapter of several ranks (rank_pattern), where training.lora.rank is one",
@@ -131,9 +131,9 @@ def settings_of(adapter: Path, base: Any, configuration: dict[str, Any], names: 
     lora |= {"dora": True} if configuration["use_dora"] else {}
     lora |= {"parameters": configuration["target_parameters"]} if configuration["target_parameters"] else {}
     try:
-        if set(targets_of(base, parse(LoraSettings, lora))) != layers:
+        if set(targets_of(base, parse_dataclass(LoraSettings, lora))) != layers:
             lora["targets"] = sorted(layers)
-            targets_of(base, parse(LoraSettings, lora))
+            targets_of(base, parse_dataclass(LoraSettings, lora))
     except ConfigurationError as error:
         raise InputError(f"{adapter}: no federation can go on from it: {error}") from None
     return lora

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.models.published import check_finite, check_problem, check_weights, load_published, published_summary
-from facility.exchange.checkpoints.image_processor import FILE, normalisation, read_processor
+from facility.exchange.checkpoints.image_processor import FILE, read_normalisation, read_processor
 from facility.exchange.errors import InputError
 
 SUFFIX = "ForImageClassification"
@@ -87,7 +87,7 @@ def evaluate(directory: Path, source: str) -> None:
     height, width = (size, size) if isinstance(size, int) else size
     raw = read_processor(directory)
     assert raw is not None
-    normalisation(raw, channels=channels, where=str(directory / FILE))
+    read_normalisation(raw, channels=channels, where=str(directory / FILE))
     with torch.no_grad():
         logits = model.eval()(pixel_values=torch.zeros(1, channels, height, width, dtype=model.dtype)).logits
     check_finite(source, logits)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.adapters import CONFIG
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, shards_of
 from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
@@ -16,6 +15,7 @@ from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem
 from facility.exchange.checkpoints.task_class import OWN_ATTENTION
 from facility.exchange.errors import CheckpointError, InputError, TransientError, first_line, named_line
 from facility.exchange.files import present
+from facility.exchange.sizes import format_bytes
 
 
 def no_bars_in_a_file() -> None:
@@ -111,7 +111,7 @@ def published_summary(directory: Path, *, dtype: str, new_classes: int) -> str:
     check_names(directory)
     checkpoint = open_checkpoint(directory)
     head = f"; a new head of {new_classes} classes" if new_classes else ""
-    held = f"{checkpoint.parameters:,} parameters, {size(checkpoint.bytes)} in {dtype}"
+    held = f"{checkpoint.parameters:,} parameters, {format_bytes(checkpoint.bytes)} in {dtype}"
     return f"{held}{head}; loaded and evaluated, every tensor has its place"
 
 

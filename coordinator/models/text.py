@@ -16,7 +16,7 @@ from coordinator.models.published import (
     load_published,
     published_summary,
 )
-from facility.exchange.checkpoints.families import refusal
+from facility.exchange.checkpoints.families import why_untrainable
 from facility.exchange.checkpoints.tokenizer import WHOLE, check_loads
 from facility.exchange.errors import InputError
 from facility.exchange.panics import panics_refused
@@ -64,7 +64,7 @@ def save_text_model(source: str, out: Path, *, kind: Kind, dtype: str, revision:
     from transformers import AutoTokenizer
 
     model, fresh = loaded(source, kind, dtype=dtype, revision=revision, classes=classes)
-    if reason := refusal(model.config, causal=kind is CAUSAL):
+    if reason := why_untrainable(model.config, causal=kind is CAUSAL):
         raise InputError(f"{source} cannot be trained: {reason}")
     check_tokenizer(source, revision)
     with panics_refused(f"the tokenizer of {source}"):

@@ -18,7 +18,7 @@ from typing import Any
 from coordinator.planning.chain import Infeasible
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
-from facility.exchange.validation import check_format, parse, validated
+from facility.exchange.validation import check_format, parse_dataclass, validated
 
 SLACK = 1e-9
 """Share of the samples of a round that may be the rounding of their sum."""
@@ -257,7 +257,7 @@ def budget_from_json(raw: Mapping[str, Any], *, file: Path | str | None = None) 
                 )
             row.setdefault("seconds_per_step", plan.predicted_seconds)
             row.setdefault("samples_per_step", sum(plan.replica_micro_batches) * plan.micro_batch_samples)
-        paces.append(parse(FacilityPace, row, where=f"facilities[{number}]", file=file))
+        paces.append(parse_dataclass(FacilityPace, row, where=f"facilities[{number}]", file=file))
     samples = raw.get("round_samples")
     if not isinstance(samples, int | float) or isinstance(samples, bool):
         raise ConfigurationError(f"round_samples is {samples!r}, expected a number", file=file, key="round_samples")

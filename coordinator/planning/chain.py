@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from coordinator.problem.chain import ChainProblem
-from coordinator.spans_and_sizes import size
 from facility.exchange.errors import InputError
+from facility.exchange.sizes import format_bytes
 
 TOLERANCE = 1e-12
 """Relative slack of comparisons between sums of the same floats added in another order."""
@@ -134,16 +134,16 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
     if sizes[largest] > chain.limit.max():
         device = int(chain.limit.argmax())
         return Infeasible(
-            f"{problem.name_of(largest)} needs {size(sizes[largest])}, but the largest memory, of device "
-            f"{problem.id_of(device)}, is {size(chain.limit[device])}: "
-            f"short by {size(sizes[largest] - chain.limit[device])}; "
+            f"{problem.name_of(largest)} needs {format_bytes(sizes[largest])}, but the largest memory, of device "
+            f"{problem.id_of(device)}, is {format_bytes(chain.limit[device])}: "
+            f"short by {format_bytes(sizes[largest] - chain.limit[device])}; "
             "use a device with more memory, or smaller micro-batches"
         )
     needed, offered = float(chain.bytes[-1]), float(chain.limit.sum())
     if needed > offered:
         return Infeasible(
-            f"the units need {size(needed)} in all, but {chain.devices} devices offer {size(offered)}: "
-            f"short by {size(needed - offered)}; add devices or memory, or take smaller micro-batches"
+            f"the units need {format_bytes(needed)} in all, but {chain.devices} devices offer {format_bytes(offered)}: "
+            f"short by {format_bytes(needed - offered)}; add devices or memory, or take smaller micro-batches"
         )
     low, high = 0.0, float(sizes.max() + needed / chain.devices)
     assert callable(feasible)
@@ -159,10 +159,10 @@ def shortage(chain: Chain, order: Sequence[int] | None, feasible: object) -> Inf
         who = "in the given order the devices" if order is not None else "in their own order the devices"
         text = (
             f"; {who} hold {position} of {chain.units} units, "
-            f"and {size(chain.bytes[-1] - chain.bytes[position])} stay over"
+            f"and {format_bytes(chain.bytes[-1] - chain.bytes[position])} stay over"
         )
     return Infeasible(
-        f"the units need {size(needed)} of the {size(offered)} offered, but no split into whole units fits: "
-        f"every device is "
-        f"short by {size(high)}{text}; add devices or memory, or take smaller micro-batches"
+        f"the units need {format_bytes(needed)} of the {format_bytes(offered)} offered, but no split into whole units "
+        f"fits: every device is "
+        f"short by {format_bytes(high)}{text}; add devices or memory, or take smaller micro-batches"
     )

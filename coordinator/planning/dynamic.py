@@ -11,7 +11,7 @@ from __future__ import annotations
 from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.planning.even import even_spans
 from coordinator.problem.chain import ChainProblem
-from coordinator.spans_and_sizes import size
+from facility.exchange.sizes import format_bytes
 
 
 def plan_dynamic(problem: ChainProblem, *, sweeps: int = 1000) -> Assignment:
@@ -51,8 +51,8 @@ def _fit_memory(chain: Chain, cuts: list[int]) -> None:
             if device == 0:
                 short = chain.bytes_of(0, cuts[1]) - chain.limit[0]
                 raise Infeasible(
-                    f"with the devices in this order device {chain.problem.id_of(0)} is short by {size(short)}; "
-                    "use --method exact, which may order them freely"
+                    f"with the devices in this order device {chain.problem.id_of(0)} is short by "
+                    f"{format_bytes(short)}; use --method exact, which may order them freely"
                 )
             cuts[device] += 1
 

@@ -18,8 +18,8 @@ from coordinator.problem.placement import PlacementProblem
 from coordinator.problem.problem import Problem
 from coordinator.simulation.pipelines.iteration import memory_of
 from coordinator.simulation.pipelines.plans import layout_of, simulate
-from coordinator.spans_and_sizes import size
 from facility.exchange.messages.plan import DeviceLoad, Plan, Sync
+from facility.exchange.sizes import format_bytes
 from facility.exchange.text import number_of
 
 
@@ -164,7 +164,7 @@ def fastest(problem: Problem, plans: Iterable[Plan]) -> Plan:
         load = max(whole.loads, key=lambda one: one.memory_bytes / (one.memory_limit_bytes or np.inf))
         limit = load.memory_limit_bytes or np.inf
         if load.memory_bytes > limit * (1 + 1e-9):
-            held, short = size(load.memory_bytes), size(load.memory_bytes - limit)
+            held, short = format_bytes(load.memory_bytes), format_bytes(load.memory_bytes - limit)
             name = problem.devices[load.device].id
             over = (
                 f"under {plan.schedule} device {name!r} would hold {held} with its micro-batches in flight: short by "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from coordinator.planning.chain import Assignment, Chain, Infeasible
 from coordinator.problem.chain import ChainProblem
-from coordinator.spans_and_sizes import size
+from facility.exchange.sizes import format_bytes
 
 
 def even_spans(units: int, devices: int) -> list[tuple[int, int, int]]:
@@ -28,7 +28,7 @@ def plan_even(problem: ChainProblem) -> Assignment:
     if worst > 1e-9 * chain.bytes[-1]:
         raise Infeasible(
             f"the even split exceeds the memory of {sum(o > 0 for o, _ in over)} devices, most on device "
-            f"{problem.id_of(device)}: short by {size(worst)}; use --method exact"
+            f"{problem.id_of(device)}: short by {format_bytes(worst)}; use --method exact"
         )
     value = chain.value(spans)
     return Assignment(

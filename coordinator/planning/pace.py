@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 
-from coordinator.archive.journal import Entry, standing
+from coordinator.archive.journal import Entry, without_rewound
 from coordinator.archive.rounds import FacilityRow, RoundFile
 from coordinator.planning.budget import FacilityPace
 
@@ -73,7 +73,9 @@ def times_beside_training(entries: Sequence[Entry], rows: Iterable[FacilityRow])
     }
     since: dict[str, tuple[int, float]] = {}
     found: dict[str, list[float]] = {}
-    for entry in standing(entries):  # a job of a round that was set aside trained for other times than its row says
+    for entry in without_rewound(
+        entries
+    ):  # a job of a round that was set aside trained for other times than its row says
         if entry.kind == "queued" and entry.round is not None:
             since[entry.facility] = entry.round, entry.time
         elif entry.kind == "transferred" and entry.facility in since:

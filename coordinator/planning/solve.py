@@ -25,7 +25,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import AnyProblem
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 
 METHODS = ("joint", "place", "exact", "dynamic", "even")
 DEFAULT_SECONDS = 3.0
@@ -127,7 +127,7 @@ def _chain(problem: AnyProblem, method: str, stop: Stop, seed: int, order: str) 
 
 def _whole_schedules(problem: Problem) -> list[str]:
     """The problem's schedules in which each device has one stage; 1F1B where it has none."""
-    return [one for one in problem.schedules if not interleaved(one)] or ["1f1b"]
+    return [one for one in problem.schedules if not is_interleaved(one)] or ["1f1b"]
 
 
 def _fastest(problem: Problem, plans: Sequence[Plan], **told: Any) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 from coordinator.config.federation import Facility
 from coordinator.preflight.alike import others_than_most
 from coordinator.preflight.row import Row, fail, ok, warning
-from coordinator.spans_and_sizes import size
+from facility.exchange.sizes import format_bytes
 
 CHECK = "base model"
 
@@ -24,7 +24,7 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
         return [fail(name, CHECK, problem, "correct training.lora.base, or fetch the model there")]
     if found["sha256"] is None:
         within = f"not hashed within {found['seconds']:g} s" if found["seconds"] else "never hashed"
-        unknown = f"{lora.base} ({size(found['bytes'])}) was {within} there"
+        unknown = f"{lora.base} ({format_bytes(found['bytes'])}) was {within} there"
         return [warning(name, CHECK, unknown, f"run `python -m facility.base_model {lora.base}` there once, in a job")]
     digest = found["sha256"]
     if not lora.base_sha256:

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from coordinator.archive.many import grouped, kind_of, many, names_of
-from coordinator.certificates import lifetime
+from coordinator.archive.many import group_for_display, kind_of, names_of, too_many_to_list
+from coordinator.certificates import certificate_lifetime
 from coordinator.config.deployments import QUEUES, job_template
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.firecrest import FIRECREST
@@ -37,7 +37,7 @@ from coordinator.preflight.facility import check_site
 from coordinator.preflight.firecrest import check_firecrest
 from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.gate import check_gate
-from coordinator.preflight.last_check import remember
+from coordinator.preflight.last_check import remember_failures
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
@@ -49,7 +49,7 @@ from coordinator.steps.outlook import Outlook
 from facility.exchange.errors import ConfigurationError, CrossFedError
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.plan import read_plan
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.text import number_of
 
 Answer = TypeVar("Answer")
@@ -74,7 +74,7 @@ def check_for_run(file: Path, *, link: bool, submit: bool = False) -> list[Row]:
         return [found]
     digest = sha256_of(file)  # the file may be edited while facilities answer
     rows = _check(found, link=link, submit=submit, progress=on_stderr)
-    remember(found, digest, rows)
+    remember_failures(found, digest, rows)
     return rows
 
 
@@ -158,7 +158,7 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     """
     rows = []
     for key, subject in ALIKE:
-        values = {name: clean(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
+        values = {name: clean_text(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
         for name, others in others_than_most(values).items():
             rows.append(
                 fail(
@@ -260,7 +260,7 @@ def link_row(federation: Federation, facility: Facility, model: ModelFigures) ->
 
 def certificate_rows(facility: Facility, hours: float) -> list[Row]:
     """Whether the login's certificate lives as long as a job, where the login has one."""
-    one = lifetime(facility.name, facility.deployment, hours)
+    one = certificate_lifetime(facility.name, facility.deployment, hours)
     if one is None:
         return []
     return [Row(subject=facility.name, check="certificate", verdict=one.verdict, found=one.found, fix=one.fix)]
@@ -300,11 +300,11 @@ def memory_row(
 def to_show(rows: list[Row]) -> list[Row]:
     """All rows of few subjects; of many, one for all facilities that pass a check, and one for all that need the
     same."""
-    if not many({row.subject for row in rows}):
+    if not too_many_to_list({row.subject for row in rows}):
         return rows
     alone = [row for row in rows if row.subject in ("federation", "coordinator")]
     others = [row for row in rows if row.subject not in ("federation", "coordinator")]
-    groups = sorted(grouped(others, _what_was_found), key=lambda group: others.index(group[0]))
+    groups = sorted(group_for_display(others, _what_was_found), key=lambda group: others.index(group[0]))
     return [*alone, *map(_one_of, groups)]
 
 
@@ -323,7 +323,7 @@ def _one_of(group: list[Row]) -> Row:
     return replace(first, subject=subject, found=f"{first.subject}: {first.found}")
 
 
-def show(
+def show_rows(
     rows: list[Row], *, as_json: bool, write: Callable[[str], None] = print, console: Console | None = None
 ) -> int:
     """Print the rows; 1 when one of them fails."""
@@ -339,7 +339,10 @@ def show(
     for row in to_show(rows):
         found = row.found + (f"\n-> {row.fix}" if row.fix else "")
         table.add_row(
-            row.subject, row.check, f"[{colours[row.verdict]}]{row.verdict}[/]", escape(clean(found, 4000, lines=True))
+            row.subject,
+            row.check,
+            f"[{colours[row.verdict]}]{row.verdict}[/]",
+            escape(clean_text(found, 4000, lines=True)),
         )
     console.print(table)
     console.print(f"{failing} to fix before a job is submitted" if failing else "all checks passed")

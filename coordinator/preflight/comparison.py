@@ -8,8 +8,8 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.memory.figures import ModelFigures
 from coordinator.preflight.row import Row, ok
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
-from coordinator.spans_and_sizes import size
 from facility.exchange.messages.comparison import GLOBAL, INITIAL, LAST_OF
+from facility.exchange.sizes import format_bytes
 from facility.exchange.text import number_of
 
 
@@ -34,12 +34,14 @@ def check_comparison(
     if hours := wanted_hours(deployment, template):
         found += f", at most {jobs * nodes * hours:g} node-hours if each runs to its limit of {hours:g} h"
     if wanted.matrix and not wanted.updates:
-        found += f"; it evaluates {each} of its own as well, which nobody else receives"
+        found += f"; it evaluates {each} of its own as well, which are sent to no other facility"
     if alone:
         found += "; a job alone takes as long as a round's"
     if model is not None:
         adapters = facility.training.lora.rank and facility.training.lora.base
         if not adapters:
             many, most = sum(map(len, sent)) + bool(alone), max(map(len, sent))
-            found += f"; {size(many * model.bytes)} sent there, {size(most * model.bytes)} of disk at once"
+            found += (
+                f"; {format_bytes(many * model.bytes)} sent there, {format_bytes(most * model.bytes)} of disk at once"
+            )
     return ok(facility.name, "comparison", found)

@@ -17,20 +17,20 @@ from pathlib import Path
 from coordinator.archive.rewind import ASIDE
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import Federation
-from coordinator.engine.render import render, replaced, stale
+from coordinator.engine.render import files_it_would_replace, render, stale_files
 from coordinator.memory.figures import ModelFigures, model_figures
 from coordinator.preflight.disk import IN_FLIGHT, Disk, coordinator_disk
 from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.row import ME, Row, fail, ok, warning
 from coordinator.rounds.verification import averages_encoded
-from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
 from facility.exchange.errors import InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import can_link
 from facility.exchange.files.owners import not_ours, of_another, written_by_all
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 from facility.exchange.messages.template_inheritance import find_template
+from facility.exchange.sizes import format_bytes
 
 
 def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
@@ -41,7 +41,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
     if model is not None:
         rows.append(_room(federation, model))
     rendered = render(federation)
-    differing = stale(federation, rendered)
+    differing = stale_files(federation, rendered)
     root = federation.file.parent.parent
     closed = [folder for name in differing if not _is_open(folder := _existing((root / name).parent))]
     if closed:
@@ -53,7 +53,7 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
                 "correct its permissions, or move federation.yml to a folder of your own",
             )
         )
-    elif own := replaced(federation, rendered):
+    elif own := files_it_would_replace(federation, rendered):
         rows.append(
             fail(
                 ME,
@@ -127,7 +127,7 @@ def _engine() -> Row:
     try:
         wanted = next(
             d.split("==")[1]
-            for d in tomllib.loads(shipped("pyproject.toml").read_text(encoding="utf-8"))["project"][
+            for d in tomllib.loads(shipped_path("pyproject.toml").read_text(encoding="utf-8"))["project"][
                 "optional-dependencies"
             ]["coordinator"]
             if d.startswith("streamflow==")
@@ -178,7 +178,7 @@ def _model(federation: Federation) -> tuple[Row, ModelFigures | None]:
             f"the model is damaged: {error}",
             "fetch or convert it again: crossfed model NAME --out DIR",
         ), None
-    return ok(ME, "model", f"{model.parameters:,} parameters, {size(model.bytes)}"), model
+    return ok(ME, "model", f"{model.parameters:,} parameters, {format_bytes(model.bytes)}"), model
 
 
 def _room(federation: Federation, model: ModelFigures) -> Row:
@@ -214,10 +214,10 @@ def _room(federation: Federation, model: ModelFigures) -> Row:
             return fail(
                 ME,
                 "room",
-                f"{size(free)} are free at {folder}, the run needs up to {part}",
+                f"{format_bytes(free)} are free at {folder}, the run needs up to {part}",
                 "free some, choose another `archive:` and `workdir:`, or lower keep_rounds",
             )
-        found.append(f"{size(free)} free at {folder}, the run needs up to {part}")
+        found.append(f"{format_bytes(free)} free at {folder}, the run needs up to {part}")
     return ok(ME, "room", "; ".join(found))
 
 

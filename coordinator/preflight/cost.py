@@ -16,11 +16,11 @@ from coordinator.memory.need import needed_by_plan, needed_bytes, smallest_ranks
 from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import wanted_hours, wanted_nodes
-from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.sizes import format_bytes
 from facility.exchange.text import number_of
 
 PROBE_BYTES = 16_000_000
@@ -53,7 +53,7 @@ def check_memory(
         return ok(
             facility.name,
             "memory",
-            f"about {size(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
+            f"about {format_bytes(need)} on each rank, {sharding} (set gpu_memory_gb to have it compared)",
         )
     memory = deployment.gpu_memory_gb * 1e9
     least = smallest_ranks(model, training, block_tokens, memory * 0.95, device=device, local_ranks=gpus)
@@ -66,11 +66,13 @@ def check_memory(
         return fail(
             facility.name,
             "memory",
-            f"about {size(need)} are needed on each GPU, {sharding}, each has {size(memory)}",
+            f"about {format_bytes(need)} are needed on each GPU, {sharding}, each has {format_bytes(memory)}",
             f"{fix}, or compute in bfloat16, or with a smaller micro_batch_sequences",
         )
     return ok(
-        facility.name, "memory", f"about {size(need)} of {size(memory)} on each GPU, {sharding}; {least} would do"
+        facility.name,
+        "memory",
+        f"about {format_bytes(need)} of {format_bytes(memory)} on each GPU, {sharding}; {least} would do",
     )
 
 
@@ -108,10 +110,10 @@ def check_link(
     there += walk + moments
     back = model.sent_back(training, federated, masked_bits=masked_bits)
     named = ((walk, "the mean walk"), (moments, "moments"))
-    parts = ", ".join(f"{size(amount)} of it {what}" for amount, what in named if amount)
-    sent = f"{size(there)} there{f' ({parts})' if parts else ''}"
+    parts = ", ".join(f"{format_bytes(amount)} of it {what}" for amount, what in named if amount)
+    sent = f"{format_bytes(there)} there{f' ({parts})' if parts else ''}"
     if not deployment.host:
-        return ok(facility.name, "link", f"{sent} and {size(back)} back a round, on this machine")
+        return ok(facility.name, "link", f"{sent} and {format_bytes(back)} back a round, on this machine")
     found = measure_link(
         facility.name,
         lambda data, seconds: run_there(deployment, "cat >/dev/null", seconds=seconds, data=data),
@@ -120,7 +122,7 @@ def check_link(
     if isinstance(found, Row):
         return found
     took = f"{'at most' if found.least else 'about'} {(there + back) / found.bytes_per_second:,.0f} s"
-    return ok(facility.name, "link", f"{sent} and {size(back)} back a round: {took} at {found.words}")
+    return ok(facility.name, "link", f"{sent} and {format_bytes(back)} back a round: {took} at {found.words}")
 
 
 class LinkSpeed(NamedTuple):
@@ -143,7 +145,7 @@ def measure_link(name: str, send: Callable[[bytes, float], Answer], *, advice: s
     login = time.monotonic() - began
     began = time.monotonic()
     if send(os.urandom(PROBE_BYTES), 120).code != 0:
-        return warning(name, "link", f"{size(PROBE_BYTES)} did not get through in 120 s", advice)
+        return warning(name, "link", f"{format_bytes(PROBE_BYTES)} did not get through in 120 s", advice)
     return link_speed(login, time.monotonic() - began)
 
 
@@ -152,9 +154,9 @@ def link_speed(login: float, transfer: float) -> LinkSpeed:
     same."""
     seconds, shortest = transfer - login, max(LOGINS_DIFFER * login, 0.01)
     if seconds >= shortest:
-        return LinkSpeed(PROBE_BYTES / seconds, f"{size(PROBE_BYTES / seconds)}/s (one stream)", least=False)
+        return LinkSpeed(PROBE_BYTES / seconds, f"{format_bytes(PROBE_BYTES / seconds)}/s (one stream)", least=False)
     why = f"a login takes {login:.1f} s, which hides more"
-    told = f"at least {size(PROBE_BYTES / shortest)}/s (one stream; {why})"
+    told = f"at least {format_bytes(PROBE_BYTES / shortest)}/s (one stream; {why})"
     return LinkSpeed(PROBE_BYTES / shortest, told, least=True)
 
 

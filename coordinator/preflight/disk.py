@@ -14,9 +14,9 @@ from coordinator.aggregation.settings import split_rule
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.settings import SendingSettings
 from coordinator.memory.figures import EVERYTHING, WALK_BYTES, ModelFigures, moments_bytes
-from coordinator.spans_and_sizes import size
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.sizes import format_bytes
 from facility.exchange.text import number_of
 
 IN_FLIGHT = "updates on their way"
@@ -41,8 +41,8 @@ class Disk:
         return Disk(parts={name: amount for name, amount in self.parts.items() if name not in names})
 
     def __str__(self) -> str:
-        listed = ", ".join(f"{what} {size(amount)}" for what, amount in self.parts.items() if amount)
-        return f"{size(self.bytes)} ({listed})"
+        listed = ", ".join(f"{what} {format_bytes(amount)}" for what, amount in self.parts.items() if amount)
+        return f"{format_bytes(self.bytes)} ({listed})"
 
 
 def facility_disk(

@@ -7,7 +7,7 @@ from typing import Any
 
 from coordinator.config.federation import Federation
 from coordinator.preflight.row import ME, Row, ok, warning
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 TASKS, TRACKERS = "tasks", "trackers"
 EVALUATOR = "lm_eval"
@@ -25,7 +25,7 @@ def check_tasks(federation: Federation, name: str, answer: dict[str, Any]) -> li
     if (version := optional[EVALUATOR]) is None:
         found = f"evaluation.tasks are evaluated at {name}, which has no lm-eval: there would be no scores"
         return [warning(name, TASKS, found, "pip install lm-eval in the facility's environment")]
-    return [ok(name, TASKS, f"lm-eval {clean(str(version), 40)} is installed there")]
+    return [ok(name, TASKS, f"lm-eval {clean_text(str(version), 40)} is installed there")]
 
 
 def check_own_evaluators(federation: Federation) -> list[Row]:

@@ -18,22 +18,22 @@ from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
 from coordinator.preflight.remote import run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.versions import check_versions
-from coordinator.spans_and_sizes import size
-from facility.exchange.checkpoints.labels import classes_digest, unnamed
-from facility.exchange.checkpoints.tokenizer import differ
+from facility.exchange.checkpoints.labels import classes_digest, default_labels
+from facility.exchange.checkpoints.tokenizer import tokenizers_differ
 from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.messages.job_template import enter_lines, path_word
 from facility.exchange.messages.layout import QUANTIZES
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.exchange.requirements import meets
+from facility.exchange.requirements import meets_requirement
+from facility.exchange.sizes import format_bytes
 
 BEGIN = "crossfed-probe-begins"
 FILES = 1000
 """Files that two rounds leave at a facility, amply counted."""
 
 
-def probe(
+def probe_facility(
     deployment: Deployment,
     dataset: str,
     workdir: str,
@@ -64,7 +64,7 @@ def probe(
     said = run_there(deployment, script, seconds=PROBE_SECONDS)
     text, after = said.out.partition(BEGIN)[2], time.time()
     if said.code or not text.strip():
-        lines = clean(said.error, 4000, lines=True).strip().splitlines()
+        lines = clean_text(said.error, 4000, lines=True).strip().splitlines()
         return None, _unanswered(deployment, lines or [f"code {said.code}"])
     answer, wrong = answer_or_row(text)
     if answer is not None:
@@ -132,9 +132,9 @@ def check_site(
     this machine.
     """
     if deployment.gate:
-        answer, wrong = gate.probe(deployment, dataset, reserve.bytes)
+        answer, wrong = gate.probe_by_gate(deployment, dataset, reserve.bytes)
     else:
-        answer, wrong = probe(deployment, dataset, workdir, reserve.bytes, trainer, base)
+        answer, wrong = probe_facility(deployment, dataset, workdir, reserve.bytes, trainer, base)
     name = facility.name
     if answer is None:
         assert wrong is not None
@@ -156,8 +156,8 @@ def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
     version = answer.get("optional", {}).get("bitsandbytes")
     if asked == "none" or "optional" not in answer:
         return []
-    if version is None or not meets(version, QUANTIZES):
-        has = "no bitsandbytes" if version is None else f"bitsandbytes {clean(str(version), 40)}"
+    if version is None or not meets_requirement(version, QUANTIZES):
+        has = "no bitsandbytes" if version is None else f"bitsandbytes {clean_text(str(version), 40)}"
         return [
             fail(
                 facility.name,
@@ -166,14 +166,14 @@ def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
                 f"pip install '{QUANTIZES}' in the facility's environment, or set quantize_base to none for it",
             )
         ]
-    return [ok(facility.name, "bitsandbytes", f"bitsandbytes {clean(str(version), 40)} is installed there")]
+    return [ok(facility.name, "bitsandbytes", f"bitsandbytes {clean_text(str(version), 40)} is installed there")]
 
 
 def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None) -> list[Row]:
     """Whether the federation's own trainer is installed; no row for CrossFed's, or where a gate's policy decides."""
     if trainer is None or "trainer" not in answer:
         return []
-    if problem := clean(str(answer["trainer"]), 200):
+    if problem := clean_text(str(answer["trainer"]), 200):
         return [
             fail(
                 name,
@@ -212,7 +212,7 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
 def _what(answer: dict[str, Any]) -> str:
     """What the dataset counts, with its size."""
     if "image_size" in answer:
-        return f"images of {clean(str(answer['image_size']), 40)}"
+        return f"images of {clean_text(str(answer['image_size']), 40)}"
     return f"blocks of {answer['block_tokens']} tokens"
 
 
@@ -223,10 +223,12 @@ def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> l
     labels, count = list(model.labels), answer["classes"]
     if count != len(labels):
         found = f"the dataset has {count} classes, the model's head has {len(labels)}"
-    elif labels != unnamed(count) and answer.get("classes_sha256") not in (None, classes_digest(labels)):
+    elif labels != default_labels(count) and answer.get("classes_sha256") not in (None, classes_digest(labels)):
         found = f"the dataset's classes are not the model's, or in another order; its head names {_some(labels)}"
     elif model.problem:
-        found = f"the model's problem_type is {clean(model.problem, 100)}, the dataset has one class for each example"
+        found = (
+            f"the model's problem_type is {clean_text(model.problem, 100)}, the dataset has one class for each example"
+        )
     else:
         return []
     fix = "prepare the dataset with --classes in the model's order, or make the model with these (crossfed model)"
@@ -234,7 +236,7 @@ def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> l
 
 
 def _some(names: list[str]) -> str:
-    return clean(", ".join(names[:10]), 200) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return clean_text(", ".join(names[:10]), 200) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
 def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
@@ -244,14 +246,14 @@ def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) ->
             f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: "
             "another tokenizer"
         )
-    elif model and differ(answer.get("image_processor_sha256"), model.image_processor):
+    elif model and tokenizers_differ(answer.get("image_processor_sha256"), model.image_processor):
         found = (
-            f"the images were made by {clean(str(answer['image_processor_sha256']), 100)}, the model carries "
+            f"the images were made by {clean_text(str(answer['image_processor_sha256']), 100)}, the model carries "
             f"{model.image_processor}: another image processor"
         )
         fix = "prepare the dataset with the model's own preprocessor_config.json"
         return [fail(name, "image processor", found, fix)]
-    elif model and differ(answer.get("tokenizer_sha256"), model.tokenizer):
+    elif model and tokenizers_differ(answer.get("tokenizer_sha256"), model.tokenizer):
         found = (
             f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "
             "another tokenizer of the same size"
@@ -304,7 +306,7 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
         return fail(
             name,
             "room",
-            f"{size(answer['free'])} are free at {workdir}, the rounds need {need}",
+            f"{format_bytes(answer['free'])} are free at {workdir}, the rounds need {need}",
             "free some, or choose a larger file system for `workdir:`",
         )
     for quota in answer.get("quotas", []):
@@ -312,7 +314,7 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
             return fail(
                 name,
                 "room",
-                f"the quota of {quota['of']} leaves {size(quota['free'])}, the rounds need {need} at {workdir}",
+                f"the quota of {quota['of']} leaves {format_bytes(quota['free'])}, the rounds need {need} at {workdir}",
                 "free some, ask the site for more, or choose another file system for `workdir:`",
             )
         if quota["files_free"] is not None and quota["files_free"] < FILES:
@@ -326,7 +328,7 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
         return fail(
             name,
             "room",
-            f"{size(need.bytes)} could not be reserved at {workdir}: {answer['refused']}",
+            f"{format_bytes(need.bytes)} could not be reserved at {workdir}: {answer['refused']}",
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
         )
     if "above" in answer:
@@ -334,4 +336,4 @@ def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
         return warning(
             name, "workdir", found, "choose another `workdir:`, or have `chmod o-w` or `chmod +t` done there"
         )
-    return ok(name, "room", f"{size(answer['free'])} free at {workdir}, the rounds need {need}")
+    return ok(name, "room", f"{format_bytes(answer['free'])} free at {workdir}, the rounds need {need}")

@@ -12,7 +12,7 @@ from coordinator.config.federation import Facility
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.submission import CHECK, LOOK_SECONDS, OUTPUT, SECONDS
 from coordinator.schedulers.firecrest import FINISHED, SCHEDULER, plain_job
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import script_of
 
 
@@ -61,7 +61,7 @@ def _ask(facility: Facility, act: Callable[[Any], Any]) -> tuple[Any, tuple[str,
 
 def _system(facility: Facility, systems: list[Any]) -> Row:
     wanted = facility.deployment.firecrest.system
-    names = [clean(str(one.get("name")), 80) for one in systems if isinstance(one, dict)]
+    names = [clean_text(str(one.get("name")), 80) for one in systems if isinstance(one, dict)]
     if wanted not in names:
         return fail(
             facility.name,
@@ -93,7 +93,7 @@ def _partition(facility: Facility, template: str) -> Row:
     listed, refusal = _ask(facility, lambda client: client.partitions(facility.deployment.firecrest.system))
     if refusal:
         return fail(facility.name, "partition", *refusal)
-    names = [clean(str(one.get("name")), 80) for one in listed or [] if isinstance(one, dict)]
+    names = [clean_text(str(one.get("name")), 80) for one in listed or [] if isinstance(one, dict)]
     if found[1] not in names:
         fix = f"correct `fill: {{partition: ...}}`; there are {', '.join(names) or 'none'}"
         return fail(facility.name, "partition", f"there is no partition {found[1]!r}", fix)

@@ -10,7 +10,7 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.patterns import check_patterns
 from coordinator.preflight.row import ME, Row, fail, ok, skipped, warning
 from facility.exchange.checkpoints.adapter_targets import parameters_of, targets_of
-from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, saves
+from facility.exchange.checkpoints.adapters import HEADS, PREFIX, A, B, is_saved_module
 from facility.exchange.checkpoints.conversion import check_names
 from facility.exchange.checkpoints.families import refusal_for
 from facility.exchange.checkpoints.layouts import (
@@ -154,7 +154,11 @@ def _adapters(name: str, lora: LoraSettings, model: Any, patterns: Patterns) -> 
     reasons = [refusal_of_saved(model, module, adapted) for module in lora.modules_to_save]
     advice = "correct training.lora.modules_to_save in federation.yml"
     rows = [fail(name, "adapters", reason, advice) for reason in reasons if reason]
-    saved = [one for one, _ in model.named_parameters() if saves(one.rpartition(".")[0], lora.modules_to_save or HEADS)]
+    saved = [
+        one
+        for one, _ in model.named_parameters()
+        if is_saved_module(one.rpartition(".")[0], lora.modules_to_save or HEADS)
+    ]
     names = [*(f"{layer}{half}weight" for layer in layers for half in (A, B)), *saved]
     kept = [PREFIX + one for one in names if not patterns.federated(PREFIX + one)]
     if kept:

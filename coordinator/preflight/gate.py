@@ -20,14 +20,14 @@ from coordinator.preflight.remote import (
     unknown_to_a_run,
 )
 from coordinator.preflight.row import Row, fail, ok, warning
-from coordinator.preflight.ssh_errors import explain
+from coordinator.preflight.ssh_errors import explain_ssh_failure
 from facility.exchange.errors import ManifestError
 from facility.exchange.exit_codes import BROKE
 from facility.exchange.gate_requests import GATE
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
-def ask(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
+def send_to_gate(deployment: Deployment, *words: str, seconds: float = 60, data: bytes = b"") -> Answer:
     """Send one request to the gate."""
     line = [*ssh_command(deployment), shlex.join([GATE, *words])]
     return answer_of(line, data=data, seconds=seconds)
@@ -38,13 +38,17 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
     name, deployment = facility.name, facility.deployment
     if (row := other_way(name, deployment)) is not None:
         return [row]
-    answer = ask(deployment, "hello", seconds=answer_seconds(deployment))
+    answer = send_to_gate(deployment, "hello", seconds=answer_seconds(deployment))
     summary = told_of(answer)
     if summary is None:
         if answer.code == BROKE:
             line = ssh_command(deployment)
-            return [explain(name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error)]
-        said = clean(answer.error or answer.out, 300)
+            return [
+                explain_ssh_failure(
+                    name, deployment, command=line, code=answer.code, out=answer.out, error=answer.error
+                )
+            ]
+        said = clean_text(answer.error or answer.out, 300)
         return [
             fail(name, "gate", f"no gate answers: {said}", "ask the site: is its policy.yml sound, is our key in it?")
         ]
@@ -86,7 +90,7 @@ def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any])
     name, deployment, rows = facility.name, facility.deployment, []
     wanted = {"facility": name, "scheduler": deployment.type, "workdir": deployment.workdir}
     for key, ours in wanted.items():
-        if (theirs := clean(str(summary.get(key)), 200)) != ours:
+        if (theirs := clean_text(str(summary.get(key)), 200)) != ours:
             rows.append(
                 fail(name, "policy", f"the site's policy has {key} {theirs!r}, federation.yml {ours!r}", "agree on one")
             )
@@ -113,10 +117,10 @@ def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]
     if int(summary["gate"]) < 2:
         return ok(name, "policy", agreed)
     words, text = ("test-settings", "--dataset", facility.dataset), facility_settings(federation, facility)
-    answer = ask(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
+    answer = send_to_gate(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
     if answer.code == 0:
         return ok(name, "policy", f"{agreed}; the policy allows what the settings ask for")
-    said = clean((answer.error or answer.out).strip(), 300) or f"code {answer.code}"
+    said = clean_text((answer.error or answer.out).strip(), 300) or f"code {answer.code}"
     return fail(name, "policy", said, "change federation.yml, or ask the site to change policy.yml")
 
 
@@ -143,8 +147,8 @@ def _masks_agreed(federation: Federation, name: str, summary: dict[str, Any]) ->
 
 
 def _queue(name: str, deployment: Deployment) -> Row:
-    answer = ask(deployment, "test-job")
-    said = clean((answer.out or answer.error).strip(), 300)
+    answer = send_to_gate(deployment, "test-job")
+    said = clean_text((answer.out or answer.error).strip(), 300)
     if answer.code == 0:
         return ok(name, "job accepted", said or "the site's queue takes its template")
     return fail(name, "job accepted", f"the site's own template is refused: {said}", "tell the site")
@@ -152,15 +156,17 @@ def _queue(name: str, deployment: Deployment) -> Row:
 
 def _link(name: str, deployment: Deployment) -> Row:
     found = measure_link(
-        name, lambda data, seconds: ask(deployment, "sink", seconds=seconds, data=data), advice="look at the link"
+        name,
+        lambda data, seconds: send_to_gate(deployment, "sink", seconds=seconds, data=data),
+        advice="look at the link",
     )
     return found if isinstance(found, Row) else ok(name, "link", found.words)
 
 
-def probe(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
+def probe_by_gate(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
     """The facility's own probe, run by its gate; or a row that gives the reason for its absence."""
-    answer = ask(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=PROBE_SECONDS)
+    answer = send_to_gate(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=PROBE_SECONDS)
     if answer.code or not answer.out.strip():
-        said = clean(answer.error or f"code {answer.code}", 300)
+        said = clean_text(answer.error or f"code {answer.code}", 300)
         return None, fail("", "environment", f"the gate runs no probe: {said}", "tell the site")
     return answer_or_row(answer.out)

@@ -14,10 +14,10 @@ from pathlib import Path
 from coordinator.config.federation import Federation
 from coordinator.preflight.row import ME, Row
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.storage import private
+from facility.exchange.files.storage import make_private_folder
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.manifest import sha256_of
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 FILE = "failing-check.json"
 WAITED_FOR = ("connection",)
@@ -25,7 +25,7 @@ WAITED_FOR = ("connection",)
 SHOWN = 3
 
 
-def remember(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
+def remember_failures(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
     """Keep the facilities' failing rows; with none, forget those of before. The coordinator's own are checked at every
     run. `digest`: sha256 of the federation.yml that was checked."""
     kept = [
@@ -37,7 +37,7 @@ def remember(federation: Federation, digest: str, rows: Sequence[Row]) -> None:
     with contextlib.suppress(OSError):  # the rows have been shown; a directory that cannot be written is one of them
         path.unlink(missing_ok=True)
         if kept:
-            private(path.parent)
+            make_private_folder(path.parent)
             write_json(path, {"federation": digest, "time": time.time(), "failing": kept})
 
 
@@ -48,7 +48,7 @@ def still_failing(federation: Federation, file: Path) -> str:
         if found["federation"] != sha256_of(file):
             return ""
         when = time.strftime("%Y-%m-%d %H:%M", time.localtime(float(found["time"])))
-        failing = [clean(str(one), 300) for one in found["failing"]]
+        failing = [clean_text(str(one), 300) for one in found["failing"]]
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     more = f"; and {len(failing) - SHOWN} more" if len(failing) > SHOWN else ""

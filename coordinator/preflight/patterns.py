@@ -9,7 +9,7 @@ from coordinator.memory.figures import ModelFigures, in_update, model_figures
 from coordinator.preflight.row import ME, Row, fail, ok, warning
 from facility.exchange.checkpoints.adapters import is_adapter
 from facility.exchange.checkpoints.checkpoint import FLOATS
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.errors import InputError
 from facility.exchange.messages.layout import of_adapters
 from facility.exchange.messages.settings import TrainingSettings
@@ -42,7 +42,7 @@ def check_patterns(federation: Federation) -> list[Row]:
         )
         for key, patterns in given.items()
         for pattern in patterns
-        if names and not any(matches(name, [pattern]) for name in names)
+        if names and not any(matches_any(name, [pattern]) for name in names)
     ]
     if averaged and not any(map(aggregation.federated.federated, averaged)):
         found = "aggregation.include and exclude leave no tensor to average"
@@ -63,7 +63,7 @@ def _frozen(training: TrainingSettings, figures: ModelFigures) -> tuple[list[str
     in peft's model."""
     names = [name for name, _ in figures.trained_tensors(dataclasses.replace(training, freeze=[]))]
     within = [f"{name.removesuffix('weight')}default.weight" if is_adapter(name) else name for name in names]
-    return within, [name for name in within if matches(name, training.freeze)]
+    return within, [name for name in within if matches_any(name, training.freeze)]
 
 
 def _averaged(federation: Federation, figures: ModelFigures) -> list[str]:

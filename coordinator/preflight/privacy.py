@@ -49,7 +49,7 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
             fail(
                 facility.name,
                 CHECK,
-                "its dataset joins documents, so that a document's gradient cannot be told from its neighbours'",
+                "its dataset joins documents, so a document's gradient cannot be distinguished from its neighbours'",
                 "prepare it with --documents separate, or set privacy.differential.unit to block",
             )
         ]

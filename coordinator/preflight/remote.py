@@ -16,12 +16,12 @@ from coordinator.config.deployments import Connection, Deployment
 from coordinator.config.firecrest import FIRECREST
 from coordinator.preflight.bounded_process import MOST_BYTES, TooMuchOutput, run_bounded
 from coordinator.preflight.row import Row, fail, ok
-from coordinator.preflight.ssh_errors import explain
+from coordinator.preflight.ssh_errors import explain_ssh_failure
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.key_file import read_key_file
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import BROKE
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 OWN_WORDS = ("debug", "OpenSSH_", "Authenticated to ", "Transferred: ", "Bytes per second: ")
 """Begin the lines of `ssh -v` that are neither a complaint nor the other side's."""
@@ -55,7 +55,7 @@ def ssh_command(deployment: Deployment, *, as_a_run: bool = False) -> list[str]:
     `known_hosts`, if `as_a_run`."""
     jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
     # A connection that ssh would share, and keep open in the background, would hold our pipes with it.
-    return openssh.command(
+    return openssh.openssh_command(
         _login(deployment, jump),
         connect_seconds=login_seconds(deployment),
         known_hosts="" if as_a_run else deployment.known_hosts,
@@ -100,7 +100,7 @@ def answer_of(words: Sequence[str], *, data: bytes | IO[bytes], seconds: float) 
     return Answer(code=code, out=out.decode(errors="replace"), error=error.decode(errors="replace"))
 
 
-def refused(row: Row, text: str) -> InputError | TransientError:
+def login_error(row: Row, text: str) -> InputError | TransientError:
     """The error `text` for a login that failed as `row` says: a host that does not answer, or does not take a key yet,
     may do so later; a key file, a host key or a gate stays as it is until a person here changes something."""
     return TransientError(text) if row.check in ("connection", "login") else InputError(text)
@@ -132,7 +132,7 @@ def unknown_to_a_run(name: str, deployment: Deployment, request: str) -> Row | N
         f"{file} has the host key of {deployment.host}, and the files that a run reads do not, which are "
         "~/.ssh/known_hosts or the `UserKnownHostsFile` of ~/.ssh/config",
         f"append that key to ~/.ssh/known_hosts, or say `UserKnownHostsFile {file}` below a `Host "
-        f"{openssh.address(deployment.host)[0]}` line of ~/.ssh/config",
+        f"{openssh.parse_address(deployment.host)[0]}` line of ~/.ssh/config",
     )
 
 
@@ -156,7 +156,7 @@ def _of_all_accounts(name: str, deployment: Deployment) -> Row | None:
         return None
     jump = _login(deployment.tunnel, None) if deployment.tunnel.host else None
     for one, over in ((deployment, jump), (deployment.tunnel, None), (deployment.transfer, None)):
-        ssh, *options = openssh.command(_login(one, over), connect_seconds=10)
+        ssh, *options = openssh.openssh_command(_login(one, over), connect_seconds=10)
         if not one.host or "-F" in options:  # then ssh reads that file alone
             continue
         own = Path("~/.ssh/config").expanduser()
@@ -173,7 +173,7 @@ def _other_lines(mine: str, every: str) -> list[str]:
     file of settings."""
     known = {line.strip() for line in mine.splitlines()}
     lines = [line.strip() for line in every.splitlines() if line.partition(" ")[0] in WAY]
-    return [clean(line, 200) for line in lines if line not in known]
+    return [clean_text(line, 200) for line in lines if line not in known]
 
 
 def _unfit(name: str, key: Path) -> Row | None:
@@ -233,4 +233,4 @@ def check_connection(name: str, deployment: Deployment) -> Row:
         return fail(name, "login", found, fix)
     said = "\n".join(line for line in answer.error.splitlines() if not line.startswith(OWN_WORDS))
     command = ssh_command(deployment)
-    return explain(name, deployment, command=command, code=answer.code, out=answer.out, error=said)
+    return explain_ssh_failure(name, deployment, command=command, code=answer.code, out=answer.out, error=said)

@@ -9,11 +9,11 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.directives import directive, gpus_asked, hours_asked, nodes_asked
+from coordinator.schedulers.directives import find_directive, gpus_asked, hours_asked, nodes_asked
 from coordinator.schedulers.flux import lines_of, queue_rows
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import BatchScheduler
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.messages.template_inheritance import script_of
 
 SBATCH_REFUSES = (
@@ -121,7 +121,7 @@ def _slurm(name: str, deployment: Deployment, job: str) -> Row:
     for mark, found, fix in SBATCH_REFUSES:
         lines = [line for line in (answer.out + answer.error).splitlines() if mark in line.lower()]
         if lines:  # the last line may be advice to read --help
-            said = clean(lines[-1].strip().removeprefix("sbatch: "), 300)
+            said = clean_text(lines[-1].strip().removeprefix("sbatch: "), 300)
             return fail(name, "job accepted", f"{found} (sbatch: {said})", fix)
     return fail(
         name,
@@ -140,7 +140,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     partition = re.search(r"in partition (\S+)$", said)
     if partition is None:
         return None
-    shown = clean(partition[1], 60)
+    shown = clean_text(partition[1], 60)
     answer = run_there(deployment, f"sinfo -h -p {shlex.quote(partition[1])} -o '%a %l'\n")
     lines = [line.split() for line in answer.out.splitlines() if len(line.split()) == 2] if answer.code == 0 else []
     if any(state == "down" for state, _ in lines):
@@ -154,7 +154,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
     for _, text in lines:
         limit = hours_asked({"time": text}, "")  # 0 for `infinite` and `n/a`
         if 0 < limit < hours:
-            qos = deployment.options.get("qos") or directive(job, r"#SBATCH.* (?:--qos[= ]|-q ?)(\S+)")
+            qos = deployment.options.get("qos") or find_directive(job, r"#SBATCH.* (?:--qos[= ]|-q ?)(\S+)")
             return (warning if qos else fail)(
                 name,
                 "job accepted",
@@ -167,7 +167,7 @@ def _partition(name: str, deployment: Deployment, job: str, said: str) -> Row | 
 
 def _pbs(name: str, deployment: Deployment, job: str) -> Row:
     """PBS has no dry run; the queue can be asked after, and whether it is open."""
-    queue = deployment.options.get("destination") or directive(job, r"#PBS.* -q ?(\S+)")
+    queue = deployment.options.get("destination") or find_directive(job, r"#PBS.* -q ?(\S+)")
     if not queue:
         return warning(
             name,
@@ -210,7 +210,7 @@ def _pbs(name: str, deployment: Deployment, job: str) -> Row:
 def _other(name: str, deployment: Deployment, job: str) -> Row:
     """Any scheduler: the queue that the template names is one of those it lists as open, and its dry run, where it has
     one, finds a place for the job."""
-    queue, named = _batch(deployment), directive(job, r"#\$.* -q (\S+)")
+    queue, named = _batch(deployment), find_directive(job, r"#\$.* -q (\S+)")
     answer = run_there(deployment, queue.survey + "\n")
     if answer.code != 0:
         said = _last(answer, queue.program)
@@ -230,7 +230,7 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
             name, "job accepted", f"{queue.title} lists the queue as open (it cannot test a job without submitting it)"
         )
     tried = run_there(deployment, f"{queue.trial} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB\n", seconds=60)
-    said = clean("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
+    said = clean_text("; ".join(line for line in tried.out.splitlines() if line.strip()), 300)
     if tried.code == 0:
         return ok(name, "job accepted", f"{queue.trial}: {said}")
     if queue.is_silence(tried.out + tried.error):
@@ -239,14 +239,14 @@ def _other(name: str, deployment: Deployment, job: str) -> Row:
 
 
 def _batch(deployment: Deployment) -> BatchScheduler:
-    found = scheduler(deployment.type)
+    found = scheduler_named(deployment.type)
     assert isinstance(found, BatchScheduler)
     return found
 
 
 def _flux(name: str, deployment: Deployment, job: str) -> Row:
     """`flux batch --dry-run` asks no server, so the queues and resources are asked after."""
-    wanted = deployment.options.get("queue") or directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
+    wanted = deployment.options.get("queue") or find_directive(job, r" (?:--queue[= ]|-q ?)(\S+)")
     answer = run_there(deployment, f"{_batch(deployment).survey}\n")
     if answer.code != 0:
         return fail(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.row import Row, fail
-from coordinator.streamflow_plugin.openssh import address, known_as
+from coordinator.streamflow_plugin.openssh import known_as, parse_address
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,9 @@ QUIET = (
 """What to do about a login that runs no command."""
 
 
-def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: int, out: str, error: str) -> Row:
+def explain_ssh_failure(
+    name: str, deployment: Deployment, *, command: Sequence[str], code: int, out: str, error: str
+) -> Row:
     """How `command`, an ssh that failed, ended, as a sentence with its remedy."""
     words = _words(deployment, error)
     for complaint in COMPLAINTS:
@@ -130,7 +132,7 @@ def explain(name: str, deployment: Deployment, *, command: Sequence[str], code: 
 
 def _words(deployment: Deployment, error: str) -> dict[str, str]:
     """What a complaint's sentences may name."""
-    bare, port = address(deployment.host)
+    bare, port = parse_address(deployment.host)
     return {
         "host": deployment.host,
         "bare": bare,

@@ -14,7 +14,7 @@ from coordinator.config.deployments import Deployment
 from coordinator.preflight.remote import Answer, run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 SECONDS = 60.0
 LOOK_SECONDS = 2.0
@@ -35,7 +35,7 @@ def try_job(
     submit = queue.submission(f"crossfed-check-{name}", OUTPUT)
     answer = ask(f"mkdir -p {place} && cd {place} && {submit} <<'CROSSFED_JOB' 2>&1\n{job}\nCROSSFED_JOB")
     if answer.code != 0 or not (id := queue.read_id(answer.out)):
-        said = clean("; ".join((answer.out + answer.error).split("\n")[-6:]).strip("; "), 300)
+        said = clean_text("; ".join((answer.out + answer.error).split("\n")[-6:]).strip("; "), 300)
         return fail(name, CHECK, f"{queue.title} refuses it: {said}", "correct the template; the words are the site's")
     deadline = time.monotonic() + seconds
     while True:
@@ -63,5 +63,5 @@ def _judged(name: str, queue: BatchScheduler, id: str, ask: Callable[[str], Answ
     if ending is None or ending.state == FORGOTTEN:
         found = f"job {id} was taken; how it ended {queue.title} does not say"
         return warning(name, CHECK, found, f"look at {OUTPUT} in the work directory")
-    found = f"job {id} ended with {clean(ending.detail or ending.state, 200)}"
+    found = f"job {id} ended with {clean_text(ending.detail or ending.state, 200)}"
     return fail(name, CHECK, found, f"look at {OUTPUT} in the work directory: does the template load its modules?")

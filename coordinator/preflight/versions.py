@@ -6,7 +6,7 @@ from typing import Any
 
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility import __version__
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 from facility.exchange.hints import keys_of
 from facility.exchange.messages import manifest, report, settings
 from facility.exchange.messages.settings import FacilitySettings
@@ -89,7 +89,7 @@ def _packages(name: str, answer: dict[str, Any]) -> Row:
 
 def _pinned() -> dict[str, str]:
     try:
-        lines = shipped("constraints.txt").read_text(encoding="utf-8").splitlines()
+        lines = shipped_path("constraints.txt").read_text(encoding="utf-8").splitlines()
     except OSError:
         return {}
     return dict(line.split("==", 1) for line in lines if "==" in line)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from coordinator.config.closing import carries
+from coordinator.config.closing import carries_late
 from coordinator.config.federation import Federation
-from coordinator.engine.render import behind
+from coordinator.engine.render import most_rounds_behind
 from coordinator.preflight.row import Row, ok, warning
 
 
@@ -14,9 +14,9 @@ def check_waiting(federation: Federation) -> list[Row]:
     With n facilities that are alike and a quorum of q, every round averages q updates and a job spans n / q rounds.
     """
     closing, facilities = federation.closing, len(federation.facilities)
-    if closing is None or not carries(closing):
+    if closing is None or not carries_late(closing):
         return []
-    usual, most = -(-facilities // closing.needed(facilities)) - 1, behind(federation)
+    usual, most = -(-facilities // closing.needed(facilities)) - 1, most_rounds_behind(federation)
     found = (
         f"rounds close after {closing.needed(facilities)} of {facilities} facilities; an update counts up to {most} "
         f"rounds late (keep_rounds), and is about {usual} late where all facilities are alike"

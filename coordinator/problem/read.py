@@ -16,7 +16,7 @@ from coordinator.problem.quantities import RATE, SIZE, TIME, find, numbers
 from coordinator.problem.runtime import Runtime, runtime_from_json
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.emulation import Emulation
-from facility.exchange.validation import check_format, parse
+from facility.exchange.validation import check_format, parse_dataclass
 
 MOST_UNITS = 100_000
 """Equal units that one entry may stand for."""
@@ -114,7 +114,9 @@ def _whole(raw: dict[str, Any], file: Path | str | None) -> Problem:
     for key in ("micro_batch_samples", "stages", "replicas"):
         if isinstance(plain.get(key), int):
             plain[key] = [plain[key]]
-    codecs = [parse(Codec, row, where=f"codecs[{n}]") for n, row in enumerate(_rows(raw.get("codecs", []), ""))]
+    codecs = [
+        parse_dataclass(Codec, row, where=f"codecs[{n}]") for n, row in enumerate(_rows(raw.get("codecs", []), ""))
+    ]
     shell = {"devices": [], "links": {}, "units": [], "codecs": [], **plain, "format": FORMAT}
     checked = _checked_plain(shell)
     return Problem(

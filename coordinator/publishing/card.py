@@ -11,11 +11,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from coordinator.archive.averaged import MEAN
 from coordinator.comparison.matrix import title_of_mean
 from coordinator.config.federation import Federation
+from coordinator.durations import format_duration
 from coordinator.publishing.names import address, public_names
 from coordinator.report.markdown import table
 from coordinator.report.page import cell, number
-from coordinator.spans_and_sizes import size, span
 from facility.exchange.messages.evaluation import VALIDATION
+from facility.exchange.sizes import format_bytes
 from facility.exchange.task_words import words_of
 from facility.exchange.text import number_of
 
@@ -225,7 +226,7 @@ def _budget(data: Mapping[str, Any]) -> str:
     steps = max(one["steps"] for one in budget["facilities"].values())
     absent = len(data["facilities"]) - len(budget["facilities"])
     without = (
-        f" {absent} of {len(data['facilities'])} facilities told no budget: nothing is promised for theirs."
+        f" {absent} of {len(data['facilities'])} facilities reported no budget: nothing is promised for their data."
         if absent
         else ""
     )
@@ -262,7 +263,8 @@ def _cost(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     total = data["headline"]
     return [
         *table(head, rows),
-        f"From the first event to the last: {span(total['wall_seconds'])}; moved both ways: {size(total['bytes'])}.",
+        f"From the first event to the last: {format_duration(total['wall_seconds'])}; moved both ways: "
+        f"{format_bytes(total['bytes'])}.",
         "",
     ]
 

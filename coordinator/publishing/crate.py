@@ -23,7 +23,7 @@ from coordinator.publishing.card import published_name
 from coordinator.publishing.names import address, identifier, slug
 from facility import __version__
 from facility.exchange.files.durable import write_text
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.paths import shipped_path
 from facility.exchange.text import number_of
 
 PROFILES = (
@@ -71,7 +71,7 @@ def _workflow(crate: ROCrate, federation: Federation, people: list[Any]) -> Any:
     """main.cwl as the crate's main entity, with its tools as parts."""
     cwl = federation.file.parent.parent / "cwl"
     main, inner = "main.cwl", "round.cwl"
-    source = cwl if (cwl / main).is_file() else shipped("cwl")
+    source = cwl if (cwl / main).is_file() else shipped_path("cwl")
     workflow = crate.add_workflow(source / main, f"cwl/{main}", main=True, lang="cwl", lang_version="v1.2")
     workflow["name"] = "CrossFed federation"
     workflow["license"] = "https://spdx.org/licenses/Apache-2.0"

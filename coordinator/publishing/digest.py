@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from facility.exchange.command_line import parsed
+from facility.exchange.command_line import parse_arguments
 from facility.exchange.errors import exit_on_error
 from facility.exchange.expected_digest import expected_digest, print_digest
 from facility.exchange.logs import add_log_options
@@ -18,7 +18,7 @@ def main() -> int:
     parser.add_argument("model", type=Path, help="a model's directory with its manifest.json")
     parser.add_argument("--expect", help="SHA-256 of the weights; exit 1 where they have another")
     add_log_options(parser)
-    arguments = parsed(parser)
+    arguments = parse_arguments(parser)
     expected = expected_digest(arguments.expect)
     return print_digest(arguments.model, verify_manifest(arguments.model).content_sha256, expected)
 

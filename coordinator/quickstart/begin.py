@@ -15,10 +15,10 @@ from coordinator.config import facility_names
 from coordinator.config.deployments import HOST, USER, Deployment
 from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.schema import NAME, write_schema
-from coordinator.demo import make
+from coordinator.demo import make_demo
 from coordinator.memory.figures import model_figures
-from coordinator.model import convert
-from coordinator.preflight.remote import check_connection, refused
+from coordinator.model import convert_model
+from coordinator.preflight.remote import check_connection, login_error
 from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import RoundTraining, federation_text
 from coordinator.quickstart.dialog import Dialog
@@ -27,7 +27,7 @@ from coordinator.quickstart.gated import GateSummary, ask_gate, choose_gated
 from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site
-from coordinator.share import share
+from coordinator.share import share_tokenizer
 from facility.exchange.errors import ConfigurationError, InputError, TransientError
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files import present
@@ -245,7 +245,7 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> GateSummary | None
     if row.check == "gate" and (found := ask_gate(login)) is not None:
         return found
     advice = row.fix if row.fix.endswith("?") else f"{row.fix};"
-    raise refused(row, f"{name}: {row.found}; {advice} then give the same command again")
+    raise login_error(row, f"{name}: {row.found}; {advice} then give the same command again")
 
 
 def _signing_key(request: Request, dialog: Dialog) -> str:
@@ -269,9 +269,9 @@ def _model(request: Request, source: str) -> Path:
     out = request.folder.resolve() / "model"
     if source == DEMO:
         material = request.folder.resolve() / ".demo"
-        make(material, datasets=False, progress=log.info)
+        make_demo(material, datasets=False, progress=log.info)
         source = str(material / "model")
-    log.info("%s", convert(source, out, dtype="bfloat16", revision="main"))
+    log.info("%s", convert_model(source, out, dtype="bfloat16", revision="main"))
     return out
 
 
@@ -290,7 +290,7 @@ def _set_up(
     texts: Mapping[str, str],
     surveys: Mapping[str, Survey],
 ) -> None:
-    for one in share(federation, weights=False):
+    for one in share_tokenizer(federation, weights=False):
         sent = "sent" if one.sent else "there"
         log.info("%s: tokenizer %s: %s, digest %s", one.facility, sent, one.path, one.digest[:16])
     positions = model_figures(federation.path(federation.model)).positions

@@ -54,7 +54,7 @@ def quickstart(
 
     The same command goes on where it stopped.
     """
-    from coordinator.preflight.check import check_for_run, show
+    from coordinator.preflight.check import check_for_run, show_rows
     from coordinator.quickstart.begin import Request
     from coordinator.quickstart.describe import RoundTraining
     from coordinator.quickstart.dialog import Dialog
@@ -74,7 +74,7 @@ def quickstart(
         set_up=set_up,
     )
     file = _begin(request, Dialog(given=pairs("--answer", answer or []), yes=yes))
-    code = show(check_for_run(file, link=False), as_json=False, console=command_console(160))
+    code = show_rows(check_for_run(file, link=False), as_json=False, console=command_console(160))
     further = f"next: cd {shlex.quote(str(folder))} && crossfed run"
     print(further if code == 0 else "fix what fails, then run the same command again")
     raise typer.Exit(code)

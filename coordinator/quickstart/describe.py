@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.config.schema import FIRST_LINE
 from coordinator.quickstart.choice import Choice
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 PLAIN = re.compile(r"[/~A-Za-z][A-Za-z0-9_./@-]*(:[A-Za-z0-9_./@-]+)*")
 """Text that YAML reads as itself without quotes, the words for true, false and null left aside."""
@@ -93,5 +93,5 @@ def _installed(choice: Choice) -> str:
 
 
 def _comment(text: str) -> str:
-    said = " ".join(clean(text, 120).split())
+    said = " ".join(clean_text(text, 120).split())
     return f" # {said}" if said else ""

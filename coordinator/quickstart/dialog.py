@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 @dataclass(kw_only=True)
@@ -42,13 +42,13 @@ class Dialog:
             if must and not proposal.value:
                 raise InputError(f"{question} needs an answer ({proposal.why}): give --answer {question}=VALUE")
             if proposal.value:
-                self.say(f"{question}: {clean(f'{proposal.value} ({proposal.why})', 300)}")
+                self.say(f"{question}: {clean_text(f'{proposal.value} ({proposal.why})', 300)}")
             return proposal.value
         others = f"; others: {', '.join(proposal.others[:12])}" if proposal.others else ""
-        self.say(clean(f"{question}: {proposal.why}{others}", 600))
+        self.say(clean_text(f"{question}: {proposal.why}{others}", 600))
         while True:
             try:
-                line = self.ask_line(f"  {question} [{clean(proposal.value, 200)}]: ")
+                line = self.ask_line(f"  {question} [{clean_text(proposal.value, 200)}]: ")
             except EOFError:
                 self.say("")
                 how = f"give --answer {question}=VALUE, or --yes for all proposals"
@@ -59,7 +59,7 @@ class Dialog:
                 if line.strip():
                     self.typed[question] = answer
                 return answer
-            self.say(f"  {clean(reason, 600)}")
+            self.say(f"  {clean_text(reason, 600)}")
 
     def again(self) -> str:
         """Options that give the same answers again; empty where nobody typed one."""

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from coordinator.bundle import COMPLETE, bundle
+from coordinator.bundle import COMPLETE, make_bundle
 from coordinator.config.deployments import job_template
 from coordinator.config.federation import Facility, Federation
-from coordinator.preflight.facility import probe
+from coordinator.preflight.facility import probe_facility
 from coordinator.quickstart.choice import largest_batch
 from coordinator.quickstart.gated import blocks_behind
 from coordinator.quickstart.propose import install, python_version
@@ -71,7 +71,7 @@ def equip(
         chosen = ["--torch", torch] if torch == "cpu" and not sent and "--as-is" not in method.arguments else []
         arguments = [*method.arguments, *chosen, *(["--", *words] if text else [])]
         set_up(federation, facility.name, bundle=sent, arguments=arguments)
-    answer, wrong = probe(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
+    answer, wrong = probe_facility(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
     if answer is None or "blocks" not in answer["dataset"]:
         reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
         raise InputError(
@@ -106,5 +106,5 @@ def _bundle(survey: Survey, folder: Path, torch: str) -> Path:
     out = folder / f"bundle-{python}-{survey.machine}-{torch}"
     if not (out / COMPLETE).is_file():
         log.info("%s: downloading what the site needs (AMD GPUs: make one by `crossfed bundle --torch rocm`)", out)
-        bundle(out, python=python, platform=f"manylinux_2_28_{survey.machine}", torch=torch)
+        make_bundle(out, python=python, platform=f"manylinux_2_28_{survey.machine}", torch=torch)
     return out

@@ -13,7 +13,7 @@ from coordinator.quickstart.choice import Choice
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 from facility.exchange.text import NAME, number_of
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class GateSummary:
 
 def ask_gate(login: Deployment) -> GateSummary | None:
     """The gate's summary; None if nothing answers, or what answers is no gate."""
-    summary = gate.told_of(gate.ask(login, "hello"))
+    summary = gate.told_of(gate.send_to_gate(login, "hello"))
     if summary is None:
         return None
     facility, scheduler, workdir = (str(summary.get(key, "")) for key in ("facility", "scheduler", "workdir"))
@@ -69,7 +69,9 @@ def ask_gate(login: Deployment) -> GateSummary | None:
 
 def _words(raw: Any) -> tuple[str, ...]:
     found = raw if isinstance(raw, list) else []
-    return tuple(one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean(one, 400))
+    return tuple(
+        one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean_text(one, 400)
+    )
 
 
 def choose_gated(
@@ -117,11 +119,11 @@ def choose_gated(
 
 def blocks_behind(facility: Facility) -> int:
     """Training blocks of the facility's dataset, from the probe that its gate runs. Raises `InputError`."""
-    answer, wrong = gate.probe(facility.deployment, facility.dataset, 0)
+    answer, wrong = gate.probe_by_gate(facility.deployment, facility.dataset, 0)
     if answer is None or "blocks" not in answer["dataset"]:
         reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
         raise InputError(
-            f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean(str(reason), 300)}; the site's "
-            "own people prepare it"
+            f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean_text(str(reason), 300)}; the "
+            "site's own people prepare it"
         )
     return int(answer["dataset"]["blocks"].get("train", 0))

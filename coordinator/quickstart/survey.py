@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from coordinator.config.deployments import WORKDIR, Deployment
 from coordinator.preflight.remote import run_there
 from coordinator.preflight.ssh_errors import QUIET
-from coordinator.schedulers.partition import Partition, number, words
+from coordinator.schedulers.partition import Partition, allowed_words, first_number
 from coordinator.schedulers.registry import schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from facility.exchange.errors import TransientError
 from facility.exchange.messages.job_template import path_word
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 SECTION, ANSWERED = "crossfed-section", "crossfed-answered"
 MOST_CHARACTERS = 4_000_000
@@ -107,7 +107,7 @@ def ask_site(name: str, deployment: Deployment, data: str) -> Survey:
     if f"{SECTION} end" not in answer.out:
         said = (answer.error.strip() or answer.out.strip() or f"code {answer.code}").splitlines()[-1]
         raise TransientError(
-            f"{name} does not answer a shell script: {clean(said, 300)}; {QUIET}; log in by hand and see"
+            f"{name} does not answer a shell script: {clean_text(said, 300)}; {QUIET}; log in by hand and see"
         )
     return read_survey(answer.out)
 
@@ -145,7 +145,9 @@ def read_survey(text: str) -> Survey:
             Python(command=name, version=(int(major), int(minor)), lacks=tuple(filter(None, lacks.split(","))))
             for name, major, minor, lacks in pythons
         ),
-        modules=tuple(word.split("(")[0].rstrip("/") for word in words(said.get("modules", "").replace("(", " ("))),
+        modules=tuple(
+            word.split("(")[0].rstrip("/") for word in allowed_words(said.get("modules", "").replace("(", " ("))
+        ),
         internet="yes" in said.get("internet", "").split(),
         places=tuple(
             Place(name=name, path=path.rstrip("/"), free=int(free[:12] or 0) * 1024)
@@ -167,4 +169,4 @@ def _queues() -> list[BatchScheduler]:
 def version_of(module: str) -> tuple[int, ...]:
     """Version numbers in a module's name, for the newest: `python/3.11.6-gcc` is (3, 11, 6)."""
     found = re.search(r"/(\d+(?:\.\d+)*)", module)
-    return tuple(number(part) for part in found[1].split(".")) if found else ()
+    return tuple(first_number(part) for part in found[1].split(".")) if found else ()

@@ -47,8 +47,8 @@ ENDINGS: Sequence[tuple[str, str]] = (
     ),
     (
         r"CANCEL",
-        "somebody cancelled the job, the site's staff or this account: ask the site with the job's number if it was "
-        "nobody here; the next round submits a new one",
+        "somebody cancelled the job, the site's staff or this account: if it was not "
+        "you, ask the site with the job's number; the next round submits a new one",
     ),
     (r"exit code -?[1-9]", SCRIPT),
 )

@@ -12,10 +12,10 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from coordinator.archive.averaged import MEAN, averaged
+from coordinator.archive.averaged import MEAN, read_averaged
 from coordinator.archive.journal import Entry, Journal
 from coordinator.archive.privacy import privacy_summary
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import CARRIED, Archive, RoundFile
 from coordinator.archive.summary import summary_of
@@ -26,11 +26,11 @@ from coordinator.report.cost import by_facility, costs, with_waiting
 from coordinator.report.drift import drift
 from coordinator.report.predictions import predictions
 from coordinator.report.timeline import Segment, segments, totals
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility import __version__
 from facility.exchange.messages.evaluation import ACCURACY, VALIDATION
 from facility.exchange.messages.manifest import manifest_if_any
-from facility.exchange.task_words import capital, words_of
+from facility.exchange.task_words import capitalise, words_of
 
 FORMAT = 1
 PACKAGES = ("streamflow", "cwltool", "torch", "transformers", "safetensors", "numpy")
@@ -88,7 +88,7 @@ def gather(archive: Archive, *, federation: str, settings: Mapping[str, Any], ca
         "privacy": privacy_summary(rows, aside),
         "masking": rounds.get("masking", {}),
         "similarity": _similarity(history),
-        "remarks": remarks(rounds | {"aggregation": settings.get("chosen", "")}),
+        "remarks": summary_remarks(rounds | {"aggregation": settings.get("chosen", "")}),
         "failures": [*_failures(rows, rounds, entries), *_left_out(jobs)],
         "settings": settings,
         "versions": _versions(rows, own_name),
@@ -187,8 +187,8 @@ def comparison(rounds: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any
     data = [name for name in names if any(one["data"] == name for one in cells)]
     words = words_of(rounds["task"])
     caption = (
-        f"{capital(words.metric)} on each facility's validation data (rows) of the initial model, the facility's own "
-        f"last update and the final global model{SHADES}."
+        f"{capitalise(words.metric)} on each facility's validation data (rows) of the initial model, the facility's "
+        f"own last update and the final global model{SHADES}."
     )
     return {"data": data, "models": models, "cells": cells, "caption": caption} if len(models) > 1 else {}
 
@@ -275,7 +275,7 @@ def _failures(rows: Sequence[Row], rounds: Row, entries: Sequence[Entry]) -> lis
             found.append(_failure(row["round"], row["facility"], row["status"], row["reason"], done))
         elif row.get("note"):
             rest = "the other replicas finished the round"
-            found.append(_failure(row["round"], row["facility"], "replica lost", shown(row["note"]), rest))
+            found.append(_failure(row["round"], row["facility"], "replica lost", safe_line(row["note"]), rest))
     noted = {(one["round"], one["facility"]) for one in found}
     for row in rounds["final_evaluation"]:
         if row["status"] != "ok":
@@ -283,7 +283,7 @@ def _failures(rows: Sequence[Row], rounds: Row, entries: Sequence[Entry]) -> lis
             done = "the final model was not evaluated on its data"
             found.append(_failure("final", row["facility"], row["status"], row["reason"], done))
     for entry in entries:
-        reason = shown(entry.detail.get("reason", entry.detail.get("text", "")))
+        reason = safe_line(entry.detail.get("reason", entry.detail.get("text", "")))
         if entry.kind == "refused" and (entry.round, entry.facility) not in noted:
             again = "the round was asked for again, or is not complete"
             found.append(_failure(entry.round, entry.facility, "refused", reason, again))
@@ -291,7 +291,7 @@ def _failures(rows: Sequence[Row], rounds: Row, entries: Sequence[Entry]) -> lis
             waited = "waited for the login; jobs and the other facilities went on"
             found.append(_failure(entry.round, entry.facility, "login", reason, waited))
         elif entry.kind == "stuck":
-            said = f"{reason}: {shown(entry.detail.get('advice', ''))}"
+            said = f"{reason}: {safe_line(entry.detail.get('advice', ''))}"
             found.append(_failure(entry.round, entry.facility, "stuck", said, "reported"))
         elif entry.kind == "repeated":
             found.append(_failure(entry.round, "", "repeated", reason, "the round was asked for again"))
@@ -301,7 +301,7 @@ def _failures(rows: Sequence[Row], rounds: Row, entries: Sequence[Entry]) -> lis
 def _left_out(rows: Sequence[Row]) -> list[Row]:
     """Scores that facilities reported without being asked."""
     return [
-        _failure(row["round"], row["facility"], "not asked for", shown(row["unasked"]), "left out")
+        _failure(row["round"], row["facility"], "not asked for", safe_line(row["unasked"]), "left out")
         for row in rows
         if row.get("unasked")
     ]
@@ -354,7 +354,7 @@ def _artefacts(archive: Archive, history: Sequence[RoundFile]) -> list[Row]:
         for row in entry.facilities:
             if row.update_sha256:
                 found.append(_artefact(f"update of {row.facility}, round {entry.round}", "", row.update_sha256))
-    if (mean := averaged(archive)) is not None:
+    if (mean := read_averaged(archive)) is not None:
         found.append(_artefact(MEAN, str(mean.model.relative_to(archive.path)), mean.sha256))
     return found
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coordinator.archive.journal import Entry, Journal, standing
-from coordinator.archive.many import MOST_ROWS, grouped, kind_of, many, names_of
+from coordinator.archive.journal import Entry, Journal, without_rewound
+from coordinator.archive.many import MOST_ROWS, group_for_display, kind_of, names_of, too_many_to_list
 from coordinator.archive.rounds import Archive, FacilityRow
 from coordinator.config.federation import Federation
 from coordinator.engine.live import Snapshot, facility_sentence, read_snapshot
 from coordinator.report.advice import advice_for
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from facility.exchange.errors import InputError
 from facility.exchange.text import number_of
 
@@ -23,44 +23,44 @@ OUT = ("failed", "absent", "refused")
 def explain_facility(federation: Federation, name: str) -> str:
     """How a facility stands, why, and what to do."""
     archive = Archive(federation.archive_path)
-    entries = standing(Journal(archive.path).read())
+    entries = without_rewound(Journal(archive.path).read())
     lines = [f"{name}:", *_now(federation.workdir_path, name)]
     own = [entry for entry in entries if entry.facility == name]
     if (stuck := _latest(own, "stuck", until=("started", "trained"))) is not None:
-        said = f"{shown(stuck.detail.get('reason', ''))}"
+        said = f"{safe_line(stuck.detail.get('reason', ''))}"
         lines.append(f"  Its job {stuck.detail.get('job', '')} will not begin by itself ({said}).")
-        lines.append(f"  What to do: {shown(stuck.detail.get('advice', ''))}")
+        lines.append(f"  What to do: {safe_line(stuck.detail.get('advice', ''))}")
     if (login := _latest(own, "login_refused", until=("login_works",))) is not None:
-        lines.append(f"  Since {_when(login.time)} it refuses the login: {shown(login.detail.get('reason', ''))}.")
+        lines.append(f"  Since {_when(login.time)} it refuses the login: {safe_line(login.detail.get('reason', ''))}.")
         lines.append(f"  What to do: `crossfed login {name}`; its jobs and the other facilities go on.")
     rows = [row for entry in archive.history() for row in entry.facilities if row.facility == name]
     lines += _history(rows)
     last = _latest(own, "refused", until=("verified",))
     bad = next((row for row in reversed(rows) if row.status in OUT), None)
     if last is not None:
-        lines += _refusal(name, last.round, shown(last.detail.get("reason", "")), own)
+        lines += _refusal(name, last.round, safe_line(last.detail.get("reason", "")), own)
     elif bad is not None:
-        lines += _refusal(name, bad.round, shown(bad.reason), own)
+        lines += _refusal(name, bad.round, safe_line(bad.reason), own)
     return "\n".join(lines)
 
 
 def explain_round(federation: Federation, number: int) -> str:
     """What became of a round, facility by facility. Raises `InputError` for a round that has not begun."""
     archive = Archive(federation.archive_path)
-    entries = standing(Journal(archive.path).read())
+    entries = without_rewound(Journal(archive.path).read())
     own = [entry for entry in entries if entry.round == number]
     if number in archive.rounds():
         record = archive.read_round(number)
         attempts = f" after {record.attempts} attempts" if record.attempts > 1 else ""
-        lines = [f"Round {number} is complete{attempts}, finished {record.finished}: {shown(record.decision)}."]
+        lines = [f"Round {number} is complete{attempts}, finished {record.finished}: {safe_line(record.decision)}."]
         sound = [row for row in record.facilities if row.status == "ok"]
-        if many(sound):
+        if too_many_to_list(sound):
             lines.append(_all_that_took_part(sound))
         for row in record.facilities:
-            if row.status == "ok" and (row.reason or not many(sound)):
-                note = f" ({shown(row.reason)})" if row.reason else ""
+            if row.status == "ok" and (row.reason or not too_many_to_list(sound)):
+                note = f" ({safe_line(row.reason)})" if row.reason else ""
                 lines.append(f"  {row.facility} took part with weight {row.weight:.3f}{note}.")
-        out = {row.facility: shown(row.reason) for row in record.facilities if row.status != "ok"}
+        out = {row.facility: safe_line(row.reason) for row in record.facilities if row.status != "ok"}
         return "\n".join(lines + _refusals(out, number, own))
     done = len(archive.rounds())
     if number >= federation.rounds <= done:
@@ -75,12 +75,12 @@ def explain_round(federation: Federation, number: int) -> str:
     for name in (one.name for one in federation.facilities):
         mine = [entry for entry in own if entry.facility == name]
         if (bad := _latest(mine, "refused", until=("verified",))) is not None:
-            out[name] = shown(bad.detail.get("reason", ""))
+            out[name] = safe_line(bad.detail.get("reason", ""))
         else:
             states[name] = _state(mine)
     lines += _states(states) + _refusals(out, number, own)
     if reason := str(archive.read_note("stopped").get("reason", "")):
-        lines.append(f"The run stopped: {shown(reason)}. What to do: {advice_for(reason)}")
+        lines.append(f"The run stopped: {safe_line(reason)}. What to do: {advice_for(reason)}")
     return "\n".join(lines)
 
 
@@ -92,7 +92,7 @@ def _all_that_took_part(rows: Sequence[FacilityRow]) -> str:
 def _states(found: Mapping[str, tuple[str, str]]) -> list[str]:
     """How far each facility was; of many, one line for all that are as far."""
     lines = []
-    for names in grouped(found, lambda name: found[name][0]):
+    for names in group_for_display(found, lambda name: found[name][0]):
         words, since = found[names[0]]
         alone = len(names) == 1
         whose = names[0] if alone else f"{len(names)} facilities ({names_of(names)})"
@@ -103,7 +103,7 @@ def _states(found: Mapping[str, tuple[str, str]]) -> list[str]:
 def _refusals(reasons: Mapping[str, str], number: int, entries: Sequence[Entry]) -> list[str]:
     """Why facilities were left out of a round; of many, once for all that were for the same reason."""
     lines = []
-    for names in grouped(reasons, lambda name: kind_of(reasons[name], name)):
+    for names in group_for_display(reasons, lambda name: kind_of(reasons[name], name)):
         lines += _refusal(names[0], number, reasons[names[0]], entries)
         if names[1:]:
             lines.append(f"  So are {len(names) - 1} more: {names_of(names[1:], MOST_ROWS)}.")
@@ -115,7 +115,7 @@ def _idle(snapshot: Snapshot | None) -> list[str]:
     if snapshot is None:
         return ["  No run goes on, and the work directory knows of none before."]
     if not snapshot.alive:
-        why = f": {shown(snapshot.ended)}" if snapshot.ended else ""
+        why = f": {safe_line(snapshot.ended)}" if snapshot.ended else ""
         return [f"  No run goes on; the last one ended {_when(snapshot.time)}{why}."]
     return []
 
@@ -150,7 +150,7 @@ def _refusal(name: str, number: int | None, reason: str, entries: Sequence[Entry
     logs = [one for one in entries if one.kind == "log" and one.facility == name and one.round == number]
     if logs:
         lines.append("  The end of its log:")
-        lines += [f"    | {shown(line)}" for line in logs[-1].detail.get("lines", [])[-LOG_LINES:]]
+        lines += [f"    | {safe_line(line)}" for line in logs[-1].detail.get("lines", [])[-LOG_LINES:]]
     return [*lines, f"  What to do: {advice_for(reason, ending)}".replace("FACILITY", name)]
 
 
@@ -159,7 +159,7 @@ def _ending(name: str, number: int | None, entries: Sequence[Entry]) -> tuple[st
     own = [one for one in entries if one.facility == name and one.round == number]
     ended = next((one for one in reversed(own) if one.kind == "trained"), None)
     jobs = [str(one.detail["job"]) for one in own if one.kind in ("queued", "started") and one.detail.get("job")]
-    return (jobs[-1] if jobs else "", shown(ended.detail.get("problem", "")) if ended is not None else "")
+    return (jobs[-1] if jobs else "", safe_line(ended.detail.get("problem", "")) if ended is not None else "")
 
 
 def _state(entries: Sequence[Entry]) -> tuple[str, str]:

@@ -8,8 +8,9 @@ from typing import Any
 
 from coordinator.archive.masked_rounds import masked_sentence
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.table import accuracies, any_late, has_accuracy, seconds_of, status_of
+from coordinator.archive.table import any_late, format_accuracies, has_accuracy, seconds_of, status_of
 from coordinator.comparison.matrix import SHADES
+from coordinator.durations import format_duration
 from coordinator.report.many import for_display
 from coordinator.report.page import (
     any_waited,
@@ -22,8 +23,8 @@ from coordinator.report.page import (
     outliers,
     used_kinds,
 )
-from coordinator.shown_text import shown
-from coordinator.spans_and_sizes import size, span
+from coordinator.shown_text import safe_line
+from facility.exchange.sizes import format_bytes
 from facility.exchange.task_words import words_of
 
 EMPHASIS = re.compile(r"~|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
@@ -42,7 +43,7 @@ def markdown(data: Mapping[str, Any]) -> str:
     lines += tasks(data)
     kinds = used_kinds(data)
     times = [
-        [name, *(span(sums[kind]) if kind in sums else "" for kind in kinds), span(sums["idle"])]
+        [name, *(format_duration(sums[kind]) if kind in sums else "" for kind in kinds), format_duration(sums["idle"])]
         for name, sums in data["timeline"]["totals"].items()
     ]
     lines += ["## Time", "", *chosen(data, "time"), *table(["facility", *kinds, "idle"], times)]
@@ -91,7 +92,7 @@ def rounds(data: Mapping[str, Any]) -> list[str]:
             nats_number(words, row["perplexity_received"]),
             nats_number(words, row["perplexity_returned"]),
             nats_number(words, entry["global_perplexity"]),
-            *(accuracies(row) if answers else []),
+            *(format_accuracies(row) if answers else []),
         ]
         for entry in data["rounds"]
         for row in entry["facilities"]
@@ -107,11 +108,11 @@ def traffic(data: Mapping[str, Any]) -> list[str]:
     moved = [
         [
             name,
-            size(one["to_bytes"]),
+            format_bytes(one["to_bytes"]),
             number(one["to_mbit_per_second"]),
-            size(one["from_bytes"]),
+            format_bytes(one["from_bytes"]),
             number(one["from_mbit_per_second"]),
-            size(one["moments_bytes"]),
+            format_bytes(one["moments_bytes"]),
         ]
         for name, one in data["traffic"].items()
     ]
@@ -126,7 +127,12 @@ def traffic(data: Mapping[str, Any]) -> list[str]:
 def memory(data: Mapping[str, Any]) -> list[str]:
     """The section on memory, predicted beside measured."""
     rows = [
-        [name, size(one["predicted_memory_bytes"] or 0), size(one["peak_memory_bytes"]), number(one["ratio"])]
+        [
+            name,
+            format_bytes(one["predicted_memory_bytes"] or 0),
+            format_bytes(one["peak_memory_bytes"]),
+            number(one["ratio"]),
+        ]
         for name, one in data["predictions"].items()
     ]
     head = ["facility", "predicted", "measured", "measured / predicted"]
@@ -142,7 +148,7 @@ def drift(data: Mapping[str, Any]) -> list[str]:
             one["corrected"],
             number(one["first_share"]),
             number(one["latest_share"]),
-            shown(one["uncorrected"]),
+            safe_line(one["uncorrected"]),
         ]
         for name, one in data["drift"].items()
     ]
@@ -219,7 +225,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
 
 def _cell(value: Any) -> str:
     """Text that may come from a facility, harmless in Markdown: no markup, and no link, be it a bare address."""
-    text = "" if value is None else shown(value)
+    text = "" if value is None else safe_line(value)
     for mark in ("\\", "|", "<", "[", "*", "`", "&", "@", "://", "www."):
         text = text.replace(mark, f"{mark[:-1]}\\{mark[-1]}")
     return EMPHASIS.sub(r"\\\g<0>", text)

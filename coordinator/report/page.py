@@ -12,13 +12,14 @@ import jinja2
 from markupsafe import Markup
 
 from coordinator.archive.privacy import nothing_promised
-from coordinator.archive.table import accuracies, any_late, has_accuracy, plain_number, seconds_of, status_of
+from coordinator.archive.table import any_late, format_accuracies, has_accuracy, plain_number, seconds_of, status_of
+from coordinator.durations import format_duration
 from coordinator.report.charts import COLOURS, LONG, Bar, Series, heat, line_chart, timeline
 from coordinator.report.many import MANY, for_display, lanes_of, least_alike
 from coordinator.report.timeline import KINDS
-from coordinator.shown_text import shown
-from coordinator.spans_and_sizes import size, span
-from facility.exchange.task_words import TaskWords, capital, words_of
+from coordinator.shown_text import safe_line
+from facility.exchange.sizes import format_bytes
+from facility.exchange.task_words import TaskWords, capitalise, words_of
 
 FEW = 8
 """Facilities that get a colour of their own in the legend."""
@@ -35,7 +36,7 @@ MOST_BARS = 6000
 def page(data: Mapping[str, Any]) -> str:
     """HTML of `coordinator.report.data.gather`'s data."""
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["shown"] = shown
+    environment.filters["shown"] = safe_line
     similar = _last_with_cosines(data)
     whole, data = data, for_display(data)
     text = (files("coordinator.report") / "page.html.jinja").read_text(encoding="utf-8").replace("\\\n", "")
@@ -63,14 +64,14 @@ def page(data: Mapping[str, Any]) -> str:
         late=any_late(data),
         status_of=status_of,
         words=words_of(data.get("task", "")),
-        accuracies=accuracies if has_accuracy(data) else None,
-        capital=capital,
+        accuracies=format_accuracies if has_accuracy(data) else None,
+        capital=capitalise,
         seconds_of=seconds_of,
         speed=speed,
         nats_number=nats_number,
         waiting=any_waited(data),
-        span=span,
-        size=size,
+        span=format_duration,
+        size=format_bytes,
         nothing_promised=nothing_promised,
         number=number,
     )
@@ -84,7 +85,7 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ends = [words.figure(head[key]) for key in ("perplexity_first", "perplexity_last")]
         change = " → ".join(f"{one:.4g}" for one in ends if one is not None)
         found.insert(0, (change, f"{words.metric} of the global model"))
-    found.append((span(head["wall_seconds"]), "from the first event to the last"))
+    found.append((format_duration(head["wall_seconds"]), "from the first event to the last"))
     for key, label in (
         ("node_hours", "node-hours"),
         ("waited_node_hours", "node-hours of these in jobs that waited for a model"),
@@ -97,10 +98,10 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
             found.append((number(head[key]), label + part))
     if head["co2e_kg"] is not None:
         found.append((f"{number(head['co2e_kg'])} kg", "CO₂e, by the factor in federation.yml"))
-    found.append((size(head["bytes"]), "moved both ways"))
+    found.append((format_bytes(head["bytes"]), "moved both ways"))
     found.append((str(head["failures"]), "failures and delays recorded"))
     if head["lost_seconds"]:
-        found.append((span(head["lost_seconds"]), "of job time lost"))
+        found.append((format_duration(head["lost_seconds"]), "of job time lost"))
     return found
 
 
@@ -254,7 +255,7 @@ def _timeline(data: Mapping[str, Any]) -> Markup:
             kind=one["kind"],
             begin=one["begin"],
             end=one["end"],
-            title=f"{one['facility']}: {one['kind']}, {span(_length(one))}"
+            title=f"{one['facility']}: {one['kind']}, {format_duration(_length(one))}"
             + (f", round {one['round']}" if one["round"] is not None else ""),
         )
         for one in drawn[:MOST_BARS]

@@ -7,7 +7,7 @@ from pathlib import Path
 from coordinator.rounds.late import FOLDER, LONGEST, LOST
 from facility.exchange.files.durable import write_json
 from facility.exchange.json_values import values_in
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 def write_lost(workdir: Path, round: int, facility: str, reason: str) -> None:
@@ -20,7 +20,7 @@ def write_lost(workdir: Path, round: int, facility: str, reason: str) -> None:
 def read_lost(job_directory: Path, round: int, facility: str) -> str:
     """The reason, or '' where the job was not taken for lost. `job_directory`: of a coordinator's step."""
     try:
-        return clean(str(values_in(_path(Path(job_directory).parent, round, facility))["reason"]), LONGEST)
+        return clean_text(str(values_in(_path(Path(job_directory).parent, round, facility))["reason"]), LONGEST)
     except (OSError, ValueError, KeyError, TypeError):
         return ""
 

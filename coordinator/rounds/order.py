@@ -10,7 +10,7 @@ from coordinator.archive.audit import log_entry, log_head
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.events.event import emit
 from facility.exchange.errors import CrossFedError
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.manifest import NAME, SIGNATURE, manifest_if_any, run_of, sha256_of
 from facility.exchange.messages.order import sign_order
 
@@ -26,7 +26,9 @@ def order(model: Path, settings: CoordinatorSettings) -> None:
         (model / SIGNATURE).unlink(missing_ok=True)
         return
     expires = time.time() + sending.valid_hours * 3600
-    sign_order(model, resolve(sending.signing_key), settings=settings.settings_sha256, expires=expires, head=log_head())
+    sign_order(
+        model, resolve_path(sending.signing_key), settings=settings.settings_sha256, expires=expires, head=log_head()
+    )
     log_entry(
         "ordered",
         round=manifest.round,

@@ -15,7 +15,7 @@ from statistics import fmean
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import RoundFile
 from coordinator.rounds.participation import weight_of
-from facility.exchange.masking.weights import capped
+from facility.exchange.masking.weights import cap_weights
 
 WINDOW = 5
 """A facility that has missed so many rounds in a row, this one with them, is no longer waited for."""
@@ -41,7 +41,7 @@ def present_share(
         return 1.0
     shares = [weights[name] / total for name in names]
     if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
-        shares = capped(shares, settings.maximum_share)
+        shares = cap_weights(shares, settings.maximum_share)
     present = math.fsum(share for name, share in zip(names, shares, strict=True) if name in now)
     claimed = not isinstance(settings.weights, dict)
     return min(1.0, max(present, 1.0 - len(absent) * settings.maximum_share) if claimed else present)

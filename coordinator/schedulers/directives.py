@@ -17,7 +17,7 @@ VALUE = r"[= ](\S+)"
 WHOLE = re.compile(r"[0-9]{1,9}")
 
 
-def directive(template: str, pattern: str) -> str:
+def find_directive(template: str, pattern: str) -> str:
     """The first group of `pattern` in the template's last directive that has it, or ''.
 
     `pattern` is looked for in one line a directive, which begins with `#SBATCH`, `#PBS`, `#flux:` or `#$`; options are
@@ -46,10 +46,10 @@ def nodes_asked(options: Mapping[str, Any], template: str) -> int:
     """Nodes that the job asks for, the most of a range; 0 where nothing says."""
     nodes = str(
         options.get("nodes")
-        or directive(template, r" --nodes[= ](\d+(?:-\d+)?)")
-        or directive(template, r" -N ?(\d+(?:-\d+)?)(?=\s|$)")
+        or find_directive(template, r" --nodes[= ](\d+(?:-\d+)?)")
+        or find_directive(template, r" -N ?(\d+(?:-\d+)?)(?=\s|$)")
         or _chunks(select_asked(options, template))
-        or directive(template, r"#PBS(?:.*)[ ,]nodes=(\d+)")
+        or find_directive(template, r"#PBS(?:.*)[ ,]nodes=(\d+)")
     )
     last = nodes.split("-")[-1]
     return int(last) if last.isdecimal() else 0
@@ -57,14 +57,14 @@ def nodes_asked(options: Mapping[str, Any], template: str) -> int:
 
 def select_asked(options: Mapping[str, Any], template: str) -> str:
     """PBS's chunks of nodes, `2:ncpus=8:ngpus=4`, of its options or its directives; '' where neither has any."""
-    return str((options.get("resources") or {}).get("select") or directive(template, r"select=(\S+)"))
+    return str((options.get("resources") or {}).get("select") or find_directive(template, r"select=(\S+)"))
 
 
 def gpus_asked(options: Mapping[str, Any], template: str) -> int:
     """GPUs of one node that the job asks for, the most where nodes differ; 0 where nothing says."""
 
     def said(option: str, pattern: str) -> str:
-        return str(options.get(option) or directive(template, pattern))
+        return str(options.get(option) or find_directive(template, pattern))
 
     if chunks := select_asked(options, template):
         counts = [int(count) for count in re.findall(r"\bngpus=(\d{1,9})", chunks)]
@@ -85,7 +85,9 @@ def gpus_asked(options: Mapping[str, Any], template: str) -> int:
         return each * _share(said("nslots", r"#flux:.* (?:--nslots[= ]|-n ?)(\d+)"), nodes)
     if total := _count(said("gpus", r"#SBATCH.* (?:--gpus[= ]|-G ?)(\S+)")):
         return _share(str(total), nodes)
-    return _whole(directive(template, r"\bngpus=(\d+)") or directive(template, r"#\$.* (?:-l )?(?:\S+,)?gpus?=(\d+)"))
+    return _whole(
+        find_directive(template, r"\bngpus=(\d+)") or find_directive(template, r"#\$.* (?:-l )?(?:\S+,)?gpus?=(\d+)")
+    )
 
 
 def hours_asked(options: Mapping[str, Any], template: str) -> float:
@@ -93,16 +95,16 @@ def hours_asked(options: Mapping[str, Any], template: str) -> float:
     resources = options.get("resources") or {}
     seconds = str(  # PBS and grid engine: a plain number is seconds
         resources.get("walltime")
-        or directive(template, r"walltime=([^\s,]+)")
-        or directive(template, r"h_rt=([^\s,]+)")
+        or find_directive(template, r"walltime=([^\s,]+)")
+        or find_directive(template, r"h_rt=([^\s,]+)")
     )
     if seconds.isdecimal():
         return float(seconds) / 3600
     text = str(
         options.get("time")
         or options.get("timeLimit")
-        or directive(template, " (?:--time|--time-limit)" + VALUE)
-        or directive(template, r"#(?:SBATCH|flux:).* -t ?(\S+)")
+        or find_directive(template, " (?:--time|--time-limit)" + VALUE)
+        or find_directive(template, r"#(?:SBATCH|flux:).* -t ?(\S+)")
         or seconds
     )
     if found := re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text):  # Flux

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 
-from coordinator.schedulers.partition import WORD, Partition, Wish, number
+from coordinator.schedulers.partition import WORD, Partition, Wish, first_number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, exit_code
 
 FIELDS = "{id} {returncode} {status} {result} {exception.type} {exception.note}"
@@ -151,7 +151,7 @@ def _resources(rows: list[list[str]], queue: str) -> tuple[int, int, int]:
     for row in rows:
         if len(row) >= 5 and row[0] in ("free", "allocated", "down") and queue in row[1].split(","):
             counts = [word for word in row[2:] if word.isdigit()][:3]
-            total = [old + number(new) for old, new in zip(total, counts, strict=False)]
+            total = [old + first_number(new) for old, new in zip(total, counts, strict=False)]
     return total[0], total[1], total[2]
 
 

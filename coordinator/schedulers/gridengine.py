@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Sequence
 
-from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
+from coordinator.schedulers.partition import WORD, Partition, Wish, allowed_words, first_number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job
 
 GONE = re.compile(r"do not exist:[^\S\n]*\n\s*([0-9]{1,20})\b")
@@ -108,7 +108,7 @@ class GridEngine(BatchScheduler):
         fields = {name: value.rstrip() for name, value in named}
         if fields.get("jobnumber") != id or "exit_status" not in fields:
             return Ending(state=FORGOTTEN, code=None, detail="grid engine has no account of it: it never began")
-        returned, failed = number(fields["exit_status"]), fields.get("failed", "0")
+        returned, failed = first_number(fields["exit_status"]), fields.get("failed", "0")
         by_itself = failed.split()[:1] == ["0"]
         detail = f"exit status {fields['exit_status']}" + ("" if by_itself else f", failed {failed}")
         return Ending(state="ended", code=returned if by_itself else None, detail=detail)
@@ -116,21 +116,21 @@ class GridEngine(BatchScheduler):
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues with their slots; a parallel environment is what a job with several slots names."""
         environments = [name for name, rule in _rules(text).items() if rule == ON_ONE_HOST]
-        cores = [number(count) for count in re.findall(r"^\S+ +(?:lx|ul)\S* +(\d+) ", text, re.MULTILINE)]
+        cores = [first_number(count) for count in re.findall(r"^\S+ +(?:lx|ul)\S* +(\d+) ", text, re.MULTILINE)]
         found = []
         for part in re.split(r"^qname +", text, flags=re.MULTILINE)[1:]:
             name = part.split()[0] if part.split() else ""
             offered = re.search(r"^pe_list +(.*)$", part, re.MULTILINE)
             slots = re.search(r"^slots +(\d+)", part, re.MULTILINE)
             limit = re.search(r"^h_rt +(\d{1,6}):(\d\d):\d\d", part, re.MULTILINE)
-            usable = [pe for pe in words(offered[1]) if pe in environments] if offered else []
+            usable = [pe for pe in allowed_words(offered[1]) if pe in environments] if offered else []
             if WORD.fullmatch(name):
                 found.append(
                     Partition(
                         name=name,
                         open=bool(usable),
                         nodes=len(cores),
-                        cores=number(slots[1]) if slots else 0,
+                        cores=first_number(slots[1]) if slots else 0,
                         hours=round(int(limit[1]) + int(limit[2]) / 60, 2) if limit else 0.0,
                         environment=usable[0] if usable else "",
                     )

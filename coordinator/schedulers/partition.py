@@ -62,12 +62,12 @@ class Wish:
         return f"{minutes // 60:02}:{minutes % 60:02}:00"
 
 
-def number(text: str) -> int:
+def first_number(text: str) -> int:
     """The first whole number in a site's text, bounded; 0 where there is none."""
     found = re.search(r"\d{1,12}", text)
     return min(int(found[0]), MOST) if found else 0
 
 
-def words(text: str, separator: str | None = None) -> list[str]:
+def allowed_words(text: str, separator: str | None = None) -> list[str]:
     """The words of a site's text that are allowed in a directive; others are left out."""
     return [word for word in (part.strip() for part in text.split(separator)) if WORD.fullmatch(word)]

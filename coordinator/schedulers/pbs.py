@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from coordinator.schedulers.partition import WORD, Partition, Wish, number
+from coordinator.schedulers.partition import WORD, Partition, Wish, first_number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, Job, exit_code, read_answer
 
 ANSWERS = (0, 35, 153)
@@ -81,7 +81,7 @@ class PBS(BatchScheduler):
 
     def read_partitions(self, text: str) -> list[Partition]:
         """Queues of `qstat -Q`; PBS does not say which nodes serve which, so every queue shows the largest."""
-        counts = {word: [number(count) for count in _available(text, word)] for word in ("ncpus", "ngpus")}
+        counts = {word: [first_number(count) for count in _available(text, word)] for word in ("ncpus", "ngpus")}
         default = re.search(r"^[ \t]*default_queue = (\S+)", text, re.MULTILINE)
         limits = dict(
             re.findall(r"^Queue: (\S+)\n(?:[ \t].*\n)*?[ \t]+resources_max\.walltime = (\S+)", text, re.MULTILINE)

@@ -38,7 +38,7 @@ def schedulers() -> dict[str, Scheduler]:
     return found
 
 
-def describe() -> list[dict[str, Any]]:
+def describe_schedulers() -> list[dict[str, Any]]:
     """Each one's `deployment.type` and the first line of its module, which names its manual, for documentation."""
     return [
         {
@@ -51,7 +51,7 @@ def describe() -> list[dict[str, Any]]:
     ]
 
 
-def scheduler(name: str) -> Scheduler:
+def scheduler_named(name: str) -> Scheduler:
     """Raises `ConfigurationError` with the known names."""
     try:
         return schedulers()[name]

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from coordinator.schedulers.partition import Partition, Wish
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.outcome import Outcome
-from facility.exchange.messages.strict_json import clean, printable
+from facility.exchange.messages.strict_json import clean_text, is_printable
 
 LONGEST_STATE, LONGEST_REASON, LONGEST_PATH = 40, 400, 4096
 """Characters."""
@@ -49,8 +49,8 @@ class Job:
     """Why it waits, in the scheduler's words."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "state", clean(self.state, LONGEST_STATE))
-        object.__setattr__(self, "reason", clean(self.reason, LONGEST_REASON))
+        object.__setattr__(self, "state", clean_text(self.state, LONGEST_STATE))
+        object.__setattr__(self, "reason", clean_text(self.reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class Ending:
     """File with what the job printed, where the scheduler names it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "detail", clean(self.detail, LONGEST_REASON))
-        if not self.output.startswith("/") or len(self.output) > LONGEST_PATH or not printable(self.output):
+        object.__setattr__(self, "detail", clean_text(self.detail, LONGEST_REASON))
+        if not self.output.startswith("/") or len(self.output) > LONGEST_PATH or not is_printable(self.output):
             object.__setattr__(self, "output", "")
 
     @property

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 
-from coordinator.schedulers.partition import WORD, Partition, Wish, number, words
+from coordinator.schedulers.partition import WORD, Partition, Wish, allowed_words, first_number
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler, Ending, exit_code
 
 UNKNOWN = "invalid job id"
@@ -154,7 +154,7 @@ class Slurm(BatchScheduler):
     def read_partitions(self, text: str) -> list[Partition]:
         """A partition of unlike nodes has several lines: the kind of which there are most nodes counts."""
         allowed = {
-            found[1]: frozenset() if found[2] == "ALL" else frozenset(words(found[2], ","))
+            found[1]: frozenset() if found[2] == "ALL" else frozenset(allowed_words(found[2], ","))
             for found in re.finditer(r"^PartitionName=(\S+) .*?\bAllowAccounts=(\S+)", text, re.MULTILINE)
         }
         found: dict[str, Partition] = {}
@@ -166,8 +166,8 @@ class Slurm(BatchScheduler):
                 name=name,
                 default=parts[1].endswith("*"),
                 open=parts[2] == "up",
-                nodes=number(parts[4]),
-                cores=number(parts[5]),
+                nodes=first_number(parts[4]),
+                cores=first_number(parts[5]),
                 gpus=_gpus(parts[6]),
                 hours=_hours(parts[3]),
                 allowed=allowed.get(name, frozenset()),
@@ -196,7 +196,7 @@ class Slurm(BatchScheduler):
 
 def _gpus(gres: str) -> int:
     """GPUs in sinfo's %G, such as `gpu:a100:4(S:0-1),nvme:1`."""
-    return sum(number(found[1]) for found in re.finditer(r"\bgpu(?::[A-Za-z][\w.-]*)?:(\d+)", gres))
+    return sum(first_number(found[1]) for found in re.finditer(r"\bgpu(?::[A-Za-z][\w.-]*)?:(\d+)", gres))
 
 
 def _hours(limit: str) -> float:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from coordinator.config.closing import MOST_LATE
 from coordinator.problem.printable import read_printable
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import NonNegative, check_format, parse, validated
+from facility.exchange.validation import NonNegative, check_format, parse_dataclass, validated
 
 Array = NDArray[np.float64]
 FORMAT = 1
@@ -196,4 +196,4 @@ def read_scenario(path: Path) -> Scenario:
     """Read the file of `--federation`. Raises `ConfigurationError`."""
     raw = read_printable(path)
     check_format(raw, FORMAT, file=path)
-    return parse(Scenario, raw, file=path)
+    return parse_dataclass(Scenario, raw, file=path)

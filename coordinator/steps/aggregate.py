@@ -28,9 +28,9 @@ from coordinator.steps.incomplete import ask_again, remember_failed, too_few, wa
 from coordinator.steps.next_round import NextRound
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import CrossFedError, exit_on_error
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger("coordinator.steps.aggregate")
 
@@ -56,7 +56,7 @@ def close_round(round: CollectedRound) -> NextRound:
             if not blamed:
                 remember_failed(round)
                 raise
-            reason_text = clean(str(error) or repr(error))
+            reason_text = clean_text(str(error) or repr(error))
             log.warning("round %d is averaged without %s: %s", round.number, ", ".join(sorted(blamed)), reason_text)
             for name, reason in blamed.items():
                 round = round.without(name, reason)
@@ -79,7 +79,7 @@ def main() -> int:
 def run_step(arguments: argparse.Namespace, close: Callable[[CollectedRound], NextRound]) -> int:
     """Close the round by `close`; whatever goes wrong ends the run with its reason in the archive."""
     settings = read_coordinator_settings(arguments.federation)
-    archive = Archive(resolve(arguments.archive))
+    archive = Archive(resolve_path(arguments.archive))
     try:
         arrived = sort_out(arguments.updates, settings.facilities, arguments.round)
         if arguments.scores is not None:
@@ -99,7 +99,7 @@ def run_step(arguments: argparse.Namespace, close: Callable[[CollectedRound], Ne
         reason = str(error) if isinstance(error, CrossFedError | OSError) else repr(error)
         with failures_of("aggregate"):
             archive.write_note("stopped", {"round": arguments.round, "reason": reason})
-        log.error("round %d cannot be closed: %s", arguments.round, clean(reason))
+        log.error("round %d cannot be closed: %s", arguments.round, clean_text(reason))
         following = NextRound(arguments.model, arguments.round, proceed=False)
     order_or_tell(following.deliver(), settings)
     return 0

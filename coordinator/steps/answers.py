@@ -22,7 +22,7 @@ from facility.exchange.messages.manifest import (
     run_of,
     verify_manifest,
 )
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 def check_masked(update: Path, manifest: Manifest, sent: Sent, expected: Expected) -> None:
@@ -98,5 +98,6 @@ def check_run(manifest: Manifest, sent: Sent, facility: str) -> None:
     wanted, found = run_of(sent.manifest), run_of(manifest)
     if wanted and found != wanted:
         raise UpdateRefused(
-            facility, f"it belongs to run {clean(found, 40) or '(none)'!r} of the federation, this is run {wanted!r}"
+            facility,
+            f"it belongs to run {clean_text(found, 40) or '(none)'!r} of the federation, this is run {wanted!r}",
         )

@@ -12,7 +12,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.errors import InputError
 from facility.exchange.messages.report import Failure, Report, read_failure, read_report
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +68,9 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
                 raise InputError(f"{directory} is of facility {name!r}, expected {known or 'one of the federation'!r}")
         except Exception as error:
             if known is None:
-                log.warning("an update cannot be read and is left out: %s", clean(str(error)))
+                log.warning("an update cannot be read and is left out: %s", clean_text(str(error)))
                 continue
-            reason = f"what was received of it cannot be read: {clean(str(error), 300)}"
+            reason = f"what was received of it cannot be read: {clean_text(str(error), 300)}"
             failures[known] = Failure(facility=known, round=number, reason=reason, kind="refused")
             continue
         if isinstance(message, Failure):
@@ -82,7 +82,7 @@ def sort_out(directories: Sequence[Path], facilities: Sequence[str] = (), number
 
 def drop(arrived: Arrived, name: str, number: int, reason: str) -> Arrived:
     """What arrived without the update of one facility, which counts as failed with this reason."""
-    failure = Failure(facility=name, round=number, reason=clean(reason), kind="refused")
+    failure = Failure(facility=name, round=number, reason=clean_text(reason), kind="refused")
     updates, reports = dict(arrived.updates), dict(arrived.reports)
     update, report = updates.pop(name, None), reports.pop(name, None)
     return dataclasses.replace(

@@ -13,7 +13,7 @@ from facility.exchange.errors import TransientError, UpdateRefused
 from facility.exchange.files.durable import scratch_directory
 from facility.exchange.files.storage import is_storage, refuses_writes
 from facility.exchange.messages.manifest import bytes_of, read_manifest
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 
 def to_blame(error: Exception, round: CollectedRound) -> dict[str, str]:
@@ -35,7 +35,7 @@ def to_blame(error: Exception, round: CollectedRound) -> dict[str, str]:
         except Exception as own:
             if isinstance(own, TransientError) or refuses_writes(own):
                 return {}
-            failed[name] = f"its update cannot be averaged: {clean(str(own) or repr(own), 300)}"
+            failed[name] = f"its update cannot be averaged: {clean_text(str(own) or repr(own), 300)}"
     return failed if len(failed) < len(arrived.updates) else {}
 
 

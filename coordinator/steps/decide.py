@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from coordinator.config.closing import carries
+from coordinator.config.closing import carries_late
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.steps.global_loss import Renewed, Told, global_losses, until_known, without_each
 from coordinator.steps.guard import DEVIATIONS, noise_of
@@ -66,7 +66,7 @@ def decide_after(
 
     `deviations`: what each facility says of the noise in its own, by round. It counts where the settings ask for noise.
     """
-    late, losses = carries(settings.closing), global_losses(reported, renewed)
+    late, losses = carries_late(settings.closing), global_losses(reported, renewed)
     known = until_known(losses) if late else losses
     without = without_each(reported, renewed, latest=late)
     noise: list[list[float]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from coordinator.archive.many import grouped, kind_of, names_of
+from coordinator.archive.many import group_for_display, kind_of, names_of
 from coordinator.archive.rounds import Archive
 from coordinator.events.event import emit
 from coordinator.rounds.late import discount
@@ -122,5 +122,5 @@ def _whole(archive: Archive, number: int, failed: list[str]) -> list[str]:
 def _told(arrived: Arrived) -> str:
     """Why each facility failed; of many, each reason once."""
     reasons = {name: failure.reason for name, failure in sorted(arrived.failures.items())}
-    groups = grouped(reasons, lambda name: kind_of(reasons[name], name))
+    groups = group_for_display(reasons, lambda name: kind_of(reasons[name], name))
     return "; ".join(f"{names_of(names)}: {reasons[names[0]]}" for names in groups) or "no facility failed"

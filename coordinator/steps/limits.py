@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.archive.journal import Entry, Journal, standing, waited_node_seconds
+from coordinator.archive.journal import Entry, Journal, waited_node_seconds, without_rewound
 from coordinator.archive.rewind import rounds_set_aside
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.config.closing import LimitSettings
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.spans_and_sizes import span
+from coordinator.durations import format_duration
 
 Jobs = Mapping[tuple[int, str], float]
 """Seconds that jobs ran, by round and facility."""
@@ -52,7 +52,7 @@ def exceeded_in(
         history,
         now,
         evaluates=settings.final_evaluation,
-        jobs=job_seconds(standing(entries), running=True),
+        jobs=job_seconds(without_rewound(entries), running=True),
         waited=waited_node_seconds(entries, without_round=True)
         + aside_node_seconds(entries, rounds_set_aside(archive), nodes),
     )
@@ -78,8 +78,8 @@ def exceeded(
         if expected > left:
             return Exceeded(
                 limit="deadline",
-                reason=f"the next round is expected to take {span(expected)}, and {span(left)} are left until the "
-                f"deadline {limits.deadline}",
+                reason=f"the next round is expected to take {format_duration(expected)}, and {format_duration(left)} "
+                f"are left until the deadline {limits.deadline}",
             )
     if limits.node_hours:
         delivered = as_delivered(jobs or {}, history)
@@ -148,7 +148,7 @@ def node_seconds(entry: RoundFile, jobs: Jobs | None = None, nodes: Mapping[str,
 def aside_node_seconds(entries: Sequence[Entry], aside: Sequence[RoundFile], nodes: Mapping[str, int]) -> float:
     """What the jobs of rounds used that `crossfed rewind` set aside: as for others (`node_seconds`), all rewinds
     together. `aside`: the files of those rounds; `nodes`: of `nodes_of`."""
-    every, stands = (job_seconds(some, running=True) for some in (entries, standing(entries)))
+    every, stands = (job_seconds(some, running=True) for some in (entries, without_rewound(entries)))
     seen = as_delivered({key: max(0.0, seconds - stands.get(key, 0.0)) for key, seconds in every.items()}, aside)
     told: dict[tuple[int, str], list[FacilityRow]] = {}
     for entry in aside:

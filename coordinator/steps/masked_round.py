@@ -22,7 +22,7 @@ from coordinator.steps.incomplete import ask_again, give_up, too_few
 from coordinator.steps.next_round import NextRound
 from facility.exchange.errors import CrossFedError, InputError
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import Roster
 from facility.exchange.masking.shares import NAME as SHARES_FILE
 from facility.exchange.masking.shares import check_members, read_shares
@@ -37,7 +37,7 @@ from facility.exchange.masking.unmasking import (
 )
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.report import read_failure, read_report
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def outdated(pending: Pending, settings: CoordinatorSettings) -> str:
     try:
         asked, roster = read_request(pending.request), open_roster(pending.request / ROSTER, settings)
     except CrossFedError as error:
-        return clean(str(error), 300)
+        return clean_text(str(error), 300)
     reasons = [f"{name}: {why}" for name in asked.survivors if (why := misfit(pending.update(name), name, roster))]
     few = len(asked.survivors) < least_of(settings)
     return "; ".join(reasons) or ("it is of fewer facilities than may be summed now" if few else "")
@@ -126,7 +126,7 @@ def close_masked_round(round: CollectedRound, *, request: Path, answers: Sequenc
         shares = {name: read_shares(shares_path(request, name)) for name in asked.survivors}
         seeds = reconstruct(roster, shares, found)
     except InputError as error:
-        reason = f"round {number} cannot be unmasked: {clean(str(error))}"
+        reason = f"round {number} cannot be unmasked: {clean_text(str(error))}"
         if unread:
             reason += f" ({'; '.join(unread)})"
         return give_up(round, reason)
@@ -198,7 +198,7 @@ def read_answers(
         try:
             if (failure := read_failure(directory)) is not None:
                 raise InputError(f"{failure.facility}: {failure.reason}")
-            answer = read_answer(directory, resolve(settings.aggregation.allowed_signers))
+            answer = read_answer(directory, resolve_path(settings.aggregation.allowed_signers))
             if answer.facility not in roster.keys:
                 raise InputError(f"an answer of {answer.facility!r}, which has no keys in this round's roster")
             if answer.request != request:
@@ -208,5 +208,5 @@ def read_answers(
                 )
             found[answer.facility] = answer
         except (CrossFedError, OSError) as error:
-            unread.append(clean(str(error), 300))
+            unread.append(clean_text(str(error), 300))
     return found, unread

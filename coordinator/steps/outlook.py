@@ -187,7 +187,7 @@ def in_vain(federation: Federation, ends: Ends | None = None) -> list[str]:
     even, facilities, reasons = federation.even, federation.facilities, []
     assert even is not None
     if len(facilities) < 2:
-        reasons.append("there is one facility, which waits for nobody: it takes its training.steps")
+        reasons.append("there is one facility, which waits for no other: it takes its training.steps")
     steps = [one.training.steps for one in facilities]
     if all(even.bounds(one) == (one, one) for one in steps):
         reasons.append("the bounds leave every facility its training.steps")

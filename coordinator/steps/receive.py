@@ -32,13 +32,13 @@ from coordinator.steps.answers import (
 )
 from coordinator.steps.expectation import Earlier, Expected, Sent
 from coordinator.steps.options import step_parser
-from facility.exchange.checkpoints.delta import decode
+from facility.exchange.checkpoints.delta import decode_update
 from facility.exchange.delta_codecs import CODECS
 from facility.exchange.errors import CrossFedError, InputError, UpdateRefused, exit_on_error
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.files.storage import refuses_writes
 from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.messages import report
@@ -51,8 +51,8 @@ from facility.exchange.messages.manifest import (
     verify_manifest,
 )
 from facility.exchange.messages.masking import ENCODING, due_after
-from facility.exchange.messages.signatures import verify
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.signatures import verify_signature
+from facility.exchange.messages.strict_json import clean_text
 
 log = logging.getLogger("coordinator.steps.receive")
 
@@ -79,13 +79,13 @@ def receive(
     try:
         return _received(update, sent, expected, decoded)
     except (UpdateRefused, InputError) as error:
-        return _failed(expected, clean(str(error)))
+        return _failed(expected, clean_text(str(error)))
     except Exception as error:  # whatever an update does to our code makes its own facility absent, and no other
         if refuses_writes(error):
             raise
         place = "".join(traceback.format_tb(error.__traceback__))  # not its words, which an update may choose
         log.warning("the update of %s for round %d cannot be read at\n%s", expected.facility, expected.round, place)
-        return _failed(expected, f"its update cannot be read: {type(error).__name__}: {clean(str(error), 200)}")
+        return _failed(expected, f"its update cannot be read: {type(error).__name__}: {clean_text(str(error), 200)}")
 
 
 def _failed(expected: Expected, reason: str, kind: Literal["refused", "absent", "late"] = "refused") -> report.Failure:
@@ -125,7 +125,7 @@ def check_training(update: Path, sent: Sent, expected: Expected, decoded: Path |
     if manifest.encoding in CODECS.names() and not (expected.encoded and started == sent.directory):
         assert decoded is not None, "an encoded update needs a place to be decoded at"
         norms = norms_suffice(settings, settings.screen.minimum_updates)
-        decode(update, reference=started, out=decoded, norms=norms)
+        decode_update(update, reference=started, out=decoded, norms=norms)
         update = decoded
     if (masks is not None) != (manifest.encoding == ENCODING):
         raise UpdateRefused(
@@ -168,12 +168,12 @@ def _move(update: Path, started: Path, sent: Sent, expected: Expected, decoded: 
 def check_signature(update: Path, facility: str, allowed_signers: str) -> None:
     """Raise `InputError` unless the facility signed the manifest; an unsigned failure.json is quoted as unsigned."""
     try:
-        verify(update, facility, resolve(allowed_signers))
+        verify_signature(update, facility, resolve_path(allowed_signers))
     except InputError as error:
         if (stated := report.read_failure(update)) is None:
             raise
         raise UpdateRefused(
-            facility, f"{error}; its failure.json, which nobody signed, says: {stated.reason}"
+            facility, f"{error}; its failure.json, which is not signed, says: {stated.reason}"
         ) from None
 
 
@@ -215,12 +215,12 @@ def log_received(
     signature = "none asked for"
     if settings.allowed_signers and update is not None:
         try:
-            signature = verify(update, facility, resolve(settings.allowed_signers))
+            signature = verify_signature(update, facility, resolve_path(settings.allowed_signers))
         except (CrossFedError, OSError) as error:
-            signature = f"refused: {clean(str(error), 300)}"
+            signature = f"refused: {clean_text(str(error), 300)}"
     digests: dict[str, str] = {}
     if update is not None and manifest is not None:
-        theirs = clean(str(manifest.extra.get(HEAD, "")), 64)
+        theirs = clean_text(str(manifest.extra.get(HEAD, "")), 64)
         digests = {"manifest": sha256_of(update / NAME), "content": manifest.content_sha256, "facility_head": theirs}
     verdict = {"verdict": "accepted"} if failure is None else {"verdict": failure.kind, "reason": failure.reason}
     log_entry("received", facility=facility, round=round, signature=signature, **digests, **verdict)
@@ -228,7 +228,9 @@ def log_received(
 
 def expected_of(settings: CoordinatorSettings, facility: str, round: int, model: Path, archive: str | None) -> Expected:
     """What the federation's settings say of a facility's update. `archive`: where late updates find their models."""
-    earlier = Earlier(archive=Archive(resolve(archive)), facility=facility, seed=settings.seed) if archive else None
+    earlier = (
+        Earlier(archive=Archive(resolve_path(archive)), facility=facility, seed=settings.seed) if archive else None
+    )
     refuses = settings.claims.action == "refuse"
     return Expected(
         facility=facility,

@@ -9,7 +9,7 @@ import traceback
 from pathlib import Path
 
 from coordinator.archive.narrow import print_rounds
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.settings import read_coordinator_settings
@@ -18,11 +18,11 @@ from coordinator.events.event import emit
 from coordinator.report.data import gather
 from coordinator.report.redaction import redacted
 from coordinator.report.write import write_report
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import ERROR, exit_on_error, first_line
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 
 log = logging.getLogger("coordinator.steps.report")
 
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="file to write, JSON")
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
-    archive = Archive(resolve(arguments.archive))
+    archive = Archive(resolve_path(arguments.archive))
     data = summary(archive) | {"federation": settings.federation, "aggregation": settings.chosen}
     write_json(arguments.out, data)
     try:
@@ -50,10 +50,10 @@ def main() -> int:
         log.warning("%s cannot be written: %s; `crossfed report` tries again", archive.path / "report.html", said)
         emit("problem", text=f"the report page cannot be written ({said}): fix that, then run `crossfed report`")
     print_rounds(command_console(140), data)
-    for line in remarks(data):
+    for line in summary_remarks(data):
         print(line)
     if data["stopped"]:
-        reason = f"federation {settings.federation} stopped: {shown(data['stopped'])}"
+        reason = f"federation {settings.federation} stopped: {safe_line(data['stopped'])}"
         emit("failed", step="report", reason=reason, futile=True)
         print(f"{ERROR}{reason}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.unmasking import ROSTER
 
 log = logging.getLogger("coordinator.steps.roster")
@@ -26,7 +26,7 @@ def main() -> int:
     parser.add_argument("--keys", type=Path, nargs="*", default=[], help="directories from the steps `keys`")
     parser.add_argument("--out", type=Path, required=True, help="directory to make")
     arguments = parser.parse_args()
-    settings, archive = read_coordinator_settings(arguments.federation), Archive(resolve(arguments.archive))
+    settings, archive = read_coordinator_settings(arguments.federation), Archive(resolve_path(arguments.archive))
     pending = Pending(archive=archive, round=arguments.round)
     if arguments.round < settings.rounds and pending.find(arguments.model):
         link_tree(pending.request / ROSTER, arguments.out)

@@ -26,7 +26,7 @@ from facility.exchange.checkpoints.delta import encode_model
 from facility.exchange.delta_codecs import FULL, declared_codec
 from facility.exchange.errors import CrossFedError, exit_on_error
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.manifest import bytes_of, read_manifest
 
 log = logging.getLogger("coordinator.steps.send")
@@ -159,7 +159,7 @@ def main() -> int:
         if read_manifest(arguments.model).kind != "model":  # of a comparison
             found = Outgoing(path=arguments.model, encoding="full")
         else:
-            found = outgoing(Archive(resolve(arguments.archive)), settings, arguments.facility, arguments.round)
+            found = outgoing(Archive(resolve_path(arguments.archive)), settings, arguments.facility, arguments.round)
     except (CrossFedError, OSError) as error:  # a step that fails inside the loop would hang the engine
         found = Outgoing(path=arguments.model, encoding="full", reason=f"the archive cannot be read: {error}")
     source = arguments.model if found.encoding == "full" else found.path

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from coordinator.archive.audit import log_entry
 from coordinator.archive.best import best_round
-from coordinator.archive.rewind import finish, tell_rewinds
+from coordinator.archive.rewind import finish_rewind, tell_rewinds
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.archive.sweep import sweep_round
-from coordinator.config.closing import carries
+from coordinator.config.closing import carries_late
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
 from coordinator.events.event import emit, failures_of
 from coordinator.masking.pending import forget_complete
@@ -32,7 +32,7 @@ from coordinator.steps.options import step_parser
 from coordinator.steps.telling import tell_untold
 from facility.exchange.errors import InputError, ManifestError, exit_on_error
 from facility.exchange.files import present
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.manifest import verify_manifest
 from facility.exchange.text import number_of
 
@@ -56,7 +56,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
         )
     archive.begin(model, settings.federation)
     archive.clean()
-    if said := finish(archive):
+    if said := finish_rewind(archive):
         log.warning(said)
     archive.drop_note("stopped")
     changes = take_over(archive, settings.described)
@@ -97,7 +97,7 @@ def start(archive: Archive, model: Path, settings: CoordinatorSettings) -> NextR
 
 def discard_late(workdir: Path, settings: CoordinatorSettings) -> None:
     """Say which updates were late when `rounds` was changed or their facility left: no round takes them any longer."""
-    for job in forget_jobs(workdir, settings.facilities if carries(settings.closing) else ()):
+    for job in forget_jobs(workdir, settings.facilities if carries_late(settings.closing) else ()):
         left = job.facility not in settings.facilities
         when = "it left the federation" if left else "rounds.quorum or rounds.late was changed"
         then = "it is discarded" + ("" if left else ", and the facility begins with the newest model")
@@ -176,7 +176,7 @@ def main() -> int:
     arguments = parser.parse_args()
     with failures_of("start"):
         settings = read_coordinator_settings(arguments.federation)
-        archive = Archive(resolve(arguments.archive))
+        archive = Archive(resolve_path(arguments.archive))
         following = start(archive, arguments.model.resolve(), settings)
         model, number, proceed = following
         log_entry("started", federation=settings.federation, round=number, proceed=proceed)

@@ -12,7 +12,7 @@ from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.masked_round import settle
 from coordinator.steps.options import step_parser
 from facility.exchange.errors import exit_on_error
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 
 log = logging.getLogger("coordinator.steps.survivors")
 
@@ -24,7 +24,7 @@ def main() -> int:
     arguments = parser.parse_args()
     settings = read_coordinator_settings(arguments.federation)
     collected = CollectedRound(
-        archive=Archive(resolve(arguments.archive)),
+        archive=Archive(resolve_path(arguments.archive)),
         settings=settings,
         model=arguments.model,
         number=arguments.round,

@@ -142,7 +142,7 @@ class BoundedStream(httpx.SyncByteStream):
         self._stream.close()
 
 
-def bound(session: httpx.Client, patience: Patience) -> None:
+def bound_session(session: httpx.Client, patience: Patience) -> None:
     """Bound the time of every answer of a new client, and refuse those that are compressed. What is not encrypted, and
     so for this machine, goes there directly: a proxy of the environment would read secrets and tokens of it."""
     session.headers["Accept-Encoding"] = "identity"
@@ -158,10 +158,10 @@ def bound(session: httpx.Client, patience: Patience) -> None:
 def check_plain(response: httpx.Response) -> None:
     """Raise `OutOfBounds` for a compressed answer; for a client's hook, before its body is read."""
     if response.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
-        raise OutOfBounds("the answer is compressed, which nobody asked for")
+        raise OutOfBounds("the answer is compressed, which was not asked for")
 
 
-def bounded(response: httpx.Response, most: int) -> None:
+def bounded_json(response: httpx.Response, most: int) -> None:
     """Bound an answer's bytes, and read its JSON strictly; for a client's hook."""
     response.stream = BoundedStream(response.stream, most)
     response.json = lambda **_: strictly(response)  # type: ignore[method-assign]

@@ -29,7 +29,7 @@ class AnswerTooLong(WorkflowExecutionException):
     """More than was to be read; nothing of it is kept."""
 
 
-def unanswered(deployment: str, shown: str, seconds: float | None) -> WorkflowExecutionException:
+def timeout_error(deployment: str, shown: str, seconds: float | None) -> WorkflowExecutionException:
     """The error for a command that took too long there. `shown`: the command as a person knows it, without the shell
     lines around it."""
     return WorkflowExecutionException(

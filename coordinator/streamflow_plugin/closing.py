@@ -45,7 +45,7 @@ from coordinator.rounds.late import (
 from coordinator.rounds.lost import move_lost
 from coordinator.streamflow_plugin.errand import Errand, Work
 from coordinator.streamflow_plugin.grace import best_grace, closes_after, usual_quorum
-from coordinator.streamflow_plugin.problems import ROUND, tell, tell_away, tell_back
+from coordinator.streamflow_plugin.problems import ROUND, report_problem, tell_away, tell_back
 from coordinator.streamflow_plugin.this_run import settings_of_run
 
 INPUT = "round"
@@ -245,7 +245,7 @@ class Closing:
         if found is None or found.round > number or (found.handed is not None and found.handed < number):
             return None
         if number - found.round > self.most_late:
-            tell(f"{facility}'s update of round {found.round} is too old for round {number} and is not used")
+            report_problem(f"{facility}'s update of round {found.round} is too old for round {number} and is not used")
             return None
         return found
 
@@ -255,7 +255,7 @@ class Closing:
         work.reached.set()
         result = await errand.find(found)
         if result is not None:
-            tell(f"{errand.facility}'s update of round {found.round}, left by an earlier run, is found again")
+            report_problem(f"{errand.facility}'s update of round {found.round}, left by an earlier run, is found again")
         return result
 
     async def _begin(self, work: Work, errand: Errand) -> Any:
@@ -329,7 +329,7 @@ class Closing:
             logger.warning(f"round {number} closes without {facility}: {reason}")
             emit("late", facility=facility, round=number, reason=reason)
         else:
-            tell(f"round {number} closes without {facility}: {reason}")
+            report_problem(f"round {number} closes without {facility}: {reason}")
         if self.workdir is not None:
             write_late(self.workdir, number, facility, reason)
 

@@ -11,7 +11,7 @@ from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.key_file import read_key_file
-from coordinator.streamflow_plugin.openssh import address
+from coordinator.streamflow_plugin.openssh import parse_address
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
 from facility.exchange.core_dumps import leave_no_core
@@ -41,7 +41,7 @@ class CarefulContext(SSHContext):
             return None
         if config.ssh_key_passphrase_file or config.password_file:
             leave_no_core()
-        host, port = address(config.hostname)
+        host, port = parse_address(config.hostname)
         said = read_ssh_settings(config.hostname, config.username or "")
         tunnel = await self._get_connection(config.tunnel or jump_of(config, said.jumps))
         try:

@@ -33,18 +33,18 @@ from streamflow.workflow.step import ScheduleStep
 from streamflow.workflow.utils import get_job_token
 
 from coordinator.config.deployment_names import is_facility
-from coordinator.events.event import failures_of, quoted
+from coordinator.events.event import failures_of, quote_for_display
 from coordinator.rounds.late import LateJob
 from coordinator.streamflow_plugin.closing import INPUT, Closing, closing_of_run
 from coordinator.streamflow_plugin.copies import Copies, going_to
 from coordinator.streamflow_plugin.errand import Errand
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.last_words import words_of_error
-from coordinator.streamflow_plugin.listings import PARAMETERS, unlisted
+from coordinator.streamflow_plugin.listings import PARAMETERS, without_listing
 from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import step_of
-from coordinator.streamflow_plugin.problems import tell
-from coordinator.streamflow_plugin.staging import Staged, hand_on, scheduling, storage_usages, unmoved
+from coordinator.streamflow_plugin.problems import report_problem
+from coordinator.streamflow_plugin.staging import Staged, hand_on, schedule_at_once, storage_usages, unmoved_token
 from coordinator.streamflow_plugin.targets import check_target
 from coordinator.streamflow_plugin.this_run import RoundAtFacility, this_round
 from facility.exchange.messages.outcome import Outcome
@@ -127,8 +127,8 @@ def executing(original: Any, closing: Closing | None, copying: Any) -> Any:
 def left_out(job: Job, reason: str, absent: CommandOutput) -> CommandOutput:
     """Tell that a facility is absent from the round, and why."""
     _, facility = _kind_and_facility(job)
-    said = quoted(reason)
-    tell(f"{facility} is left out of the round: {said}", logging.ERROR)
+    said = quote_for_display(reason)
+    report_problem(f"{facility} is left out of the round: {said}", logging.ERROR)
     note_failed(said)
     return absent
 
@@ -244,7 +244,7 @@ def transferring(original: Any, closing: Closing | None) -> Any:
         context = self.workflow.context
         here = context.scheduler.get_connector(job.name).deployment_name
         if is_facility(here) and (closing is not None or job.name in UNSTAGED):
-            return unmoved(token)
+            return unmoved_token(token)
         if is_facility(here):
             try:
                 return await original(self, job, token)
@@ -253,7 +253,7 @@ def transferring(original: Any, closing: Closing | None) -> Any:
                     raise
                 context.data_manager.path_mapper.forget(job.input_directory)
                 UNSTAGED[job.name] = words_of_error(error)
-                return unmoved(token)
+                return unmoved_token(token)
         source = _source(context, token)
         if source is None:
             return await original(self, job, token)
@@ -332,10 +332,10 @@ def install() -> None:
             "install streamflow==0.2.0rc3"
         )
     cwl_command.StreamFlowPath = output_path
-    cwl_utils.update_file_token = unlisted(cwl_utils.update_file_token)
+    cwl_utils.update_file_token = without_listing(cwl_utils.update_file_token)
     closing = closing_of_run()
     remotepath.get_storage_usages = storage_usages
-    make = scheduling if closing is not None else making_directories
+    make = schedule_at_once if closing is not None else making_directories
     ScheduleStep._schedule = make(ScheduleStep._schedule)
     CWLCommand.execute = executing(CWLCommand.execute, closing, CWLTransferStep.transfer)
     CWLExecuteStep._retrieve_output = retrieving(CWLExecuteStep._retrieve_output, closing)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 
 from coordinator.schedulers.scheduler import BatchScheduler
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import report_problem
 
 FINISHING_SECONDS = 20.0
 """How long a scheduler may clear up after a job before that is reported."""
@@ -28,4 +28,6 @@ class Finishing:
             elif now - self._since.setdefault(job, now) >= FINISHING_SECONDS:
                 self._since[job] = math.inf
                 who = f"{scheduler.title} of {deployment}"
-                tell(f"job {job} has ended its work; {who} still clears up after it ({state}); waiting", logging.INFO)
+                report_problem(
+                    f"job {job} has ended its work; {who} still clears up after it ({state}); waiting", logging.INFO
+                )

@@ -179,17 +179,17 @@ class FirecrestConnector(BaseConnector):
         """The sha1 of a small file, copied here: the engine compares the settings that it sent."""
         with tempfile.TemporaryDirectory(prefix="crossfed-") as folder:
             copy = Path(folder) / "file"
-            await self._in_thread(lambda call: files.pull(self.api, call, path, copy, most_bytes=FILE_BYTES))
+            await self._in_thread(lambda call: files.pull_tree(self.api, call, path, copy, most_bytes=FILE_BYTES))
             return hashlib.sha1(copy.read_bytes(), usedforsecurity=False).hexdigest(), 0
 
     async def _do_make(self, *paths: str) -> tuple[str, int]:
         for path in paths:
-            await self._in_thread(partial(_on, files.make, self.api, path))
+            await self._in_thread(partial(_on, files.make_directory, self.api, path))
         return "", 0
 
     async def _do_remove(self, *paths: str) -> tuple[str, int]:
         for path in paths:
-            await self._in_thread(partial(_on, files.remove, self.api, path))
+            await self._in_thread(partial(_on, files.remove_tree, self.api, path))
         return "", 0
 
     async def _do_walk(self, kind: str, path: str) -> tuple[str, int]:
@@ -216,7 +216,7 @@ class FirecrestConnector(BaseConnector):
             return "", 1
 
     async def _do_link(self, source: str, target: str) -> tuple[str, int]:
-        await self._in_thread(lambda call: files.remove(self.api, call, target))
+        await self._in_thread(lambda call: files.remove_tree(self.api, call, target))
         await self.ask(lambda client: client.symlink(self.api.system, source, target))
         return "", 0
 
@@ -296,7 +296,7 @@ class FirecrestConnector(BaseConnector):
         self._most_bytes = largest_update(Path(src)) or self._most_bytes
         start = time.monotonic()
         try:
-            size = await self._in_thread(lambda call: files.push(self.api, call, Path(src), dst))
+            size = await self._in_thread(lambda call: files.push_tree(self.api, call, Path(src), dst))
         except (TransferFailed, Rejected) as error:
             raise TransferFailed(f"copying {Path(src).name} to {self.deployment_name} failed: {error}") from error
         report_copy(self.facility, "to", src, size, start)
@@ -306,7 +306,7 @@ class FirecrestConnector(BaseConnector):
     ) -> None:
         start, most = time.monotonic(), self._most_bytes
         try:
-            size = await self._in_thread(lambda call: files.pull(self.api, call, src, Path(dst), most_bytes=most))
+            size = await self._in_thread(lambda call: files.pull_tree(self.api, call, src, Path(dst), most_bytes=most))
         except (TransferFailed, NotThere, Rejected) as error:
             raise WorkflowExecutionException(f"FAILED copy of {src} from {self.deployment_name}: {error}") from error
         report_copy(self.facility, "from", src, size, start)

@@ -28,14 +28,14 @@ from coordinator.streamflow_plugin.bounded_http import (
     FILE_BYTES,
     OutOfBounds,
     Patience,
-    bound,
-    bounded,
+    bound_session,
+    bounded_json,
     check_plain,
 )
 from facility.exchange.core_dumps import leave_no_core
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.bounded import read_bounded
-from facility.exchange.messages.strict_json import Fields, clean
+from facility.exchange.messages.strict_json import Fields, clean_text
 
 TOKEN_BYTES = 1 << 18
 """Of one answer of the token endpoint."""
@@ -71,11 +71,11 @@ class Identity(ClientCredentialsAuth):
         super().__init__(client_id, secret, token_url)
         self.disable_client_logging = True
         self._session = httpx.Client(timeout=ANSWER_SECONDS, event_hooks={"response": [check_plain, self._bound]})
-        bound(self._session, patience)
+        bound_session(self._session, patience)
         self._token, self._until = "", 0.0
 
     def _bound(self, response: httpx.Response) -> None:
-        bounded(response, TOKEN_BYTES)
+        bounded_json(response, TOKEN_BYTES)
 
     def get_access_token(self) -> str:
         """A token that holds for some seconds more. Raises `ClientsCredentialsException` or `OutOfBounds`."""
@@ -113,7 +113,7 @@ class Api:
             with self.patience.for_call():
                 return act(client)
         except (OutOfBounds, ManifestError) as error:
-            raise Rejected(f"FirecREST gives an answer that is not taken: {clean(str(error), 300)}") from None
+            raise Rejected(f"FirecREST gives an answer that is not taken: {clean_text(str(error), 300)}") from None
         except ClientsCredentialsException as error:
             self._client = None
             status = error.responses[-1].status_code
@@ -137,7 +137,7 @@ class Api:
         client.timeout, client.num_retries_rate_limit = ANSWER_SECONDS, 0
         client.disable_client_logging = True  # staging addresses are secrets
         client._session.event_hooks = {"request": [self._check_request], "response": [check_plain, self._bound]}
-        bound(client._session, self.patience)
+        bound_session(client._session, self.patience)
         return client
 
     def _check_request(self, request: httpx.Request) -> None:
@@ -153,13 +153,13 @@ class Api:
         url = response.request.url
         if response.request.method == "GET" and not str(url).startswith(f"{self.url}/"):
             return  # a staged file, which its reader bounds
-        bounded(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
+        bounded_json(response, FILE_BYTES if url.path.endswith("/ops/download") else ANSWER_BYTES)
 
     def _meant(self, error: FirecrestException) -> Exception:
         """The exception that says what can be done about an answer."""
         answers = error.responses
         status = getattr(answers[-1], "status_code", 0) if isinstance(answers, list) and answers else 0
-        said = clean(_message(answers[-1]) if status else str(error), 300)
+        said = clean_text(_message(answers[-1]) if status else str(error), 300)
         if status == 401:
             self._client = None
             return asyncssh.PermissionDenied(f"FirecREST refuses the token: {said}")

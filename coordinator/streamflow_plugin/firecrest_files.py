@@ -15,7 +15,7 @@ from coordinator.streamflow_plugin.firecrest_client import Api, NotThere
 from coordinator.streamflow_plugin.lanes import TransferFailed
 from coordinator.streamflow_plugin.pieces import Entry
 from coordinator.streamflow_plugin.targets import check_new
-from coordinator.streamflow_plugin.tree import NEW_FILE, local_entries, read_listing, room
+from coordinator.streamflow_plugin.tree import NEW_FILE, local_entries, read_listing, room_for_update
 from facility.exchange.files.links import link_file
 
 TRANSFER_SECONDS = 24 * 3600.0
@@ -42,16 +42,16 @@ Call = Callable[[Callable[[Any], Any]], Any]
 """Makes one call, again and again while the site is away."""
 
 
-def push(api: Api, call: Call, source: Path, target: str) -> int:
+def push_tree(api: Api, call: Call, source: Path, target: str) -> int:
     """Copy `source` on this machine to `target` there, in place of what stood there; returns bytes."""
     directories, files = local_entries(source)
     system, single = api.system, source.is_file()
-    remove(api, call, target)
+    remove_tree(api, call, target)
     if not single:
         for directory in ["", *directories]:
-            make(api, call, posixpath.join(target, directory) if directory else target)
+            make_directory(api, call, posixpath.join(target, directory) if directory else target)
     else:
-        make(api, call, posixpath.dirname(target))
+        make_directory(api, call, posixpath.dirname(target))
     for entry in files:
         path = posixpath.join(target, entry.path) if entry.path else target
         file = source / entry.path if entry.path else source
@@ -71,11 +71,11 @@ def push(api: Api, call: Call, source: Path, target: str) -> int:
     return sum(entry.size for entry in files)
 
 
-def pull(api: Api, call: Call, source: str, target: Path, *, most_bytes: int | None = None) -> int:
+def pull_tree(api: Api, call: Call, source: str, target: Path, *, most_bytes: int | None = None) -> int:
     """Copy `source` there to `target` here, which must not exist; returns bytes. Raises `TransferFailed`."""
     check_new(target)
     directories, files = listing(
-        api, call, source, min(room(target), room(target) if most_bytes is None else most_bytes)
+        api, call, source, min(room_for_update(target), room_for_update(target) if most_bytes is None else most_bytes)
     )
     single = len(files) == 1 and not directories and files[0].path == ""
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -148,13 +148,13 @@ def size_of(api: Api, call: Call, path: str) -> int:
     return int(call(lambda client: int(client.stat(api.system, path, dereference=True)["size"])))
 
 
-def make(api: Api, call: Call, path: str) -> None:
+def make_directory(api: Api, call: Call, path: str) -> None:
     """A directory with its parents, for its owner only."""
     call(lambda client: client.mkdir(api.system, path, create_parents=True))
     call(lambda client: client.chmod(api.system, path, FOLDER_MODE))
 
 
-def remove(api: Api, call: Call, path: str) -> None:
+def remove_tree(api: Api, call: Call, path: str) -> None:
     """Remove what is there, if anything is."""
     if kind_of(api, call, path, follow=False):
         call(lambda client: client.rm(api.system, path, account=api.account))

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from coordinator.streamflow_plugin.names import SEPARATE_STEPS
 from coordinator.streamflow_plugin.step_server import MOST_BYTES
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 
 OF_COORDINATOR = frozenset(
     f"coordinator.steps.{step}"
@@ -116,7 +116,7 @@ class ForkedSteps:
             os.close(reads)
             self._codes.pop(number, None)
             return None
-        return await within(timeout, self._result(reads, code))
+        return await with_timeout(timeout, self._result(reads, code))
 
     async def _result(self, reads: int, code: asyncio.Future[int]) -> tuple[str, int]:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()

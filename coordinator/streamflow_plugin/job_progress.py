@@ -28,7 +28,7 @@ Ask = Callable[[list[str]], Awaitable[str | None]]
 """Runs a command at the facility; what it prints, or None where it fails."""
 
 
-def interval() -> float:
+def look_interval() -> float:
     """Seconds between two looks; 0: progress is not followed."""
     try:
         return max(0.0, float(os.environ.get(PROGRESS_SECONDS, "0")))
@@ -36,7 +36,7 @@ def interval() -> float:
         return 0.0
 
 
-def asking(connector: Connector, location: ExecutionLocation) -> Ask:
+def command_runner(connector: Connector, location: ExecutionLocation) -> Ask:
     """Commands over `connector`'s open connection, in a session of their own (`stdin`: not the shared shell)."""
 
     async def ask(command: list[str]) -> str | None:
@@ -117,9 +117,9 @@ class JobWatch:
 
 
 @asynccontextmanager
-async def watched(watch: JobWatch):
+async def run_watch(watch: JobWatch):
     """Run `watch` beside the block, if progress is followed."""
-    seconds = interval()
+    seconds = look_interval()
     if seconds:
         watch.begin(seconds)
     try:

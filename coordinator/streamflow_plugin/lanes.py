@@ -19,7 +19,7 @@ from streamflow.deployment.connector.ssh import SSHContextFactory
 from streamflow.log_handler import logger
 
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, BEGINS
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 from facility.exchange.exit_codes import ended_by_signal
 
 BLOCK_BYTES = 1 << 18
@@ -47,17 +47,17 @@ class TransferFailed(WorkflowExecutionException):
     """The other side said no: what it said is the message."""
 
 
-async def worth(lane: SSHContextFactory, most: int, nothing: str) -> int:
+async def lane_count(lane: SSHContextFactory, most: int, nothing: str) -> int:
     """Log in, and return the number of connections for this distance: two at a short one, where one process can fill
     the link and more only wait for each other, and `most` from about 100 ms of round trip on. `nothing`: a command that
     does nothing."""
-    await persist(functools.partial(output, lane, nothing))
+    await retry_broken(functools.partial(read_output, lane, nothing))
     start = time.monotonic()
-    await persist(functools.partial(output, lane, nothing))
+    await retry_broken(functools.partial(read_output, lane, nothing))
     return min(most, max(FEWEST, int((time.monotonic() - start) / ROUND_TRIPS_SECONDS)))
 
 
-async def spread(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], Awaitable[None]]) -> None:
+async def spread_work(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], Awaitable[None]]) -> None:
     """Let every lane take the next piece of work until none is left; a broken piece is moved again.
 
     Raises `TransferFailed` when the other side refuses, and what StreamFlow raises when a host stays away.
@@ -67,7 +67,7 @@ async def spread(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], A
     async def serve(lane: L) -> None:
         while waiting:
             item = waiting.pop()
-            await persist(functools.partial(move, lane, item))
+            await retry_broken(functools.partial(move, lane, item))
 
     tasks = [asyncio.create_task(serve(lane)) for lane in (list(lanes) * CHANNELS)[: len(waiting)]]
     try:
@@ -79,7 +79,7 @@ async def spread(lanes: Sequence[L], work: Iterable[T], move: Callable[[L, T], A
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def persist(act: Callable[[], Awaitable[R]]) -> R:
+async def retry_broken(act: Callable[[], Awaitable[R]]) -> R:
     """Do it again while the connection breaks under it. `act` must be harmless to repeat."""
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -98,13 +98,13 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | memoryview]) -> None:
+async def feed_input(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | memoryview]) -> None:
     """Feed a remote command's input; raises `TransferFailed` with its own words when it does not end with 0."""
     async with lane.get(command=command, environment=None, encoding=None) as process:
         try:
             for block in blocks:
                 process.stdin.write(block)
-                await within(STALL_SECONDS, process.stdin.drain())
+                await with_timeout(STALL_SECONDS, process.stdin.drain())
             process.stdin.write_eof()
         except BROKEN:
             # A command that ended early closes its input: then it has an exit status, and the reason is its own.
@@ -114,7 +114,7 @@ async def send(lane: SSHContextFactory, command: str, blocks: Iterable[bytes | m
         await _ended(process, command)
 
 
-async def receive(
+async def take_output(
     lane: SSHContextFactory, command: str, take: Callable[[bytes], Any], length: int | None, text: bytes = b""
 ) -> None:
     """Hand a remote command's output to `take`; with `length`, exactly so many bytes must come.
@@ -127,7 +127,7 @@ async def receive(
             process.stdin.write(text)
         process.stdin.write_eof()
         count, start = 0, time.monotonic()
-        while block := await within(STALL_SECONDS, process.stdout.read(BLOCK_BYTES)):
+        while block := await with_timeout(STALL_SECONDS, process.stdout.read(BLOCK_BYTES)):
             if part := answer.of(block):
                 count += len(part)
                 take(part)
@@ -183,7 +183,7 @@ MOST_OUTPUT = 64 << 20
 """Bytes that a remote command may answer, unless the caller knows better."""
 
 
-async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, most: int = MOST_OUTPUT) -> bytes:
+async def read_output(lane: SSHContextFactory, command: str, text: bytes = b"", *, most: int = MOST_OUTPUT) -> bytes:
     """A remote command's whole output; more than `most` bytes raise `TransferFailed`, and are not kept."""
     blocks: list[bytes] = []
     count = 0
@@ -195,12 +195,12 @@ async def output(lane: SSHContextFactory, command: str, text: bytes = b"", *, mo
             raise TransferFailed(f"`{command:.60}` answered more than {most} bytes")
         blocks.append(block)
 
-    await receive(lane, command, take, None, text)
+    await take_output(lane, command, take, None, text)
     return b"".join(blocks)
 
 
 async def _ended(process: Any, command: str) -> None:
-    status, said = await within(STALL_SECONDS, _end_of(process, command))
+    status, said = await with_timeout(STALL_SECONDS, _end_of(process, command))
     if status is None:
         raise ConnectionResetError(f"the connection closed, or a signal came, before `{command:.60}` ended")
     if status:
@@ -209,7 +209,7 @@ async def _ended(process: Any, command: str) -> None:
 
 async def _refusal(process: Any, command: str) -> TransferFailed | None:
     try:
-        status, said = await within(5.0, _end_of(process, command))
+        status, said = await with_timeout(5.0, _end_of(process, command))
     except BROKEN:
         return None
     return TransferFailed(failure_words(said, status)) if status else None

@@ -6,7 +6,7 @@ import re
 
 from streamflow.log_handler import logger
 
-from coordinator.events.event import quoted
+from coordinator.events.event import quote_for_display
 from facility.exchange.errors import ERROR, error_line
 from facility.exchange.messages.outcome import Outcome
 
@@ -23,12 +23,12 @@ UNEXPECTED = (ArithmeticError, AssertionError, AttributeError, LookupError, Name
 
 def error_in(output: str) -> str:
     """The last line of `output` that names an error, or ''."""
-    return quoted(error_line(output.strip().splitlines()).removeprefix(ERROR))
+    return quote_for_display(error_line(output.strip().splitlines()).removeprefix(ERROR))
 
 
 def last_words(output: str) -> str:
     """The line that names the error in a job's output, else its last lines."""
-    return error_in(output) or quoted(" ".join(output.strip().splitlines()[-LAST_LINES:]))
+    return error_in(output) or quote_for_display(" ".join(output.strip().splitlines()[-LAST_LINES:]))
 
 
 def words_of_error(error: BaseException) -> str:

@@ -16,7 +16,7 @@ PARAMETERS = ["context", "connector", "cwl_version", "location", "token_value", 
 """Parameters that `streamflow.cwl.utils.update_file_token` is known to have."""
 
 
-def unlisted(original: Any) -> Any:
+def without_listing(original: Any) -> Any:
     """`update_file_token`: where no listing is to be loaded, none is, and one that is there is left out."""
 
     async def update_file_token(

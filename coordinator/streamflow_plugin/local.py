@@ -17,7 +17,7 @@ from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.config.deployment_names import is_facility
 from coordinator.events.event import VARIABLE, emit
 from coordinator.streamflow_plugin.forked_steps import OF_COORDINATOR, OF_FACILITY, ForkedSteps, step_of_command
-from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
+from coordinator.streamflow_plugin.job_progress import JobWatch, command_runner, run_watch
 from coordinator.streamflow_plugin.last_words import last_words, words_of_job
 from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import step_of
@@ -61,7 +61,7 @@ class TellingLocalConnector(LocalConnector):
         else:
             workdir = rest.get("workdir") or (args[1] if len(args) > 1 else ".")
             emit("began", step=step, job="")
-            async with watched(JobWatch(step=step, directory=workdir, ask=asking(self, location))):
+            async with run_watch(JobWatch(step=step, directory=workdir, ask=command_runner(self, location))):
                 answer = await self._run_step(location, command, *args, job_name=job_name, **rest)
             said, code = answer if answer is not None else ("", 0)
             emit("ended", step=step, job="", code=code, problem="")

@@ -35,7 +35,9 @@ class Login:
     """Host to go through; held to the same rules."""
 
 
-def command(login: Login, *, connect_seconds: int, known_hosts: str = "", options: tuple[str, ...] = ()) -> list[str]:
+def openssh_command(
+    login: Login, *, connect_seconds: int, known_hosts: str = "", options: tuple[str, ...] = ()
+) -> list[str]:
     """ssh, its options and the host; the remote command is to be appended. `options` are for the last host alone."""
     words = ["ssh", *ALWAYS, "-o", f"ConnectTimeout={connect_seconds}", *_identity(login)]
     files = _files(Path(pwd.getpwuid(os.getuid()).pw_dir), with_keys=not login.key)
@@ -63,17 +65,17 @@ def _files(account: Path, *, with_keys: bool) -> list[str]:
 
 
 def _target(login: Login) -> list[str]:
-    host, port = address(login.host)
+    host, port = parse_address(login.host)
     return [*(["-p", str(port)] if port else []), *(["-l", login.user] if login.user else []), "--", host]
 
 
 def known_as(host: str) -> str:
     """The name under which known_hosts, and so `ssh-keygen -R`, has a host: with its port where that is not 22."""
-    bare, port = address(host)
+    bare, port = parse_address(host)
     return f"[{bare}]:{port}" if port not in (0, 22) else bare
 
 
-def address(host: str) -> tuple[str, int]:
+def parse_address(host: str) -> tuple[str, int]:
     """Name or address, and port (0: none is said), of `name`, `name:port`, `[address of IPv6]` or the latter with
     `:port`."""
     if host.startswith("["):

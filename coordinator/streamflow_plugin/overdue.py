@@ -18,10 +18,10 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.log_handler import logger
 
 from coordinator.config.closing import LONGEST_QUEUE_HOURS
-from coordinator.events.event import emit, quoted
+from coordinator.durations import format_duration
+from coordinator.events.event import emit, quote_for_display
 from coordinator.rounds.lost import drop_lost, write_lost
 from coordinator.schedulers.scheduler import FORGOTTEN, OVERDUE, BatchScheduler, Ending, Job
-from coordinator.spans_and_sizes import span
 from coordinator.streamflow_plugin.this_run import settings_of_run, this_round
 
 TIMES, GRACE_SECONDS = 2, 1800.0
@@ -145,12 +145,18 @@ class Overdue:
             if not self.longest_wait or times.waited <= self.longest_wait:
                 return ""
             hours = self.longest_wait / 3600
-            return f"still waits {span(times.waited)} after it was first seen; rounds.longest_queue_hours is {hours:g}"
+            return (
+                f"still waits {format_duration(times.waited)} after it was first seen; rounds.longest_queue_hours is "
+                f"{hours:g}"
+            )
         if times.ran <= GRACE_SECONDS or not (limit := await self.queue.limit_of(location)):
             return ""
         if times.ran <= TIMES * limit + GRACE_SECONDS:
             return ""
-        return f"still runs {span(times.ran)} after it was seen to begin, though it asked for {span(limit)}"
+        return (
+            f"still runs {format_duration(times.ran)} after it was seen to begin, though it asked for "
+            f"{format_duration(limit)}"
+        )
 
     async def cancel(self, job: str, location: ExecutionLocation) -> None:
         """A facility that does not answer holds nobody up; the command itself is not cut off."""
@@ -159,9 +165,9 @@ class Overdue:
             whose = f"cancelling job {job} of {self.queue.deployment_name}"
             try:
                 text, code = await self.queue.shell_line(location, self.queue.scheduler.cancel_ids([job]))
-                logger.info(f"{whose}: code {code} {quoted(text)}".rstrip())
+                logger.info(f"{whose}: code {code} {quote_for_display(text)}".rstrip())
             except Exception as error:  # whatever it is, the round goes on
-                logger.warning(f"{whose} failed: {quoted(str(error))}")
+                logger.warning(f"{whose} failed: {quote_for_display(str(error))}")
 
         self._cancelling.add(task := asyncio.create_task(given()))
         task.add_done_callback(self._cancelling.discard)

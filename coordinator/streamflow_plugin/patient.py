@@ -26,16 +26,16 @@ from streamflow.log_handler import logger
 
 from coordinator.archive.audit import VARIABLE as LOG
 from coordinator.config.deployment_names import facility_of_deployment
-from coordinator.events.event import VARIABLE, emit, quoted
+from coordinator.events.event import VARIABLE, emit, quote_for_display
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import ANSWER_BYTES, FORGOTTEN, NOT_TAKEN, OVERDUE, BatchScheduler, Ending, Job
 from coordinator.streamflow_plugin.bounded_reader import AnswerTooLong
 from coordinator.streamflow_plugin.finishing import Finishing
-from coordinator.streamflow_plugin.job_progress import JobWatch, asking, interval
+from coordinator.streamflow_plugin.job_progress import JobWatch, command_runner, look_interval
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.names import DATABASE
 from coordinator.streamflow_plugin.overdue import MOST_JOBS, Overdue, forget_lost, give_up, note_failed, note_lost
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import report_problem
 from facility.exchange.exit_codes import BROKE
 
 PATIENCE_SECONDS = 3600.0
@@ -119,7 +119,7 @@ class PatientQueue(QueueManagerConnector):
             text, code = await self._shell(location, command)
             if (found := read(text, code)) is not None:
                 if reported:
-                    tell(f"{who} answers again", logging.INFO)
+                    report_problem(f"{who} answers again", logging.INFO)
                 return found
             said = f"code {code}: {text.strip()[-200:]}"
             if self._now() > deadline:
@@ -127,7 +127,7 @@ class PatientQueue(QueueManagerConnector):
                     f"{who} did not answer `{command}` for {PATIENCE_SECONDS / 60:g} minutes, last with {said}"
                 )
             if not reported:
-                tell(f"{who} does not answer ({said}); waiting")
+                report_problem(f"{who} does not answer ({said}); waiting")
                 reported = True
             await asyncio.sleep(self.pollingInterval)
 
@@ -191,9 +191,9 @@ class PatientQueue(QueueManagerConnector):
 
     def _watch(self, job_id: str, directory: str | None, location: ExecutionLocation) -> None:
         """Begin to follow a job's progress, if it is shown."""
-        if not (seconds := interval()) or not directory:
+        if not (seconds := look_interval()) or not directory:
             return
-        ask = asking(self, location)
+        ask = command_runner(self, location)
         watch = JobWatch(step=self._steps[job_id], directory=directory, ask=ask)
 
         async def estimate() -> None:
@@ -210,11 +210,13 @@ class PatientQueue(QueueManagerConnector):
         now, since = self._now(), self._silent_since
         for gone in since.keys() - set(silent):
             del since[gone]
-            tell(f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}", logging.INFO)
+            report_problem(
+                f"{self.scheduler.title} of {self.deployment_name} answers again for job {gone}", logging.INFO
+            )
         for one in silent:
             if one not in since:
                 since[one] = now
-                tell(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
+                report_problem(f"{self.scheduler.title} of {self.deployment_name} says nothing of job {one}; waiting")
         lost = [one for one in silent if now - since[one] > PATIENCE_SECONDS]
         for one in lost:
             del since[one]
@@ -249,7 +251,7 @@ class PatientQueue(QueueManagerConnector):
             said = self._errors.pop(job_id, "")
             whose = "the job" if job_id.startswith(REFUSED) else f"job {job_id}"
             sentence = f"{whose} of {self.deployment_name} {ending.problem}" + (f": {said}" if said else "")
-            tell(sentence, logging.ERROR)
+            report_problem(sentence, logging.ERROR)
             (note_lost if ending.state == OVERDUE else note_failed)(sentence)
         return ending.step_code
 
@@ -286,7 +288,7 @@ class PatientQueue(QueueManagerConnector):
                     return self._not_taken(job_name, str(error))
                 if self._now() > deadline:
                     raise
-                tell(
+                report_problem(
                     f"{self.scheduler.title} of {self.deployment_name} takes no job now ({str(error)[-200:]}); "
                     "trying again"
                 )
@@ -338,7 +340,7 @@ class PatientQueue(QueueManagerConnector):
         """The id of a job that has ended before it was in a queue."""
         refused = f"{REFUSED}{len(self._endings)}-{abs(hash(job_name))}"
         said = " ".join(why.removeprefix(f"Error submitting job {job_name} to ").split())
-        self._endings[refused] = Ending(state=NOT_TAKEN, code=None, detail=quoted(said))
+        self._endings[refused] = Ending(state=NOT_TAKEN, code=None, detail=quote_for_display(said))
         return refused
 
     def _name(self, location: ExecutionLocation) -> str | None:

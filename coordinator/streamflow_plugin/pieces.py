@@ -41,7 +41,9 @@ def piece_size(entries: Iterable[Entry], streams: int) -> int:
     return max(LEAST_BYTES, min(MOST_BYTES, -(-total // (streams * TURNS))))
 
 
-def split(entries: Iterable[Entry], piece_bytes: int = MOST_BYTES) -> tuple[list[Entry], list[Entry], list[Piece]]:
+def split_files(
+    entries: Iterable[Entry], piece_bytes: int = MOST_BYTES
+) -> tuple[list[Entry], list[Entry], list[Piece]]:
     """Small files, large files, and the large ones' pieces: equal in size to within a byte, largest first."""
     small, large, pieces = [], [], []
     for entry in entries:
@@ -59,7 +61,7 @@ def split(entries: Iterable[Entry], piece_bytes: int = MOST_BYTES) -> tuple[list
     return small, large, pieces
 
 
-def batches(small: Iterable[Entry]) -> list[list[Entry]]:
+def tar_batches(small: Iterable[Entry]) -> list[list[Entry]]:
     """The files in their order, at most `TAR_BYTES` of them together."""
     found: list[list[Entry]] = []
     filled = 0

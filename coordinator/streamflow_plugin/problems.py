@@ -9,7 +9,7 @@ from streamflow.log_handler import logger
 from coordinator.events.event import emit
 
 
-def tell(sentence: str, level: int = logging.WARNING) -> None:
+def report_problem(sentence: str, level: int = logging.WARNING) -> None:
     """Log the sentence, and emit it: the run's console and its notices show it."""
     logger.log(level, sentence)
     emit("problem", text=sentence)

@@ -17,7 +17,7 @@ from streamflow.core.exception import WorkflowExecutionException
 from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, SSHContextFactory, SSHContextManager
 from streamflow.log_handler import logger
 
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import report_problem
 from coordinator.streamflow_plugin.waiting import Waiting
 from facility.exchange.text import number_of
 
@@ -64,7 +64,7 @@ class Given:
             if member.host == host:
                 member.fit()
         if first:
-            tell(
+            report_problem(
                 f"sshd of {host} gives each connection {most} at once of the {self._wanted} sessions that `sessions:` "
                 f"asks for (its MaxSessions): more connections are used; `sessions: {most}` says so from the start"
             )

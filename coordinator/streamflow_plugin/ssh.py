@@ -24,22 +24,22 @@ from coordinator.config.deployment_names import CONNECTION, facility_of_deployme
 from coordinator.config.deployments import SERVICE
 from coordinator.events.event import emit
 from coordinator.schedulers.scheduler import OUTPUT_BYTES, step_code
-from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun, unanswered
+from coordinator.streamflow_plugin.bounded_reader import BoundedReader, not_begun, timeout_error
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.copied import largest_update, report_copy
 from coordinator.streamflow_plugin.dialect import ANNOUNCE, SHELL, ShellDialect, after_noise
-from coordinator.streamflow_plugin.job_progress import JobWatch, asking, watched
-from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_kept, worth
+from coordinator.streamflow_plugin.job_progress import JobWatch, command_runner, run_watch
+from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, end_kept, lane_count
 from coordinator.streamflow_plugin.last_words import error_in
 from coordinator.streamflow_plugin.login_shell import in_any_shell, in_login_shell
 from coordinator.streamflow_plugin.overdue import note_failed
 from coordinator.streamflow_plugin.patient import ConnectionBroke, may_be_repeated, step_of
 from coordinator.streamflow_plugin.patient_login import PatientLogin
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import report_problem
 from coordinator.streamflow_plugin.sessions import LEAST, Given, Sessions
 from coordinator.streamflow_plugin.ssh_settings import certificates_of
 from coordinator.streamflow_plugin.swift import SwiftLane, swift_lanes
-from coordinator.streamflow_plugin.tree import pull, push
+from coordinator.streamflow_plugin.tree import pull_tree, push_tree
 from coordinator.streamflow_plugin.waiting import Waiting
 
 COMMAND_BYTES = 1 << 20
@@ -109,7 +109,7 @@ class ParallelSSHConnector(SSHConnector):
         """As many of `lanes` as the distance is worth, the first of them logged in."""
         lanes, known = self.lanes(location), self._worth.get(location.name)
         if known is None or known.done() and (known.cancelled() or known.exception() is not None):
-            self._worth[location.name] = asyncio.ensure_future(worth(lanes[0], len(lanes), self.dialect.nothing))
+            self._worth[location.name] = asyncio.ensure_future(lane_count(lanes[0], len(lanes), self.dialect.nothing))
         return lanes[: await asyncio.shield(self._worth[location.name])]
 
     def swift(self, location: ExecutionLocation, count: int) -> AbstractAsyncContextManager[list[SwiftLane]]:
@@ -139,14 +139,14 @@ class ParallelSSHConnector(SSHConnector):
         text = self._get_command(location, command, environment, workdir, stdin, stdout, stderr, job_name)
         text = self.template_map.get_command(text, location.service, environment, workdir)
         emit("began", step=step, job="")
-        async with watched(JobWatch(step=step, directory=workdir or ".", ask=asking(self, location))):
+        async with run_watch(JobWatch(step=step, directory=workdir or ".", ask=command_runner(self, location))):
             said, code = await self.end_of(location, self.job_line(text), OUTPUT_BYTES, timeout)
         if code is None:
             raise WorkflowExecutionException(f"the connection to {self.deployment_name} broke during job {job_name}")
         emit("ended", step=step, job="", code=step_code(code), problem="")
         if step_code(code) != code:
             sentence = f"job {job_name} of {self.deployment_name} did not end well: exit code {code} {error_in(said)}"
-            tell(note_failed(sentence.rstrip()), logging.ERROR)
+            report_problem(note_failed(sentence.rstrip()), logging.ERROR)
         return (said, step_code(code)) if capture_output else None
 
     async def _command(
@@ -188,7 +188,7 @@ class ParallelSSHConnector(SSHConnector):
                 if not may_be_repeated.get():
                     raise broke from error
                 if isinstance(error.__cause__, TimeoutError):
-                    raise unanswered(self.deployment_name, shown, limit) from error
+                    raise timeout_error(self.deployment_name, shown, limit) from error
                 if not isinstance(error.__cause__, ConnectionError):
                     raise
         line = in_any_shell(f"exec 2>&1; {ANNOUNCE}{self._get_command(location, command, environment, workdir, stdin)}")
@@ -235,7 +235,7 @@ class ParallelSSHConnector(SSHConnector):
                     await asyncio.gather(end_kept(process.stdout, most, said), end_kept(process.stderr, most, words))
                     result = await process.wait()
             except TimeoutError:
-                raise unanswered(self.deployment_name, shown or text, timeout) from None
+                raise timeout_error(self.deployment_name, shown or text, timeout) from None
             except asyncssh.Error:
                 return said.decode(errors="replace").strip(), None
         answer = bytes(said or words) or (result.stderr or b"")[-most:]
@@ -298,7 +298,7 @@ class ParallelSSHConnector(SSHConnector):
         start = time.monotonic()
         lanes = await self.awake(location)
         try:
-            size = await push(
+            size = await push_tree(
                 lanes,
                 partial(self.swift, location),
                 Path(src),
@@ -320,7 +320,7 @@ class ParallelSSHConnector(SSHConnector):
         start = time.monotonic()
         lanes = await self.awake(location)
         try:
-            size = await pull(
+            size = await pull_tree(
                 lanes,
                 partial(self.swift, location),
                 src,

@@ -17,7 +17,7 @@ from typing import Any
 from asyncssh.config import ConfigParseError, SSHClientConfig
 from streamflow.deployment.connector.ssh import SSHConfig
 
-from coordinator.streamflow_plugin.openssh import address
+from coordinator.streamflow_plugin.openssh import parse_address
 from facility.exchange.errors import ConfigurationError
 
 MOST_JUMPS = 8
@@ -46,7 +46,7 @@ class SSHSettings:
 def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
     """What ~/.ssh/config says of the host `login`, perhaps with a port, as federation.yml and `ProxyJump` name it.
     Raises `ConfigurationError` where asyncssh cannot read the file."""
-    host, port = address(login)
+    host, port = parse_address(login)
     file = Path("~/.ssh/config").expanduser()
     paths: list[Any] = [file] if os.access(file, os.R_OK) else []
     try:

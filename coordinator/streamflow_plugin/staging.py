@@ -51,7 +51,7 @@ class AtOnce:
         return Hardware(cores=0.0, memory=0.0, storage=dict(storage))
 
 
-def scheduling(original: Any) -> Any:
+def schedule_at_once(original: Any) -> Any:
     """`ScheduleStep._schedule`: a facility's job gets its directories' names, at once; `Staged` makes them."""
 
     async def schedule(self: ScheduleStep, job: Job) -> None:
@@ -148,7 +148,7 @@ def layers(connector: Any) -> list[Any]:
     return found
 
 
-def unmoved(token: Token) -> Token:
+def unmoved_token(token: Token) -> Token:
     """The token of an input that stays where it is until its job executes."""
     copy = token.update(token.value)
     copy.recoverable = False

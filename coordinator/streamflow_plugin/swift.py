@@ -36,7 +36,7 @@ from coordinator.streamflow_plugin.lanes import (
     end_kept,
     failure_words,
 )
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 from facility.exchange.exit_codes import BROKE
 from facility.exchange.gate_requests import ARRIVED
 
@@ -139,7 +139,7 @@ class SwiftLane:
                 await _watched(moving, pipe, command if end == pipe.writer else "")
             except (OSError, TransferFailed) as error:
                 failure = error
-            answer, said = await within(STALL_SECONDS, asyncio.shield(ending))
+            answer, said = await with_timeout(STALL_SECONDS, asyncio.shield(ending))
             # The command's own words first: that it ended is why the pipe broke.
             if process.returncode == BROKE:
                 raise ConnectionResetError(failure_words(said, BROKE))
@@ -165,7 +165,7 @@ class SwiftLane:
         if self._master.stdin is not None:
             self._master.stdin.close()
         try:
-            await within(END_SECONDS, self._master.wait())
+            await with_timeout(END_SECONDS, self._master.wait())
         except TimeoutError:
             self._kill()
             await self._master.wait()
@@ -223,7 +223,7 @@ async def _open(
     It carries a remote `cat`, whose input ends when this process does, however it ends: then the connection ends too.
     """
     shared = (*OPTIONS, "-o", f"ControlPath={socket}")
-    words = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=yes"))
+    words = openssh.openssh_command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=yes"))
     master = await asyncio.create_subprocess_exec(
         *words,
         dialect.hold,
@@ -233,13 +233,13 @@ async def _open(
     )
     assert master.stdout is not None
     try:
-        answer = await within(seconds + 30, master.stdout.readline())
+        answer = await with_timeout(seconds + 30, master.stdout.readline())
     except TimeoutError:
         answer = b""
     except BaseException:
         master.kill()
         raise
-    client = openssh.command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=no"))
+    client = openssh.openssh_command(login, connect_seconds=seconds, options=(*shared, "-o", "ControlMaster=no"))
     lane = SwiftLane(client, master, pool, dialect)
     if not answer:
         await lane.close()

@@ -26,11 +26,11 @@ from coordinator.events.event import emit
 from coordinator.streamflow_plugin import openssh
 from coordinator.streamflow_plugin.lanes import end_kept
 from coordinator.streamflow_plugin.patient_login import PatientLogin
-from coordinator.streamflow_plugin.problems import tell
+from coordinator.streamflow_plugin.problems import report_problem
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.swift import SwiftLane, login_of, swift_lanes
 from coordinator.streamflow_plugin.waiting import Waiting
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 from facility.exchange.exit_codes import BROKE
 
 OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
@@ -101,7 +101,7 @@ class Session:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             try:
-                await within(END_SECONDS, self._process.wait())
+                await with_timeout(END_SECONDS, self._process.wait())
             except TimeoutError:
                 self._process.kill()
                 await self._process.wait()
@@ -135,7 +135,7 @@ class SystemLogin:
                 "passphrase file"
             )
         self.host, self._login, self._waiting = config.hostname, login, waiting
-        self._words = openssh.command(found, connect_seconds=config.connect_timeout, options=OPTIONS)
+        self._words = openssh.openssh_command(found, connect_seconds=config.connect_timeout, options=OPTIONS)
         self._retries, self._delay, self._nothing = retries, retry_delay, nothing
         self._most, self._running, self._free = sessions, 0, asyncio.Event()
         self._told = False
@@ -192,7 +192,7 @@ class SystemLogin:
         self._most = min(self._most, max(2, self._running))
         if not self._told:
             self._told = True
-            tell(
+            report_problem(
                 f"the shared connection to {self.host} has fewer sessions than `sessions:` says (MaxSessions of its "
                 f"sshd): no more than {self._most} at once from now on; set `sessions:` to what it gives"
             )

@@ -24,13 +24,13 @@ from coordinator.streamflow_plugin.lanes import (
     BROKEN,
     TransferFailed,
     blocks_of,
-    output,
-    persist,
-    receive,
-    send,
-    spread,
+    feed_input,
+    read_output,
+    retry_broken,
+    spread_work,
+    take_output,
 )
-from coordinator.streamflow_plugin.pieces import Entry, Piece, batches, piece_size, split
+from coordinator.streamflow_plugin.pieces import Entry, Piece, piece_size, split_files, tar_batches
 from coordinator.streamflow_plugin.swift import SwiftLane
 from coordinator.streamflow_plugin.targets import check_name, check_new, shown_name
 from facility.exchange.files.plain_tar import PlainHeader
@@ -51,7 +51,7 @@ class Lane:
     async def put(self, command: str, file: int, offset: int, length: int) -> None:
         """Feed a range of an open file to a remote command."""
         if (swift := self.swift) is None:
-            return await send(self.patient, command, blocks_of(file, offset, length))
+            return await feed_input(self.patient, command, blocks_of(file, offset, length))
         try:
             await swift.put(command, file, offset, length)
         except BROKEN:
@@ -74,7 +74,7 @@ class Lane:
                 raise TransferFailed(f"`{command:.120}` gave more than the {length} bytes that were listed")
             position += os.pwrite(file, block, position)
 
-        await receive(self.patient, command, take, length)
+        await take_output(self.patient, command, take, length)
 
 
 Swift = Callable[[int], AbstractAsyncContextManager[list[SwiftLane]]]
@@ -120,7 +120,7 @@ def local_entries(source: Path) -> tuple[list[str], list[Entry]]:
     return directories, files
 
 
-async def push(
+async def push_tree(
     lanes: list[SSHContextFactory],
     swift: Swift,
     source: Path,
@@ -135,7 +135,7 @@ async def push(
     device`.
     """
     directories, files = local_entries(source)
-    small, large, pieces = split(files, piece_size(files, len(lanes)))
+    small, large, pieces = split_files(files, piece_size(files, len(lanes)))
     single = source.is_file()
     first = dialect.put_file(target, files[0].mode, empty=not small) if single else dialect.put_tree(target)
 
@@ -155,8 +155,8 @@ async def push(
             moved(piece.length)
 
         async with _lanes(lanes, swift, pieces) as opening:
-            await persist(lambda: send(lanes[0], first, first_blocks()))
-            await spread(await opening, pieces, move)
+            await retry_broken(lambda: feed_input(lanes[0], first, first_blocks()))
+            await spread_work(await opening, pieces, move)
     finally:
         for handle in handles.values():
             os.close(handle)
@@ -170,7 +170,7 @@ async def _check_sizes(lane: SSHContextFactory, target: str, large: list[Entry],
         return
     paths = [posixpath.join(target, entry.path) if entry.path else target for entry in large]
     names = b"".join(os.fsencode(path) + b"\0" for path in paths)
-    answer = await persist(lambda: output(lane, dialect.sizes, names))
+    answer = await retry_broken(lambda: read_output(lane, dialect.sizes, names))
     sizes = answer.split()
     if len(sizes) != len(large) or not all(re.fullmatch(rb"[0-9]{1,15}", size) for size in sizes):
         raise TransferFailed(
@@ -200,7 +200,7 @@ def _header(path: str, kind: bytes, size: int, mode: int) -> bytes:
     return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape")
 
 
-async def pull(
+async def pull_tree(
     lanes: list[SSHContextFactory],
     swift: Swift,
     source: str,
@@ -217,9 +217,11 @@ async def pull(
     Raises `TransferFailed`, and writes nothing, where `target` exists or the facility lists names that are not plain.
     """
     check_new(target)
-    listing = await persist(lambda: output(lanes[0], dialect.listing(source)))
-    directories, files = read_listing(listing, min(room(target), room(target) if most_bytes is None else most_bytes))
-    small, large, pieces = split(files, piece_size(files, len(lanes)))
+    listing = await retry_broken(lambda: read_output(lanes[0], dialect.listing(source)))
+    directories, files = read_listing(
+        listing, min(room_for_update(target), room_for_update(target) if most_bytes is None else most_bytes)
+    )
+    small, large, pieces = split_files(files, piece_size(files, len(lanes)))
     single = len(files) == 1 and not directories and files[0].path == ""
     target.parent.mkdir(parents=True, exist_ok=True)
     if not single:
@@ -241,7 +243,7 @@ async def pull(
     async with _lanes(lanes, swift, pieces) as opening:
         if small:
             await _pull_small(lanes[0], source, target, small, single, dialect)
-        await spread(await opening, pieces, move)
+        await spread_work(await opening, pieces, move)
     return sum(entry.size for entry in files)
 
 
@@ -285,7 +287,7 @@ def read_listing(listing: bytes, most_bytes: int | None = None) -> tuple[list[st
     return sorted(directories), sorted(files, key=lambda entry: entry.path)
 
 
-def room(target: Path) -> int:
+def room_for_update(target: Path) -> int:
     """Maximum bytes of one update here: half of the free space, so that one facility cannot fill the disk."""
     place = next(parent for parent in target.absolute().parents if parent.exists())
     return shutil.disk_usage(place).free // 2
@@ -296,14 +298,14 @@ async def _pull_small(
 ) -> None:
     """Small files through tars that are read in memory, file by file; only what was listed is written."""
     if single:
-        content = await persist(lambda: output(lane, dialect.get_file(source), most=small[0].size))
+        content = await retry_broken(lambda: read_output(lane, dialect.get_file(source), most=small[0].size))
         _write(target, content, small[0])
         return
-    for batch in batches(small):
+    for batch in tar_batches(small):
         names = b"".join(os.fsencode(entry.path) + b"\0" for entry in batch)
         # Each file: header, contents, padding, and a longer name's own header and block.
         most = sum(entry.size + 4 * tarfile.BLOCKSIZE + len(entry.path) for entry in batch) + (1 << 20)
-        data = await persist(partial(output, lane, dialect.get_tree(source), names, most=most))
+        data = await retry_broken(partial(read_output, lane, dialect.get_tree(source), names, most=most))
         try:
             _unpack(data, target, batch)
         except (tarfile.TarError, ValueError, EOFError, OverflowError, RecursionError) as error:

@@ -19,7 +19,7 @@ from streamflow.core.scheduling import AvailableLocation, Hardware, HardwareRequ
 from streamflow.core.workflow import Job, Status
 from streamflow.scheduling.scheduler import DefaultScheduler, JobContext
 
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.within import with_timeout
 
 Request = tuple[Any, ...]
 """What decides whether a job may start: the places with what they have, and what is asked of each."""
@@ -76,7 +76,7 @@ class FirstComeScheduler(DefaultScheduler):
                         queue.append(future)
                     place = request, future
                 try:
-                    await within(self.retry_interval, future)
+                    await with_timeout(self.retry_interval, future)
                 except TimeoutError:
                     pass
         finally:

@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def within(seconds: float | None, awaited: Awaitable[T]) -> T:
+async def with_timeout(seconds: float | None, awaited: Awaitable[T]) -> T:
     """What `awaited` returns or raises. Raises `TimeoutError` where it takes longer; it is cancelled then."""
     async with asyncio.timeout(seconds):
         return await awaited

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from coordinator.demo import Sizes, make
+from coordinator.demo import Sizes, make_demo
 from coordinator.testbed.layout import Site, Testbed
 from facility.exchange.errors import TransientError
 from facility.exchange.files.durable import write_text
@@ -45,7 +45,7 @@ def prepare_sites(testbed: Testbed) -> tuple[Path, dict[str, str]]:
     facility, by its own user; no other user can read it. What is there already is recognised.
     """
     material = testbed.root / "coordinator" / "material"
-    make(material, sizes=SIZES)
+    make_demo(material, sizes=SIZES)
     arguments = (
         "--input text/train.jsonl --validation text/validation.jsonl --tokenizer tokenizer --out dataset --offline"
     )

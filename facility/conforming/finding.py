@@ -21,7 +21,7 @@ class Finding:
         return f"{'kept  ' if self.kept else 'BROKEN'}  {self.law}" + (f": {self.found}" if self.found else "")
 
 
-def checked(law: str, check: Callable[[], str]) -> Finding:
+def check_law(law: str, check: Callable[[], str]) -> Finding:
     """A law whose check raises where it is broken, and else returns what was found."""
     try:
         return Finding(law=law, kept=True, found=check())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from facility.conforming.finding import Finding, checked
+from facility.conforming.finding import Finding, check_law
 from facility.conforming.trial import FACILITY, FEDERATION, ROUNDS, STEPS, Ended, Trial
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, open_checkpoint
 from facility.exchange.errors import InputError
@@ -22,20 +22,22 @@ BAD_INPUT = int(ExitCode.INPUT)
 """Exit code of a command whose input must be changed."""
 
 
-def findings(trial: Trial) -> Iterator[Finding]:
+def check_laws(trial: Trial) -> Iterator[Finding]:
     """Every law in turn; where the first round fails, no other is tried."""
     first = trial.run("first", model=trial.model, round=0)
     yield ended(first, "round 0 ends with exit code 0")
     if first.code:
         return
-    sealed = checked("the update has a manifest of its round over its files", lambda: identity(trial, first.update, 0))
+    sealed = check_law(
+        "the update has a manifest of its round over its files", lambda: identity(trial, first.update, 0)
+    )
     yield sealed
     if not sealed.kept:
         return
-    yield checked("it holds every tensor of the model by name and shape", lambda: tensors(trial.model, first.update))
-    yield checked("report.json is complete", lambda: report(first.update, 0))
-    yield checked("training changes the weights", lambda: moved(trial.model, first.update))
-    yield checked("progress.json, where it is written, can be read", lambda: progress(first.update.parent))
+    yield check_law("it holds every tensor of the model by name and shape", lambda: tensors(trial.model, first.update))
+    yield check_law("report.json is complete", lambda: report(first.update, 0))
+    yield check_law("training changes the weights", lambda: moved(trial.model, first.update))
+    yield check_law("progress.json, where it is written, can be read", lambda: progress(first.update.parent))
     yield from repeated(trial, first)
     yield from following(trial, first)
     yield from interrupted(trial, first)
@@ -47,7 +49,7 @@ def repeated(trial: Trial, first: Ended) -> Iterator[Finding]:
     again = trial.run("again", model=trial.model, round=0, state="again-state")
     yield ended(again, "the same command ends with exit code 0 again")
     if not again.code:
-        yield checked("with the same weights", lambda: alike(first.update, again.update))
+        yield check_law("with the same weights", lambda: alike(first.update, again.update))
 
 
 def following(trial: Trial, first: Ended) -> Iterator[Finding]:
@@ -56,11 +58,11 @@ def following(trial: Trial, first: Ended) -> Iterator[Finding]:
     second = trial.run("second", model=trial.next_model, round=1)
     yield ended(second, "round 1 goes on from a model and a state")
     if not second.code:
-        yield checked("its update is of round 1", lambda: identity(trial, second.update, 1))
+        yield check_law("its update is of round 1", lambda: identity(trial, second.update, 1))
     last = trial.run("last", model=trial.next_model, round=ROUNDS)
     yield ended(last, "the final model is evaluated")
     if not last.code:
-        yield checked("without training it", lambda: evaluated(last.update))
+        yield check_law("without training it", lambda: evaluated(last.update))
 
 
 def interrupted(trial: Trial, first: Ended) -> Iterator[Finding]:
@@ -75,20 +77,20 @@ def interrupted(trial: Trial, first: Ended) -> Iterator[Finding]:
         stopped = trial.run(place, model=trial.model, round=0, state=f"{place}-state", stop_after=latest)
         if stopped.code:
             break
-    yield checked("SIGTERM ends it, and leaves no half update", lambda: leaves_nothing(stopped))
+    yield check_law("SIGTERM ends it, and leaves no half update", lambda: leaves_nothing(stopped))
     if not stopped.code:
         return
     resumed = trial.run(place, model=trial.model, round=0, state=f"{place}-state")
     yield ended(resumed, "the same command then ends with exit code 0")
     if not resumed.code:
-        yield checked("with the weights of a round that nothing stopped", lambda: alike(first.update, resumed.update))
+        yield check_law("with the weights of a round that nothing stopped", lambda: alike(first.update, resumed.update))
 
 
 def refused(trial: Trial) -> Iterator[Finding]:
     """Models that must not be trained."""
     for what, model in (("no model", trial.empty_model()), ("a model that was altered", trial.tampered_model())):
         result = trial.run(f"refused {model.name}", model=model, round=0, state=f"{model.name}-state")
-        yield checked(f"{what} is refused with exit code {BAD_INPUT} and no update", lambda r=result: refuses(r))  # type: ignore[misc]
+        yield check_law(f"{what} is refused with exit code {BAD_INPUT} and no update", lambda r=result: refuses(r))  # type: ignore[misc]
 
 
 def ended(round: Ended, law: str) -> Finding:

@@ -18,7 +18,7 @@ from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.progress import FILE as PROGRESS
 from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.selfcheck import material, trial_settings
+from facility.selfcheck import make_material, trial_settings
 
 FEDERATION, FACILITY = "selfcheck", "here"
 ROUNDS, STEPS = 2, 60
@@ -54,7 +54,7 @@ class Trial:
         self.folder, self.module, self.ranks, self.limit = folder, module, ranks, limit_seconds
         wanted = trial_settings(ranks)
         folder.mkdir(parents=True, exist_ok=True)
-        material(folder, wanted)
+        make_material(folder, wanted)
         settings = folder / "settings.json"
         raw = values_in(settings)
         raw["training"] |= {"device": "cpu", "export_dtype": "float32", "steps": STEPS}

@@ -10,7 +10,7 @@ from functools import partial
 from facility.exchange.errors import InputError
 
 
-def parsed(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> argparse.Namespace:
     """The options in `words`, else in the process's own command line. Raises `InputError` for one that is empty."""
     words = sys.argv[1:] if words is None else words
     for kind in (int, float):

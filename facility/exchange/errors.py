@@ -27,8 +27,8 @@ from facility.exchange.addresses import hidden_login
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import file_error_sentence, is_path, is_storage
 from facility.exchange.interrupts import WORD, traceback_again
-from facility.exchange.logs import configure_logging, visible
-from facility.exchange.standard_output import answering, open_what_is_closed
+from facility.exchange.logs import configure_logging, escape_controls
+from facility.exchange.standard_output import open_what_is_closed, run_and_flush
 
 ERROR = "error: "
 """Begins the line by which a command ends for an error that is meant for its user."""
@@ -122,7 +122,7 @@ def error_line(lines: Sequence[str]) -> str:
 def for_terminal(text: str) -> str:
     """A message for a terminal: names of files and words of libraries move no cursor, no address shows a login, and no
     value fills the screen."""
-    return visible(bounded(hidden_login(text)))
+    return escape_controls(bounded(hidden_login(text)))
 
 
 def bounded(text: str) -> str:
@@ -159,7 +159,7 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
     if in_job:
         traceback_again()
     try:
-        return main() or ExitCode.OK if in_job else answering(main)
+        return main() or ExitCode.OK if in_job else run_and_flush(main)
     except CrossFedError as error:
         print(f"{ERROR}{for_terminal(str(error))}", file=sys.stderr)
         return ExitCode.TRANSIENT if isinstance(error, TransientError) else ExitCode.INPUT

@@ -65,7 +65,7 @@ def sharded_grid(world: int, local_world: int, settings: LayoutSettings) -> tupl
     replicas, meaning = implied[settings.sharding]
     if settings.replicas:
         replicas, meaning = settings.replicas, f"{meaning}; replicas set to {settings.replicas}"
-    result = grid(world, replicas=replicas, stages=settings.stages)
+    result = rank_grid(world, replicas=replicas, stages=settings.stages)
     shape = f"{result.replicas} replicas x {result.stages} stages x {result.shards} shards"
     return result, f"{settings.sharding}: {meaning} -> {shape}"
 
@@ -97,7 +97,7 @@ def checked_units(stage_units: list[list[int]], chunks: int, units: int) -> list
     return [(first, end) for first, end in stage_units]
 
 
-def grid(world: int, *, replicas: int = 1, stages: int = 1) -> Grid:
+def rank_grid(world: int, *, replicas: int = 1, stages: int = 1) -> Grid:
     """Arrange `world` ranks; shards are what replicas and stages leave over, and lie on neighbouring ranks.
 
     Raises `ConfigurationError` where `world` is no multiple of `replicas` x `stages`.

@@ -21,7 +21,7 @@ Path = Sequence[str | int]
 
 
 @functools.cache
-def hints(kind: type) -> Mapping[str, Any]:
+def type_hints(kind: type) -> Mapping[str, Any]:
     """Resolved type hint of every field of a dataclass, constraints included."""
     resolved = typing.get_type_hints(kind, include_extras=True)
     return {field.name: resolved[field.name] for field in dataclasses.fields(kind)}
@@ -43,9 +43,9 @@ def dataclass_at(kind: type, path: Path) -> type | None:
 
 def keys_of(kind: type, above: Path = ()) -> Iterator[str]:
     """Every key below a dataclass as errors name it, such as `training.sync.policy`, sections before what they hold."""
-    for name in hints(kind):
+    for name in type_hints(kind):
         path = (*above, name)
-        yield dotted(path)
+        yield dotted_key(path)
         if (below := dataclass_at(kind, [name])) is not None:
             yield from keys_of(below, path)
 
@@ -55,7 +55,7 @@ def field_default(field: dataclasses.Field[Any]) -> Any:
     return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
-def dotted(path: Path, where: str = "") -> str:
+def dotted_key(path: Path, where: str = "") -> str:
     """`facilities[0].training.steps`, below `where`."""
     text = where
     for step in path:
@@ -63,22 +63,22 @@ def dotted(path: Path, where: str = "") -> str:
     return text
 
 
-def allowed(hint: Any) -> str:
+def describe_hint(hint: Any) -> str:
     """What a hint allows, in words: `text`, `one of 'a', 'b'`, `a list`, `'all' or a whole number (1 or more)`."""
     alternatives = _written(hint)
     words = [_allowed(one) for one in alternatives]
     if len(words) > 1:
-        ranges = [limits(one) for one in alternatives]
+        ranges = [describe_range(one) for one in alternatives]
         words = [f"{word} ({range})" if range else word for word, range in zip(words, ranges, strict=True)]
     return " or ".join(dict.fromkeys(words))
 
 
-def scalars(hint: Any) -> set[Any]:
+def scalar_kinds(hint: Any) -> set[Any]:
     """Which of text, whole number, number, true and false (`KINDS`) a hint allows."""
     return {_plain(one) for one in _written(hint)} & KINDS.keys()
 
 
-def limits(hint: Any) -> str:
+def describe_range(hint: Any) -> str:
     """The range of a number in words: `1 or more`, `more than 0 and at most 1`; empty without one, or for a union."""
     alternatives = list(_alternatives(hint))
     marks = [] if len(alternatives) > 1 else _marks(hint)
@@ -125,7 +125,7 @@ def _below(hint: Any, step: str | int) -> Iterator[Any]:
         plain = _plain(one)
         origin, arguments = typing.get_origin(plain), typing.get_args(plain)
         if dataclasses.is_dataclass(plain):
-            if step in (known := hints(plain)):  # type: ignore[arg-type]
+            if step in (known := type_hints(plain)):  # type: ignore[arg-type]
                 yield known[step]  # type: ignore[index]
         elif origin in (list, tuple) and isinstance(step, int) and arguments:
             repeated = origin is list or arguments[-1] is Ellipsis

@@ -14,7 +14,7 @@ from facility.exchange.addresses import hidden_login
 from facility.exchange.errors import first_line
 
 
-def silence() -> str:
+def why_hub_is_silent() -> str:
     """Why the hub does not answer; empty where it does, whatever it says, or where it is not to be asked (offline).
 
     One request, over the proxy that the environment names; it waits HF_HUB_ETAG_TIMEOUT seconds (10) at most.
@@ -33,14 +33,14 @@ def silence() -> str:
 
 
 @contextmanager
-def hub() -> Iterator[str]:
+def offline_if_silent() -> Iterator[str]:
     """Within it, libraries that are imported before do not ask a hub that is silent: they read their caches alone.
 
     Yields why the hub does not answer; empty where it does.
     """
     from huggingface_hub import constants
 
-    reason = silence()
+    reason = why_hub_is_silent()
     modules: list[Any] = [constants, sys.modules.get("datasets.config")] if reason else []
     before = [(module, module.HF_HUB_OFFLINE) for module in modules if module is not None]
     try:

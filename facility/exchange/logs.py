@@ -22,7 +22,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u2
 """What moves a cursor or turns a line about; line ends and tabs are kept."""
 
 
-def visible(text: str) -> str:
+def escape_controls(text: str) -> str:
     """Text for a terminal: what is in `CONTROL` is written as in Python's source."""
     return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
@@ -32,7 +32,7 @@ class Printable(logging.Formatter):
     the log, and no address in them shows a login, such as that of a site's tracker to whoever is sent a job's log."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(hidden_login(super().format(record)))
+        return escape_controls(hidden_login(super().format(record)))
 
 
 def log_level(default: str = "warning") -> str:

@@ -24,6 +24,6 @@ class OneOf:
         return {"anyOf": [{"enum": list(self.names)}, own]}
 
 
-def either(names: Iterable[str]) -> OneOf:
+def one_of(names: Iterable[str]) -> OneOf:
     """The mark for a key that takes one of `names`."""
     return OneOf(tuple(names))

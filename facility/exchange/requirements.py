@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def meets(version: str, requirement: str) -> bool:
+def meets_requirement(version: str, requirement: str) -> bool:
     """Whether a version, which may be no version at all, is one that the requirement asks for."""
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion

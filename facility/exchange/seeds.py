@@ -16,7 +16,7 @@ def check_seed(seed: int) -> None:
         raise ConfigurationError(f"--seed is {seed}, expected 0 or more, at most {LARGEST}")
 
 
-def derive(seed: int, *parts: int | str) -> int:
+def derive_seed(seed: int, *parts: int | str) -> int:
     """A seed in [0, 2**63) for this purpose, round, facility, step, ...: unrelated parts give unrelated seeds."""
     text = "/".join([str(seed), *map(str, parts)])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes in three digits: `560 B`, `2.05 kB`, `1 GB`."""
     for unit in ("B", "kB", "MB", "GB", "TB", "PB"):
         if abs(count) < 999.5:  # rounds to at most 999

@@ -28,7 +28,7 @@ def open_what_is_closed() -> None:
                 os.set_inheritable(number, True)
 
 
-def answering(main: Callable[[], int | None]) -> int:
+def run_and_flush(main: Callable[[], int | None]) -> int:
     """Run `main` and write out what it printed; returns its exit code, or `ExitCode.UNREAD` where nobody reads it.
 
     A letter that the locale lacks is written as an escape. Raises what `main` raises, and OSError where standard

@@ -108,6 +108,6 @@ def words_of(task: str) -> TaskWords:
     return WORDS.get(task, TEXT)
 
 
-def capital(text: str) -> str:
+def capitalise(text: str) -> str:
     """With a capital first letter, the rest as it is."""
     return text[:1].upper() + text[1:]

@@ -29,7 +29,15 @@ from pydantic import AllowInfNan, BeforeValidator, ConfigDict, Strict, Validatio
 
 from facility.exchange.errors import ConfigurationError, NewerFormat, UnknownKey
 from facility.exchange.field_texts import field_text
-from facility.exchange.hints import allowed, dataclass_at, dotted, hint_at, hints, limits, scalars
+from facility.exchange.hints import (
+    dataclass_at,
+    describe_hint,
+    describe_range,
+    dotted_key,
+    hint_at,
+    scalar_kinds,
+    type_hints,
+)
 
 T = TypeVar("T")
 N = TypeVar("N", int, float)
@@ -100,7 +108,7 @@ else:
         return declare
 
 
-def parse(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None, update: str = "") -> T:
+def parse_dataclass(kind: type[T], raw: Any, *, where: str = "", file: Path | str | None = None, update: str = "") -> T:
     """Build validated dataclass `kind` from plain data. `where`: the key that holds `raw`, for errors.
 
     `update`: of data that CrossFed wrote, what to do where a newer one did, as a key says that is unknown here.
@@ -211,7 +219,7 @@ def _translated(
     ]
     unknown = [pair for pair in deepest if pair[1]["type"] in ("unexpected_keyword_argument", "invalid_key")]
     path, first = min(unknown or deepest, key=lambda pair: _place(pair[0], raw))
-    name, what = dotted(path, where), first["type"]
+    name, what = dotted_key(path, where), first["type"]
     if unknown:
         return unknown_key(kind, path, where, file)
     if what == "missing":
@@ -234,7 +242,7 @@ def as_written(value: Any) -> str:
 
 def _quotes(hint: Any, value: Any) -> str:
     """What quotes would change, where text was expected and YAML read something else, or the other way round."""
-    kinds = scalars(hint)
+    kinds = scalar_kinds(hint)
     if str in kinds and isinstance(value, bool):
         return ": put it between quotes, since YAML takes yes, no, on and off for true and false"
     if str in kinds and isinstance(value, int | float):
@@ -248,24 +256,24 @@ def _quotes(hint: Any, value: Any) -> str:
 
 def _expected(what: str, value: Any, hint: Any) -> str:
     """What a value of this hint should have been, after pydantic's error of type `what`."""
-    words = limits(hint)
+    words = describe_range(hint)
     if what in RANGES:
         return f"expected {words}"
     endless = isinstance(value, float) and not math.isfinite(value)
-    kinds = "a finite number" if endless else allowed(hint)
+    kinds = "a finite number" if endless else describe_hint(hint)
     return f"expected {kinds}" + (f", {words}" if words and words not in kinds else "")
 
 
 def unknown_key(kind: type, path: Sequence[Any], where: str, file: Path | str | None) -> ConfigurationError:
     """The error for the key at `path`, which `kind` does not declare: what it may have been meant for."""
-    name, key = dotted(path, where), str(path[-1])
+    name, key = dotted_key(path, where), str(path[-1])
     holder = dataclass_at(kind, path[:-1])
     known = [field.name for field in dataclasses.fields(holder)] if holder is not None else []  # type: ignore[arg-type]
     sections = {one: dataclass_at(holder, [one]) for one in known} if holder is not None else {}
     below = [
-        repr(dotted([*path[:-1], one, key], where))
+        repr(dotted_key([*path[:-1], one, key], where))
         for one, section in sections.items()
-        if section is not None and key in hints(section)
+        if section is not None and key in type_hints(section)
     ]
     misspelt = difflib.get_close_matches(key, known, 1, SPELLING)
     meant = f" did you mean {' or '.join(below)}?" if below and not misspelt else close_to(key, known)
@@ -276,7 +284,7 @@ def _refused(
     error: ConfigurationError, kind: type, path: list[Any], where: str, file: Path | str | None
 ) -> ConfigurationError:
     """What a dataclass said of its own fields: it names the field, or begins its message with the field's name."""
-    place = dotted(path, where)
+    place = dotted_key(path, where)
     holder = dataclass_at(kind, path)
     known = [field.name for field in dataclasses.fields(holder)] if holder is not None else []  # type: ignore[arg-type]
     first = error.message.split(maxsplit=1)[0]

@@ -15,12 +15,20 @@ import time
 from pathlib import Path
 
 from facility.exchange.messages.ahead import BEGAN, COMMAND, GIVEN_UP, MOST_BYTES, WAITED
-from facility.gating.approval import Approved, approve
+from facility.gating.approval import Approved, approve_job
 from facility.gating.grammar import Request
-from facility.gating.held import EXCHANGED, check_no_link, paths_alone, reads_of, sent
-from facility.gating.jobs import clear_update, command, enqueue, job_directory, leave_reason, reserve, script
-from facility.gating.ledger import DAY, changed, read_ledger
-from facility.gating.queue import our_ids, table
+from facility.gating.held import EXCHANGED, check_no_link, confined_source, paths_alone, reads_of
+from facility.gating.jobs import (
+    clear_update,
+    job_command,
+    job_directory,
+    leave_reason,
+    render_script,
+    reserve_job,
+    submit_job,
+)
+from facility.gating.ledger import DAY, ledger_locked, read_ledger
+from facility.gating.queue import our_ids, scheduler_commands
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import settings_copy
@@ -33,7 +41,7 @@ NOT_YET = 1
 
 def submit_ahead(session: Session, request: Request) -> int:
     """Submit the site's template with a wait in it, for a federation whose signed orders came here; prints its id."""
-    table(session)  # a host without a queue has none to wait in
+    scheduler_commands(session)  # a host without a queue has none to wait in
     seconds, most = int(request["wait"]), session.policy.ahead_seconds
     if not most:
         raise Refused("the policy lets no job wait for its model (ahead_seconds)")
@@ -41,15 +49,15 @@ def submit_ahead(session: Session, request: Request) -> int:
         raise Refused(f"the job would wait {seconds} s for its model, the policy's ahead_seconds is {most:g}")
     with settings_copy(session) as copy:
         with paths_alone(session):
-            copy.take(sent(request["settings"], session))
+            copy.take(confined_source(request["settings"], session))
         federation = copy.read(session).federation
         copy.check_ordered(session)
     directory = _new_directory(session)
     try:
-        job = reserve(session, session.waiting_name(federation), directory, waits=True)
-        text = script(session, waiting(directory, seconds))
+        job = reserve_job(session, session.waiting_name(federation), directory, waits=True)
+        text = render_script(session, waiting(directory, seconds))
         session.write("approved ahead", federation=federation, wait=seconds, node_hours=job.nodes * job.hours)
-        print(enqueue(session, text, job))
+        print(submit_job(session, text, job))
     except Refused:
         shutil.rmtree(directory, ignore_errors=True)
         raise
@@ -91,7 +99,7 @@ def hand_over(session: Session, request: Request) -> int:
     if entry.directory == str(directory):  # it has it: the answer was lost
         return 0 if _decided(Path(entry.waited_in)) not in ("", GIVEN_UP) else NOT_YET
     try:
-        approved = approve(session, request)
+        approved = approve_job(session, request)
         if entry.name != session.waiting_name(approved.federation):
             raise Refused(f"job {id} waits for another federation's round")
         clear_update(directory)
@@ -111,9 +119,9 @@ def _give(session: Session, approved: Approved, id: str, directory: Path) -> boo
 
     Raises `Refused` where a link in the model was exchanged since it was approved, or one lies in the job's directory.
     """
-    text = f"{command(session, approved, directory)}\n"
+    text = f"{job_command(session, approved, directory)}\n"
     # The ledger's lock, too: of two rounds one is given, and the ledger says which.
-    with paths_alone(session), changed(session.ledger) as (ledger, _):
+    with paths_alone(session), ledger_locked(session.ledger) as (ledger, _):
         if reads_of(session, approved.model, approved.roster) != approved.reads:
             raise Refused(EXCHANGED.format(approved.model))
         check_no_link(directory)

@@ -14,8 +14,8 @@ from facility.exchange.checkpoints.adapters import HEADS
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.errors import CheckpointError, CrossFedError, InputError
 from facility.exchange.files.audit_log import HEAD
-from facility.exchange.files.bounded import real
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.bounded import real_path
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.manifest import MOST_BYTES as MANIFEST_BYTES
 from facility.exchange.messages.manifest import NAME, Manifest, run_of, sha256_of
 from facility.exchange.messages.masking import ENCODING, MaskingSettings
@@ -23,8 +23,8 @@ from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.settings import MOST_BYTES as SETTINGS_BYTES
 from facility.exchange.messages.settings import FacilitySettings
 from facility.gating.grammar import Request
-from facility.gating.held import paths_alone, reads_of, sent
-from facility.gating.ledger import changed
+from facility.gating.held import confined_source, paths_alone, reads_of
+from facility.gating.ledger import ledger_locked
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import settings_copy
@@ -71,17 +71,17 @@ class Approved:
         }
 
 
-def approve(session: Session, request: Request) -> Approved:
+def approve_job(session: Session, request: Request) -> Approved:
     """Raises `Refused` with the reason."""
     policy = session.policy
     number = int(request["round"])
     with settings_copy(session) as copy, ExitStack() as stack:
         try:
             with paths_alone(session):
-                model = sent(request["model"], session)
-                roster = sent(request["roster"], session) if "roster" in request.given else None
+                model = confined_source(request["model"], session)
+                roster = confined_source(request["roster"], session) if "roster" in request.given else None
                 reads = reads_of(session, model, roster)
-                copy.take(sent(request["settings"], session))
+                copy.take(confined_source(request["settings"], session))
                 check_length(model / NAME, MANIFEST_BYTES)
                 signed = stack.enter_context(private_manifest(model))  # what is verified is what is read of it
             manifest = sha256_of(signed / NAME)
@@ -232,7 +232,7 @@ def check_model(session: Session, order: Manifest, settings: FacilitySettings) -
     if not models:
         return
     run = f"{order.federation}/{run_of(order)}"
-    with changed(session.ledger) as (ledger, _):
+    with ledger_locked(session.ledger) as (ledger, _):
         if run in ledger.runs:
             return
         if order.content_sha256 not in models:
@@ -248,7 +248,7 @@ def check_listed(session: Session, what: str, path: str) -> None:
     policy's models, if it has any."""
     if not path:
         return
-    if real(resolve(path)).is_relative_to(session.workdir):
+    if real_path(resolve_path(path)).is_relative_to(session.workdir):
         raise Refused(
             f"the {what} {path} lies in the workdir, where the coordinator writes: whatever its manifest says, "
             "its weights could be others; keep it elsewhere at this site"
@@ -256,7 +256,7 @@ def check_listed(session: Session, what: str, path: str) -> None:
     if not session.policy.models:
         return
     try:
-        digest = base_digest(resolve(path))
+        digest = base_digest(resolve_path(path))
     except (CheckpointError, OSError) as error:
         raise Refused(f"the {what} {path} is none: {error}") from None
     if digest not in session.policy.models:
@@ -265,14 +265,14 @@ def check_listed(session: Session, what: str, path: str) -> None:
 
 def check_files(session: Session, settings: FacilitySettings) -> None:
     """Any private key of this account's would sign, and an error would tell parts of any other file."""
-    training, allowed = settings.training, {real(resolve(one)) for one in session.policy.files}
+    training, allowed = settings.training, {real_path(resolve_path(one)) for one in session.policy.files}
     named = {
         "training.signing_key": training.signing_key,
         "training.layout.plan": training.layout.plan,
         "training.sync.emulation.trace": training.sync.emulation.trace,
     }
     for key, path in named.items():
-        if path and real(resolve(path)) not in allowed:
+        if path and real_path(resolve_path(path)) not in allowed:
             listed = ", ".join(session.policy.files) or "none"
             raise Refused(f"{key} is {path}, the policy's files are: {listed}")
 
@@ -282,8 +282,8 @@ def check_tasks(session: Session, settings: FacilitySettings) -> None:
     directory = settings.evaluation.directory
     if not directory or not settings.evaluation.tasks:
         return
-    found = real(resolve(directory))
-    if found not in {real(resolve(one)) for one in session.policy.task_directories} or found.is_relative_to(
+    found = real_path(resolve_path(directory))
+    if found not in {real_path(resolve_path(one)) for one in session.policy.task_directories} or found.is_relative_to(
         session.workdir
     ):
         allowed = ", ".join(session.policy.task_directories) or "none"
@@ -304,7 +304,7 @@ def check_own_code(session: Session, settings: Mapping[str, Any], above: str = "
 
 def check_dataset(session: Session, dataset: str) -> Path:
     """The resolved path of a dataset that the policy lists; raises `Refused` for any other."""
-    allowed = {real(resolve(one)) for one in session.policy.datasets}
-    if (found := real(resolve(dataset))) not in allowed:
+    allowed = {real_path(resolve_path(one)) for one in session.policy.datasets}
+    if (found := real_path(resolve_path(dataset))) not in allowed:
         raise Refused(f"the dataset {dataset} is not one of the policy's: {', '.join(session.policy.datasets)}")
     return found

@@ -13,7 +13,7 @@ UPDATE = "update"
 """Of a job's directory, what may leave; and so may its `PROGRESS`."""
 
 
-def confined(path: str, workdir: Path, *, follow: bool = False) -> Path:
+def confine_path(path: str, workdir: Path, *, follow: bool = False) -> Path:
     """The path with every link resolved but, unless `follow`, a last one. Raises `Refused` outside of the workdir.
 
     `workdir` itself is inside; it is the resolved one.
@@ -27,15 +27,15 @@ def confined(path: str, workdir: Path, *, follow: bool = False) -> Path:
     return found
 
 
-def below(path: str, workdir: Path) -> Path:
+def confine_below(path: str, workdir: Path) -> Path:
     """A path below the workdir that is to be written or removed; raises `Refused` for the workdir itself."""
-    found = confined(path, workdir)
+    found = confine_path(path, workdir)
     if found == workdir:
         raise Refused(f"{path} is the working directory itself, which stays as it is")
     return found
 
 
-def staying(path: Path, workdir: Path) -> Path:
+def refuse_outgoing(path: Path, workdir: Path) -> Path:
     """A confined path, of which nothing leaves. Raises `Refused` for one that is, or lies in, an update or progress.
 
     By name alone: a job of which it is the update may be submitted later.
@@ -45,7 +45,7 @@ def staying(path: Path, workdir: Path) -> Path:
     return path
 
 
-def plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """A relative name inside a directory that travels. Raises `Refused` unless it stays inside."""
     parts = name.split("/")
     if not name or len(name) > 1000 or not name.isprintable() or any(part in ("", ".", "..") for part in parts):

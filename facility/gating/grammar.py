@@ -113,7 +113,7 @@ class Request:
         return self.given[name]
 
 
-def parse(command: str | None) -> Request:
+def parse_request(command: str | None) -> Request:
     """Take SSH_ORIGINAL_COMMAND apart. Raises `Refused` for whatever is not of a known form."""
     if not command:
         raise Refused("no command was given: this key opens a gate, not a shell")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from facility.exchange.files.locks import take_lock
 from facility.gating import queue
-from facility.gating.confine import below, confined
-from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.confine import confine_below, confine_path
+from facility.gating.ledger import JobEntry, ledger_locked, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
@@ -24,9 +24,9 @@ MOST_LINKS = 100
 EXCHANGED = "a link in the model {}, or its roster, was exchanged while its job was approved"
 
 
-def sent(word: str, session: Session) -> Path:
+def confined_source(word: str, session: Session) -> Path:
     """A path, without links, whose content a command is to read. Raises `Refused` for one of a job's."""
-    path = confined(word, session.workdir, follow=True)
+    path = confine_path(word, session.workdir, follow=True)
     check_sent([str(path)], session)
     return path
 
@@ -100,7 +100,7 @@ def check_places(session: Session, job: JobEntry, model: Path, roster: Path | No
         reason = str(error)
     if not reason:
         return
-    with changed(session.ledger) as (ledger, _):
+    with ledger_locked(session.ledger) as (ledger, _):
         ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
     raise Refused(reason)
 
@@ -149,12 +149,12 @@ class Target:
     def __init__(self, word: str, session: Session) -> None:
         self.word, self.session = word, session
         self.seen = _version(session.ledger)
-        self.path = writable(word, session)
+        self.path = confined_target(word, session)
 
     def check(self) -> None:
         """Raise `Refused` where a job reads there by now, or the path leads elsewhere."""
         if (now := _version(self.session.ledger)) != self.seen:
-            if writable(self.word, self.session) != self.path:
+            if confined_target(self.word, self.session) != self.path:
                 raise Refused(f"{self.word} leads elsewhere than when the request began")
             self.seen = now
 
@@ -167,9 +167,9 @@ def _version(ledger: Path) -> tuple[int, int] | None:
         return None
 
 
-def writable(word: str, session: Session) -> Path:
+def confined_target(word: str, session: Session) -> Path:
     """A path below the workdir that may be written or removed. Raises `Refused` where a job reads a model there."""
-    path = below(word, session.workdir)
+    path = confine_below(word, session.workdir)
     if _held(path, read_ledger(session.ledger).jobs) is None:
         return path
     queue.note_ends(session)

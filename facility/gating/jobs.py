@@ -21,11 +21,11 @@ from facility.exchange.messages.order import SIGNERS
 from facility.exchange.messages.privacy import DATASET_LIMIT
 from facility.exchange.messages.template_inheritance import COMMAND, find_template, read_template, script_of
 from facility.gating import queue
-from facility.gating.approval import Approved, approve
-from facility.gating.confine import below, staying
+from facility.gating.approval import Approved, approve_job
+from facility.gating.confine import confine_below, refuse_outgoing
 from facility.gating.grammar import Request
-from facility.gating.held import check_places, paths_alone, writable
-from facility.gating.ledger import RESERVED, JobEntry, changed, read_ledger
+from facility.gating.held import check_places, confined_target, paths_alone
+from facility.gating.ledger import RESERVED, JobEntry, ledger_locked, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.search_paths import SHELL
 from facility.gating.session import Session
@@ -44,17 +44,17 @@ def submit(session: Session, request: Request) -> int:
     if (session.policy.scheduler == "ssh") != (request.verb == "run"):
         raise Refused(f"{request.verb} was asked for, this site's scheduler is {session.policy.scheduler}")
     try:
-        approved = approve(session, request)
+        approved = approve_job(session, request)
         clear_update(directory)
         name = session.job_name(approved.federation)
-        job = reserve(session, name, directory, run=approved.run, reads=approved.reads)
+        job = reserve_job(session, name, directory, run=approved.run, reads=approved.reads)
         with paths_alone(session):
             check_places(session, job, approved.model, approved.roster)
         still_reserved(session, job)
     except Refused as error:
         leave_reason(session, directory, int(request["round"]), str(error))
         raise
-    text = script(session, command(session, approved, directory))
+    text = render_script(session, job_command(session, approved, directory))
     session.write(
         "approved",
         node_hours=job.nodes * job.hours,
@@ -64,10 +64,10 @@ def submit(session: Session, request: Request) -> int:
         try:
             return queue.on_this_host(session, text, job.name, directory)
         finally:
-            with changed(session.ledger) as (ledger, now):
+            with ledger_locked(session.ledger) as (ledger, now):
                 if (entry := ledger.job(job.id)) is not None:
                     entry.ended = now
-    print(enqueue(session, text, job))
+    print(submit_job(session, text, job))
     return 0
 
 
@@ -77,11 +77,11 @@ def job_directory(session: Session, request: Request) -> Path:
     Whatever lies in a job's `update` may leave: what another job prints and keeps must not. Nor may it be written, or
     removed for a reason of ours, where another job reads.
     """
-    directory = staying(below(request["directory"], session.workdir), session.workdir)
-    below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
+    directory = refuse_outgoing(confine_below(request["directory"], session.workdir), session.workdir)
+    confine_below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
     if not directory.is_dir() or directory.is_symlink():
         raise Refused(f"the job's directory {directory} does not exist")
-    writable(request["directory"], session)
+    confined_target(request["directory"], session)
     if {str(one) for one in directory.parents} & {job.directory for job in read_ledger(session.ledger).jobs}:
         raise Refused(f"the job's directory {directory} lies in another job's directory")
     return directory
@@ -98,29 +98,29 @@ def clear_update(directory: Path) -> None:
 
 def still_reserved(session: Session, job: JobEntry) -> None:
     """Raise `Refused` where a gate that was taken for a killed one has lost its hours to other jobs meanwhile."""
-    with changed(session.ledger) as (ledger, now):
+    with ledger_locked(session.ledger) as (ledger, now):
         entry = ledger.job(job.id)
         if entry is None or entry.ended:
             raise Refused(f"the request took {now - job.submitted:.0f} s, and its node-hours are no longer reserved")
 
 
-def enqueue(session: Session, text: str, job: JobEntry) -> str:
+def submit_job(session: Session, text: str, job: JobEntry) -> str:
     """Submit the script of a job that has its entry in the ledger; returns its id. Raises `Refused`, and what
-    `queue.enqueue` raises where the job may be there: its entry stays, and is found by its name."""
+    `submit_script` raises where the job may be there: its entry stays, and is found by its name."""
     try:
-        id = queue.enqueue(session, text, job.name, Path(job.directory))
+        id = queue.submit_script(session, text, job.name, Path(job.directory))
     except Refused:
-        with changed(session.ledger) as (ledger, _):
+        with ledger_locked(session.ledger) as (ledger, _):
             ledger.jobs = [entry for entry in ledger.jobs if entry.id != job.id]
         raise
-    with changed(session.ledger) as (ledger, _):
+    with ledger_locked(session.ledger) as (ledger, _):
         if (entry := ledger.job(job.id)) is not None:
             entry.id, entry.ended = id, 0.0
     session.write("submitted", job=id, name=job.name, directory=job.directory)
     return id
 
 
-def reserve(
+def reserve_job(
     session: Session, name: str, directory: Path, *, run: str = "", reads: Sequence[str] = (), waits: bool = False
 ) -> JobEntry:
     """Enter the job into the ledger before it exists, so that two requests at once cannot share the last hours.
@@ -129,7 +129,7 @@ def reserve(
     """
     policy = session.policy
     queue.note_ends(session)
-    with changed(session.ledger) as (ledger, now):
+    with ledger_locked(session.ledger) as (ledger, now):
         if waits and (other := ledger.waiting(name, now)) is not None:
             raise Refused(f"job {other.id} waits for a round already, and one a federation may")
         wanted, used = policy.nodes * policy.hours, ledger.node_hours(now)
@@ -161,11 +161,11 @@ def leave_reason(session: Session, directory: Path, round: int, reason: str) -> 
     )
     with new_directory(directory / "update") as temporary:
         report.write(temporary, failure)
-    with changed(session.ledger) as (ledger, now):
+    with ledger_locked(session.ledger) as (ledger, now):
         ledger.jobs.append(JobEntry(id="", name="refused", directory=str(directory), submitted=now))
 
 
-def script(session: Session, command_line: str, *, login: bool = False) -> str:
+def render_script(session: Session, command_line: str, *, login: bool = False) -> str:
     """The site's template, filled, with a job's command in it; `login`: for this host itself."""
     policy, place = session.policy, session.home
     text, name = f"#!/bin/bash\n. '<home>/env.sh'\n{COMMAND}\n", "the template of this host"
@@ -178,7 +178,7 @@ def script(session: Session, command_line: str, *, login: bool = False) -> str:
     return script_of(filled, command_line)
 
 
-def command(session: Session, approved: Approved, directory: Path) -> str:
+def job_command(session: Session, approved: Approved, directory: Path) -> str:
     """One line of shell: every value in it is one quoted word, and none came from the request unchecked."""
     exports: dict[str, object] = {SIGNERS: session.policy.coordinators, AUDIT: session.log} | masking_exports(session)
     if session.policy.dataset_epsilon:
@@ -189,7 +189,7 @@ def command(session: Session, approved: Approved, directory: Path) -> str:
     words += ["--approved", approved.model_sha256, approved.settings_sha256]
     if approved.roster is not None:
         words += ["--roster", str(approved.roster)]
-    return line(session, words, exports, directory)
+    return shell_line(session, words, exports, directory)
 
 
 def masking_exports(session: Session) -> dict[str, object]:
@@ -199,7 +199,7 @@ def masking_exports(session: Session) -> dict[str, object]:
     return signers | ({MINIMUM_SUM: policy.minimum_sum} if policy.minimum_sum else {})
 
 
-def line(session: Session, words: Sequence[str], exports: Mapping[str, object], directory: Path) -> str:
+def shell_line(session: Session, words: Sequence[str], exports: Mapping[str, object], directory: Path) -> str:
     """One line of shell that runs a command in a directory, with variables set.
 
     The coordinator may write that directory. So no module is imported from it, and what libraries keep in HOME and
@@ -233,12 +233,12 @@ def test_job(session: Session, request: Request) -> int:
     if policy.scheduler == "ssh":
         print("no queue")
         return 0
-    commands = queue.table(session)
+    commands = queue.scheduler_commands(session)
     if not commands.dry:
-        code, text = queue.call([commands.submit[0], "--version"])
+        code, text = queue.run_program([commands.submit[0], "--version"])
         sys.stdout.write(text)
         return code
-    text = script(session, "true")
-    code, output = queue.call(queue.words(commands.dry, queue.values_of(policy)), text=text)
+    text = render_script(session, "true")
+    code, output = queue.run_program(queue.fill_words(commands.dry, queue.values_of(policy)), text=text)
     sys.stdout.write(output)
     return code

@@ -199,7 +199,7 @@ def read_ledger(path: Path) -> Ledger:
 
 
 @contextmanager
-def changed(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tuple[Ledger, float]]:
+def ledger_locked(path: Path, clock: Callable[[], float] = time.time) -> Iterator[tuple[Ledger, float]]:
     """The ledger, for one request alone, and the time; written when the body ends, also by an exception."""
     path = Path(path)
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

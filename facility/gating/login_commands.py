@@ -15,9 +15,9 @@ from facility.exchange.messages.settings import FacilitySettings
 from facility.gating import queue
 from facility.gating.approval import check_dataset, check_files, check_masking
 from facility.gating.grammar import Request
-from facility.gating.held import check_sent, paths_alone, places_of, sent
-from facility.gating.jobs import job_directory, leave_reason, line, masking_exports, script
-from facility.gating.ledger import JobEntry, changed
+from facility.gating.held import check_sent, confined_source, paths_alone, places_of
+from facility.gating.jobs import job_directory, leave_reason, masking_exports, render_script, shell_line
+from facility.gating.ledger import JobEntry, ledger_locked
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 from facility.gating.settings_copy import SettingsCopy, settings_copy
@@ -45,7 +45,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
     with settings_copy(session) as copy, ExitStack() as stack:
         try:
             with paths_alone(session):
-                copy.take(sent(request["settings"], session))
+                copy.take(confined_source(request["settings"], session))
             settings = _checked(session, copy, ordered=ordered)
             dataset = check_dataset(session, request["dataset"])
             options = _asked(session, request, stack)
@@ -54,7 +54,7 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
             leave_reason(session, directory, int(request["round"]), str(error))
             raise
         name = session.job_name(settings.federation)
-        with changed(session.ledger) as (ledger, now):  # what it leaves may be read; it costs no node-hours
+        with ledger_locked(session.ledger) as (ledger, now):  # what it leaves may be read; it costs no node-hours
             ledger.jobs.append(JobEntry(id="", name=request.verb, directory=str(directory), submitted=now))
         session.write("login command", command=request.verb, round=int(request["round"]), settings=copy.digest)
         words = [
@@ -69,8 +69,8 @@ def _run(session: Session, request: Request, command: Sequence[str], *, ordered:
             "--dataset",
             str(dataset),
         ]
-        text = line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
-        return queue.on_this_host(session, script(session, text, login=True), name, directory, seconds=SECONDS)
+        text = shell_line(session, [*words, "--round", request["round"]], masking_exports(session), directory)
+        return queue.on_this_host(session, render_script(session, text, login=True), name, directory, seconds=SECONDS)
 
 
 def _asked(session: Session, request: Request, stack: ExitStack) -> list[str]:
@@ -78,7 +78,7 @@ def _asked(session: Session, request: Request, stack: ExitStack) -> list[str]:
     if "request" not in request.given:
         return []
     with paths_alone(session):
-        asked = sent(request["request"], session)
+        asked = confined_source(request["request"], session)
         check_sent(places_of(asked), session)
         try:
             return ["--request", str(stack.enter_context(private_copy(asked)))]
@@ -100,6 +100,6 @@ def _checked(session: Session, copy: SettingsCopy, *, ordered: bool) -> Facility
 
 def _count(session: Session) -> None:
     most = session.policy.login_commands_per_day
-    with changed(session.ledger) as (ledger, now):
+    with ledger_locked(session.ledger) as (ledger, now):
         if (count := ledger.count_command(now)) > most:
             raise Refused(f"{count} commands within 24 hours, the policy's login_commands_per_day is {most}")

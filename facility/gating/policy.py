@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.owners import of_another
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.signatures import FINGERPRINT
 from facility.exchange.messages.strict_json import HEX
 from facility.exchange.typed_text import typed_text
@@ -121,7 +121,7 @@ class Policy:
     @property
     def place(self) -> Path:
         """Where nothing is a symbolic link any more."""
-        return real(self.workdir)
+        return real_path(self.workdir)
 
 
 def read_policy(path: Path) -> Policy:
@@ -146,7 +146,7 @@ def named_places(policy: Policy, file: Path) -> Iterator[tuple[str, Path]]:
     if policy.template:
         yield "template", file.absolute().parent / policy.template
     for name in ("datasets", "task_directories", "files"):
-        yield from ((name, resolve(one)) for one in getattr(policy, name))
+        yield from ((name, resolve_path(one)) for one in getattr(policy, name))
 
 
 class _Loader(yaml.SafeLoader):
@@ -206,12 +206,12 @@ class _Reader:
         if policy.scheduler != "ssh" and not policy.template:
             raise self.error(f"scheduler is {policy.scheduler!r}, which needs a template", lines["scheduler"])
         for name, path in self._places(policy):
-            if real(path).is_relative_to(policy.place):
+            if real_path(path).is_relative_to(policy.place):
                 line = lines.get(name, lines["workdir"])
                 raise self.error(f"{name} ({path}) lies in the workdir, where a coordinator reads and writes", line)
-        if real(self.file).is_relative_to(policy.place):
+        if real_path(self.file).is_relative_to(policy.place):
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
-        if policy.place.is_relative_to(real(self.file).parent / STATE):
+        if policy.place.is_relative_to(real_path(self.file).parent / STATE):
             raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
         self._check_private(policy, lines)
         return policy

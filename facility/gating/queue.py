@@ -17,7 +17,7 @@ from pathlib import Path
 from facility.exchange.errors import TransientError
 from facility.exchange.job_names import MARK
 from facility.gating.grammar import Request
-from facility.gating.ledger import RESERVED, changed, read_ledger
+from facility.gating.ledger import RESERVED, ledger_locked, read_ledger
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -111,7 +111,7 @@ TABLE = {
 }
 
 
-def words(form: Sequence[str], values: dict[str, str], ids: Sequence[str] = ()) -> list[str]:
+def fill_words(form: Sequence[str], values: dict[str, str], ids: Sequence[str] = ()) -> list[str]:
     """An argument list with its values in place, each within one word."""
     pattern = re.compile("|".join(sorted(values, key=len, reverse=True)) or r"(?!)")
     result: list[str] = []
@@ -134,7 +134,7 @@ def values_of(policy: Policy, *, name: str = "", directory: str = "") -> dict[st
     }
 
 
-def call(command: Sequence[str], text: str | None = None, cwd: Path | None = None) -> tuple[int, str]:
+def run_program(command: Sequence[str], text: str | None = None, cwd: Path | None = None) -> tuple[int, str]:
     """Run a program of the site's without a shell; returns its code and all that it printed."""
     try:
         result = subprocess.run(
@@ -153,7 +153,7 @@ def call(command: Sequence[str], text: str | None = None, cwd: Path | None = Non
     return result.returncode, result.stdout.decode(errors="replace")
 
 
-def table(session: Session) -> Commands:
+def scheduler_commands(session: Session) -> Commands:
     """Commands of the site's scheduler. Raises `Refused` where it has no queue."""
     if session.policy.scheduler not in TABLE:
         raise Refused(f"this site's scheduler is {session.policy.scheduler}, which has no queue to ask")
@@ -177,7 +177,7 @@ def our_ids(session: Session, ids: Sequence[str]) -> list[str]:
 
 def ids_of(session: Session, form: Sequence[str], name: str) -> tuple[int, list[str], str]:
     """(exit code, ids, all that was printed) of a command that lists jobs of a name."""
-    code, text = call(words(form, values_of(session.policy, name=name)))
+    code, text = run_program(fill_words(form, values_of(session.policy, name=name)))
     return code, [word for word in text.split() if re.fullmatch(TABLE[session.policy.scheduler].id, word)], text
 
 
@@ -188,7 +188,7 @@ def jobs(session: Session, request: Request) -> int:
         for pid in processes(name):
             print(f"{pid} R")
         return 0
-    commands = table(session)
+    commands = scheduler_commands(session)
     name_found(session, name)
     ids: list[str] = []
     if commands.found:
@@ -198,7 +198,7 @@ def jobs(session: Session, request: Request) -> int:
             return code
     code = 0
     for form in commands.listing:
-        code, text = call(words(form, values_of(session.policy, name=name), ids))
+        code, text = run_program(fill_words(form, values_of(session.policy, name=name), ids))
         sys.stdout.write(text)
     return code
 
@@ -207,8 +207,8 @@ def name_found(session: Session, name: str) -> None:
     """Enter the id of a job of this name whose gate was killed before it could: its coordinator learns it by `jobs`."""
     if not any(job.unnamed(name) for job in read_ledger(session.ledger).jobs):
         return
-    _, there, _ = ids_of(session, table(session).active, name)
-    with changed(session.ledger) as (ledger, _):
+    _, there, _ = ids_of(session, scheduler_commands(session).active, name)
+    with ledger_locked(session.ledger) as (ledger, _):
         unknown = [id for id in there if ledger.job(id) is None]
         waiting = [job for job in ledger.jobs if job.unnamed(name)]
         found = list(zip(unknown, reversed(waiting), strict=False))  # the last to be entered is there
@@ -226,19 +226,19 @@ def cancel(session: Session, request: Request) -> int:
             with suppress(ProcessLookupError):  # it ended with one before it
                 os.kill(pid, signal.SIGTERM)
         return 0
-    commands = table(session)
+    commands = scheduler_commands(session)
     code, ids, text = ids_of(session, commands.waiting if waiting else commands.active, name)
     if code or not ids:
         sys.stdout.write(text if code else "")
         return code
-    code, text = call(words(commands.cancel, {}, ids))
+    code, text = run_program(fill_words(commands.cancel, {}, ids))
     sys.stdout.write(text)
     return code
 
 
 def cancel_ids(session: Session, request: Request) -> int:
     """Cancel jobs of ours by their ids; returns the scheduler's exit code."""
-    code, text = call(words(table(session).cancel, {}, our_ids(session, request.more)))
+    code, text = run_program(fill_words(scheduler_commands(session).cancel, {}, our_ids(session, request.more)))
     sys.stdout.write(text)
     return code
 
@@ -246,15 +246,15 @@ def cancel_ids(session: Session, request: Request) -> int:
 def states(session: Session, request: Request) -> int:
     """Print the states of jobs of ours; returns the scheduler's exit code."""
     ids = our_ids(session, request.more)
-    code, text = call(words(table(session).states, {"LIST": ",".join(ids)}, ids))
+    code, text = run_program(fill_words(scheduler_commands(session).states, {"LIST": ",".join(ids)}, ids))
     sys.stdout.write(text)
     return code
 
 
 def begins(session: Session, request: Request) -> int:
     """Print when a job of ours is expected to begin; nothing where the scheduler does not say."""
-    (id,), form = our_ids(session, [request["id"]]), table(session).begins
-    code, text = call(words(form, {"ID": id})) if form else (0, "")
+    (id,), form = our_ids(session, [request["id"]]), scheduler_commands(session).begins
+    code, text = run_program(fill_words(form, {"ID": id})) if form else (0, "")
     sys.stdout.write(text)
     return code
 
@@ -263,8 +263,8 @@ def ending(session: Session, request: Request) -> int:
     """Print how a job of ours ended, by the first of the commands that knows."""
     (id,) = our_ids(session, [request["id"]])
     code = 1
-    for form in table(session).ending:
-        code, text = call(words(form, {"ID": id}))
+    for form in scheduler_commands(session).ending:
+        code, text = run_program(fill_words(form, {"ID": id}))
         sys.stdout.write(text)
         if code == 0:
             break
@@ -310,18 +310,18 @@ def note_ends(session: Session) -> None:
             code, there, _ = ids_of(session, TABLE[scheduler].active, name)
         if code:
             continue
-        with changed(session.ledger) as (ledger, now):
+        with ledger_locked(session.ledger) as (ledger, now):
             ledger.note_ended(name, known, there, now)
             if not there:
                 ledger.note_killed(name, now)
 
 
-def enqueue(session: Session, script: str, name: str, directory: Path) -> str:
+def submit_script(session: Session, script: str, name: str, directory: Path) -> str:
     """Submit a script of the site's own making; returns the job's id. Raises `Refused` with the scheduler's words, and
     `TransientError` where it did not answer: the job may be there."""
-    commands = table(session)
-    command = words(commands.submit, values_of(session.policy, name=name, directory=str(directory)))
-    code, text = call(command, text=script, cwd=directory)
+    commands = scheduler_commands(session)
+    command = fill_words(commands.submit, values_of(session.policy, name=name, directory=str(directory)))
+    code, text = run_program(command, text=script, cwd=directory)
     ids = [word.split(";")[0] for word in text.split() if re.fullmatch(commands.id, word.split(";")[0])]
     if code == UNANSWERED:
         raise TransientError(text.strip())

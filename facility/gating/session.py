@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from facility.exchange.files import audit_log
 from facility.exchange.job_names import job_name, waiting_name
-from facility.gating.ledger import changed, hour_of
+from facility.gating.ledger import hour_of, ledger_locked
 from facility.gating.policy import Policy
 from facility.gating.refusal import Refused
 
@@ -66,7 +66,7 @@ class Session:
 
     def take_out(self, count: int) -> None:
         """Count bytes that are about to leave. Raises `Refused` where they exceed the day's share."""
-        with changed(self.ledger) as (ledger, now):
+        with ledger_locked(self.ledger) as (ledger, now):
             left, most = ledger.bytes_out(now), self.policy.bytes_out_per_day
             if left + count > most:
                 raise Refused(
@@ -89,7 +89,7 @@ class Incoming:
         self.left -= count
 
     def _take_more(self, wanted: int) -> None:
-        with changed(self.session.ledger) as (ledger, now):
+        with ledger_locked(self.session.ledger) as (ledger, now):
             most = self.session.policy.bytes_in_per_day
             room = most - ledger.bytes_in(now)
             if wanted > room:
@@ -107,6 +107,6 @@ class Incoming:
     def __exit__(self, *error: object) -> None:
         if not self.left:
             return
-        with changed(self.session.ledger) as (ledger, _):
+        with ledger_locked(self.session.ledger) as (ledger, _):
             if self.hour in ledger.into:  # the hour that it was taken in: another one's would be too little for a day
                 ledger.into[self.hour] -= min(self.left, ledger.into[self.hour])

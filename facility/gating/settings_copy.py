@@ -17,7 +17,7 @@ from facility.exchange.errors import CrossFedError
 from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import write_bytes
 from facility.exchange.messages.settings import MOST_BYTES, FacilitySettings, read_facility_settings
-from facility.gating.ledger import changed, read_ledger
+from facility.gating.ledger import ledger_locked, read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
 
@@ -72,7 +72,7 @@ class SettingsCopy:
         place = session.state / FOLDER
         place.mkdir(mode=0o700, exist_ok=True)
         kept = place / f"{self.digest}.json"
-        with changed(session.ledger) as (ledger, _):
+        with ledger_locked(session.ledger) as (ledger, _):
             write_bytes(kept, self.path.read_bytes(), mode=0o600)
             ledger.settings = [*(one for one in ledger.settings if one != self.digest), self.digest]
             for path in place.iterdir():

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import real
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.bounded import real_path
+from facility.exchange.files.paths import resolve_path
 from facility.gating.policy import STATE, Policy, named_places, read_policy
 
 NAME = "policy.yml"
@@ -33,7 +33,7 @@ class Gate:
 
     @property
     def state(self) -> Path:
-        return real(self.file).parent / STATE
+        return real_path(self.file).parent / STATE
 
     def places(self) -> Iterator[tuple[str, Path]]:
         """What its coordinator, or its jobs, rely on, by a word each."""
@@ -50,10 +50,10 @@ def check_others(file: Path, policy: Policy, home: Path, *, later: bool) -> None
     `later`: with those that follow as well, whose gates this policy would close. It is for the check of a policy by
     the site, whose answer is then the same in whatever order the gates were made.
     """
-    own = real(file)
+    own = real_path(file)
     follows = False
     for other_file in policies(home):
-        if real(other_file) == own:
+        if real_path(other_file) == own:
             if not later:
                 return
             follows = True
@@ -79,13 +79,13 @@ def common(one: Gate, other: Gate) -> str:
             return f"{name} {', '.join(both)} would come in by two gates"
     for mine, others in ((one, other), (other, one)):
         for what, path in others.places():
-            if real(path).is_relative_to(mine.policy.place):
+            if real_path(path).is_relative_to(mine.policy.place):
                 return f"{path} ({what} of one gate) lies in {mine.policy.workdir}, the workdir of the other"
         if mine.policy.place.is_relative_to(others.state):
             return (
                 f"{mine.policy.workdir}, the workdir of one gate, lies in {others.state}, where the other keeps its log"
             )
-    data = [{real(resolve(path)) for path in gate.policy.datasets} for gate in (one, other)]
+    data = [{real_path(resolve_path(path)) for path in gate.policy.datasets} for gate in (one, other)]
     epsilons = one.policy.dataset_epsilon, other.policy.dataset_epsilon
     if epsilons[0] != epsilons[1] and data[0] & data[1]:
         return (

@@ -20,9 +20,9 @@ from facility.exchange.files.durable import write_all
 from facility.exchange.files.plain_tar import PlainHeader
 from facility.exchange.gate_requests import ARRIVED
 from facility.exchange.messages.progress import FILE as PROGRESS
-from facility.gating.confine import UPDATE, confined, plain, staying
+from facility.gating.confine import UPDATE, confine_path, plain_name, refuse_outgoing
 from facility.gating.grammar import Request
-from facility.gating.held import Target, check_no_job, check_sent, paths_alone, sent, writable
+from facility.gating.held import Target, check_no_job, check_sent, confined_source, confined_target, paths_alone
 from facility.gating.ledger import read_ledger
 from facility.gating.refusal import Refused
 from facility.gating.session import ENTRY, Incoming, Session
@@ -50,7 +50,7 @@ def _say(text: str) -> None:
 
 def test(session: Session, request: Request) -> int:
     """Exit code 0 where a path is what the flag asks for (as `test` has them), else 1."""
-    path = confined(request["path"], session.workdir, follow=request["flag"] != "-L")
+    path = confine_path(request["path"], session.workdir, follow=request["flag"] != "-L")
     found = {
         "-e": os.path.exists,
         "-d": os.path.isdir,
@@ -63,7 +63,7 @@ def test(session: Session, request: Request) -> int:
 
 def resolve(session: Session, request: Request) -> int:
     """Print a path without links; exit code 1 where there is nothing."""
-    path = confined(request["path"], session.workdir, follow=True)
+    path = confine_path(request["path"], session.workdir, follow=True)
     if not path.exists():
         return 1
     _say(f"{path}\n")
@@ -76,7 +76,7 @@ def sha1(session: Session, request: Request) -> int:
     Raises `Refused` for what a job printed or keeps, its update included. Whoever overwrites such a file byte by byte
     from its end, and asks for the checksum after each, can read it, and no byte of it would have been counted.
     """
-    path = sent(request["path"], session)
+    path = confined_source(request["path"], session)
     if not path.is_file():
         return 1
     with os.fdopen(_open(path), "rb") as file:
@@ -88,7 +88,7 @@ def sha1(session: Session, request: Request) -> int:
 
 def walk(session: Session, request: Request) -> int:
     """Directories or files in a directory, one path a line."""
-    place = confined(request["path"], session.workdir, follow=True)
+    place = confine_path(request["path"], session.workdir, follow=True)
     for name in sorted(os.listdir(place)):
         found = place / name
         if name.isprintable() and (found.is_dir() if request["kind"] == "d" else found.is_file()):
@@ -101,9 +101,9 @@ def make(session: Session, request: Request) -> int:
     with Incoming(session) as incoming:
         for word in request.more:
             with paths_alone(session):
-                if confined(word, session.workdir).is_dir():
+                if confine_path(word, session.workdir).is_dir():
                     continue
-                path = writable(word, session)
+                path = confined_target(word, session)
                 incoming.take(_new_entries(path))
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return 0
@@ -118,7 +118,7 @@ def remove(session: Session, request: Request) -> int:
     """Remove files and directories that no job under way reads."""
     for word in request.more:
         with paths_alone(session):
-            _clear(writable(word, session))
+            _clear(confined_target(word, session))
     return 0
 
 
@@ -135,9 +135,9 @@ def link(session: Session, request: Request) -> int:
     A job would write there, its output for one, through it, or read there what another printed.
     """
     with paths_alone(session), Incoming(session) as incoming:
-        source = staying(confined(request["source"], session.workdir, follow=True), session.workdir)
+        source = refuse_outgoing(confine_path(request["source"], session.workdir, follow=True), session.workdir)
         check_sent([str(source)], session)
-        target = writable(request["target"], session)
+        target = confined_target(request["target"], session)
         check_no_job(target, session)
         incoming.take(ENTRY)
         _clear(target)
@@ -180,18 +180,18 @@ class _Bounded(io.RawIOBase):
 
 
 def _unpack(archive: tarfile.TarFile, member: tarfile.TarInfo, place: Target, incoming: Incoming) -> None:
-    name = plain(member.name)
+    name = plain_name(member.name)
     incoming.take(ENTRY * (name.count("/") + 1))
     if member.size > MOST_SMALL:
         raise Refused(f"{name} is too large to come whole")
     if member.isdir():
         with paths_alone(place.session):
             place.check()
-            confined(f"{place.path}/{name}", place.path).mkdir(mode=0o700, parents=True, exist_ok=True)
+            confine_path(f"{place.path}/{name}", place.path).mkdir(mode=0o700, parents=True, exist_ok=True)
     elif member.isreg() and not member.issparse() and (source := archive.extractfile(member)) is not None:
         with paths_alone(place.session):
             place.check()
-            file = _new(confined(f"{place.path}/{name}", place.path))
+            file = _new(confine_path(f"{place.path}/{name}", place.path))
         if (written := _copy(source, file, place, incoming)) != member.size:
             raise Refused(f"{name} came with {written} bytes, expected {member.size}")
     else:
@@ -265,7 +265,7 @@ def _check_single(file: int, path: Path) -> None:
 def sizes(session: Session, request: Request) -> int:
     """Bytes of each file that the input names, one a line."""
     for name in _names():
-        _say(f"{confined(name, session.workdir, follow=True).stat().st_size}\n")
+        _say(f"{confine_path(name, session.workdir, follow=True).stat().st_size}\n")
     return 0
 
 
@@ -278,7 +278,7 @@ def _names() -> list[str]:
 
 def readable(path: str, session: Session) -> Path:
     """A path that may be read. Raises `Refused` unless it is a job's update or progress."""
-    found = confined(path, session.workdir, follow=True)
+    found = confine_path(path, session.workdir, follow=True)
     for job in read_ledger(session.ledger).jobs:
         directory = Path(job.directory)
         if found.is_relative_to(directory / UPDATE) or found == directory / PROGRESS:
@@ -355,7 +355,7 @@ def _give(session: Session, path: Path, offset: int, length: int) -> None:
 def get_tree(session: Session, request: Request) -> int:
     """The files that the input names, below a directory, as a tar stream."""
     place = readable(request["path"], session)
-    paths = [(plain(name), readable(f"{place}/{name}", session)) for name in _names()]
+    paths = [(plain_name(name), readable(f"{place}/{name}", session)) for name in _names()]
     files = [(name, path, path.stat().st_size) for name, path in paths]
     session.take_out(sum(size for _, _, size in files))
     with tarfile.open(fileobj=sys.stdout.buffer, mode="w|", format=tarfile.GNU_FORMAT, dereference=True) as archive:

@@ -23,7 +23,7 @@ class Devices:
     reason: str
 
 
-def detect(environ: Mapping[str, str], root: Path = Path("/")) -> Devices:
+def detect_devices(environ: Mapping[str, str], root: Path = Path("/")) -> Devices:
     """Look for driver files below `root`, then narrow to what the environment makes visible.
 
     NVIDIA: `/dev/nvidia0`, ... or `/proc/driver/nvidia/gpus/*`. AMD: `/dev/kfd` and the nodes with compute units in
@@ -62,7 +62,7 @@ def listed_devices(value: str) -> list[str]:
     return names
 
 
-def cleaned(environ: Mapping[str, str], kind: Kind) -> tuple[dict[str, str], str]:
+def clean_environment(environ: Mapping[str, str], kind: Kind) -> tuple[dict[str, str], str]:
     """Changes to `environ` (an empty value means: remove) so that filters do not apply twice, and why.
 
     On AMD, ROCR_VISIBLE_DEVICES renumbers the devices before HIP_VISIBLE_DEVICES and CUDA_VISIBLE_DEVICES select among

@@ -188,7 +188,9 @@ def _of_table(environ: Mapping[str, str], table: TaskTable, hosts: list[str], co
     )
 
 
-def place(tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Sequence[int] = (), port: int = 0) -> Place:
+def place_ranks(
+    tasks: Tasks, environ: Mapping[str, str], *, ranks: int, counts: Sequence[int] = (), port: int = 0
+) -> Place:
     """Which ranks this process starts.
 
     `ranks`: how many this node shall have, where the task represents its node. `counts`: ranks of every node, in order;

@@ -97,7 +97,7 @@ class _Rank:
         return self.code not in (None, *FOR_ALL) and self.note is not None and not self.note.finishes
 
 
-def supervise(
+def supervise_ranks(
     command: Sequence[str],
     environments: Sequence[Mapping[str, str]],
     *,

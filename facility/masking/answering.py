@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import Roster, check_size, read_roster
 from facility.exchange.masking.shares import OWN, Shares, read_shares
 from facility.exchange.masking.unmasking import (
@@ -38,7 +38,7 @@ def answer_request(request: Path, *, facility: str, settings: MaskingSettings, s
 
 def _answer(request: Path, *, facility: str, settings: MaskingSettings, state: Path, least: int) -> Answer:
     asked = read_request(request)
-    roster = read_roster(request / ROSTER, settings, resolve(settings.peer_signers))
+    roster = read_roster(request / ROSTER, settings, resolve_path(settings.peer_signers))
     check_size(roster, settings, least)
     check_survivors(asked, roster, least)
     member = PrivateKeys(state=state).of(roster, facility)

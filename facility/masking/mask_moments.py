@@ -13,10 +13,17 @@ from pathlib import Path
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.delta_parts import as_bytes
-from facility.exchange.checkpoints.second_moments import FOLDER, Factors, has_factors, header, kept_of, read_factors
+from facility.exchange.checkpoints.second_moments import (
+    FOLDER,
+    Factors,
+    has_factors,
+    kept_of,
+    manifest_header,
+    read_factors,
+)
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards
 from facility.exchange.errors import ManifestError
-from facility.exchange.masking.moments import BITS, MARK, Units, add_streams, places, seed_of
+from facility.exchange.masking.moments import BITS, MARK, Units, add_streams, moment_places, seed_of
 from facility.exchange.masking.streams import DTYPES, MaskBuffer
 from facility.exchange.messages.manifest import check_digest, read_manifest, sha256_of
 from facility.exchange.messages.masking import GROWTH, MaskedMoments
@@ -44,12 +51,12 @@ def mask_moments(
         (found, steps), kept = read_factors(update, shapes), kept_of(update)
     before = received_moments(received)
     streams = [(sign, seed_of(seed)) for sign, seed in masks]
-    buffer, laid = MaskBuffer(PART, BITS), places(shapes)
+    buffer, laid = MaskBuffer(PART, BITS), moment_places(shapes)
     layout = layout_of_shards(
         [Planned(name=name + MARK, dtype=DTYPES[BITS], shape=(one.values,)) for name, one in laid.items()], 2**31
     )
     (out / FOLDER).mkdir()
-    with TensorWriter(out / FOLDER, layout, header(steps, kept)) as writer:
+    with TensorWriter(out / FOLDER, layout, manifest_header(steps, kept)) as writer:
         for name, place in laid.items():
             values = place.joined(limited(found.get(name), before.get(name)), sent.range)
             numbers = units.encode(values, weights[facility])

@@ -23,7 +23,7 @@ from facility.exchange.checkpoints.begun_adapters import begun_factor
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import MOMENTS, copy_companions
-from facility.exchange.checkpoints.delta_parts import READ, as_bytes, difference, parts
+from facility.exchange.checkpoints.delta_parts import READ, as_bytes, read_parts, write_difference
 from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.writer import TensorWriter, layout_like
 from facility.exchange.errors import CheckpointError, InputError
@@ -36,7 +36,7 @@ from facility.exchange.masking.streams import DTYPES, SEED_BYTES, places_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, write_manifest
 from facility.exchange.messages.masking import DETAILS, ENCODING, MaskingSettings
 from facility.masking.mask_moments import mask_moments
-from facility.masking.masked_piece import RESTS, Masker, Stored, beyond
+from facility.masking.masked_piece import RESTS, Masker, Stored, count_clipped
 from facility.masking.private_keys import Member
 from facility.masking.sharing import share_seeds
 
@@ -89,7 +89,7 @@ def mask_update(
         done = mask_tensors(
             open_checkpoint(update), base, directory, rest_directory, member=member, settings=settings, seed=seed
         )
-        made = complete(update, received, directory, done, member=member, settings=settings)
+        made = complete_masked_update(update, received, directory, done, member=member, settings=settings)
     return made, done.left
 
 
@@ -142,7 +142,7 @@ def mask_tensors(
                 sent, rest, squared = masker.mask(part, base_part, source.point, source.place + start, clips=whole)
                 check_finite(source, squared)
                 looked_at = rest[: -(-len(rest) // LOOKED_AT)]
-                cut_off += beyond(looked_at, source.point.scale / weight)
+                cut_off += count_clipped(looked_at, source.point.scale / weight)
                 values += len(looked_at)
                 writer.write(name, start * sent.itemsize, as_bytes(sent))
                 rests.write(name, start * rest.itemsize, as_bytes(rest))
@@ -153,7 +153,7 @@ def mask_tensors(
     return MaskedTensors(masks=masks, units=units, sent=digests, left=left)
 
 
-def complete(
+def complete_masked_update(
     update: Path, received: Path, directory: Path, done: MaskedTensors, *, member: Member, settings: MaskingSettings
 ) -> Manifest:
     """Add what belongs to the masked tensors and shares in `directory`: what lies beside the weights of the finished
@@ -238,7 +238,7 @@ def piece_of(streams: int, bits: int) -> int:
 def pieces_of(source: Source, piece: int = PART) -> Iterator[tuple[int, Stored, Stored | None]]:
     """(first element, update, received model) of each piece, as stored, in buffers that are used again."""
     entries = [source.update] if source.base is None else [source.update, source.base]
-    for start, arrays in parts(entries, piece=piece):
+    for start, arrays in read_parts(entries, piece=piece):
         update, *base = (Stored(values=array, dtype=entry.dtype) for array, entry in zip(arrays, entries, strict=True))
         yield start, update, base[0] if base else None
 
@@ -252,7 +252,7 @@ def squares_of(source: Source) -> Iterator[float]:
             widen(update.values, update.dtype, step)
             squared = float(np.vdot(step, step))
         else:
-            squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
+            squared = write_difference(base.values, base.dtype, update.values, update.dtype, step, scratch[: len(step)])
         check_finite(source, squared)
         if source.begun is not None:
             step -= source.begun[start : start + len(step)]

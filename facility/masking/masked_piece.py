@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.delta_parts import difference
+from facility.exchange.checkpoints.delta_parts import write_difference
 from facility.exchange.checkpoints.floats import STORAGE, Array, narrow, widen
 from facility.exchange.masking.fixed_point import FixedPoint
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
@@ -17,7 +17,7 @@ RESTS = {16: "BF16", 32: "F32"}
 """safetensors dtype of what is not sent, by bits. bfloat16 keeps what 16 bits leave to a 512th of it."""
 
 
-def beyond(rest: Array, unit: float) -> int:
+def count_clipped(rest: Array, unit: float) -> int:
     """How many values the clip cut off: within it, no more than half a unit is left. `rest`: as `RESTS` stores it."""
     if rest.dtype == np.uint16:
         limit = np.float32(unit).view(np.uint32) >> np.uint32(16)
@@ -99,7 +99,7 @@ class Masker:
             widen(update.values, update.dtype, step)
             squared = float(np.vdot(step, step))
         else:
-            squared = difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
+            squared = write_difference(base.values, base.dtype, update.values, update.dtype, step, scratch)
         if factor != 1:
             np.multiply(step, factor, out=step)
         left = self._left[: len(sent)]

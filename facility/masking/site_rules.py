@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.bounded import real
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.bounded import real_path
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.masking import MaskingSettings
 
 PEER_SIGNERS = "CROSSFED_PEER_SIGNERS"
@@ -38,11 +38,11 @@ class SiteRules:
 
     def check(self, settings: MaskingSettings) -> None:
         """Raise `InputError` where the settings ask for what this site excludes."""
-        named = resolve(settings.peer_signers)
-        if self.peer_signers is not None and real(named) != real(self.peer_signers):
+        named = resolve_path(settings.peer_signers)
+        if self.peer_signers is not None and real_path(named) != real_path(self.peer_signers):
             raise InputError(
                 f"the settings check the other facilities' keys against {settings.peer_signers}, this site allows "
-                f"{self.peer_signers} alone: whoever writes that file can put keys of its own in between"
+                f"{self.peer_signers} alone: an account that can write that file can put its own keys in between"
             )
         if self.minimum_sum > len(settings.facilities):
             raise InputError(
@@ -56,4 +56,4 @@ def site_rules(environment: Mapping[str, str] = os.environ) -> SiteRules:
     signers, least = environment.get(PEER_SIGNERS, ""), environment.get(MINIMUM_SUM, "") or "0"
     if not least.isdecimal():
         raise ConfigurationError(f"{MINIMUM_SUM} is {least!r}, expected a whole number of updates")
-    return SiteRules(peer_signers=resolve(signers) if signers else None, minimum_sum=int(least))
+    return SiteRules(peer_signers=resolve_path(signers) if signers else None, minimum_sum=int(least))

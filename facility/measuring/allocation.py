@@ -26,12 +26,12 @@ from facility.measuring.links import LinkSettings, MeasuredLinks, measure_links
 from facility.measuring.profile import MeasuredDevice, Profile, UnitTimes, write_profile
 from facility.measuring.round_robin import groups_of
 from facility.measuring.running import measure_running
-from facility.measuring.table import table
-from facility.measuring.traffic_control import Way, script
+from facility.measuring.table import profile_table
+from facility.measuring.traffic_control import Way, shaping_script
 from facility.measuring.wire import Wire
 from facility.training.devices import device_id, device_name, free_bytes
-from facility.training.processes.ranks import Ranks, barrier, from_environment, together
-from facility.training.processes.rendezvous import own_address, start
+from facility.training.processes.ranks import Ranks, agree_on_failure, barrier, from_environment
+from facility.training.processes.rendezvous import join_ranks, own_address
 
 MOST_SAMPLES = 1 << 20
 """Sequences of a micro-batch."""
@@ -52,12 +52,12 @@ class Wanted:
 def measure_allocation(options: argparse.Namespace) -> int:
     """Measure as the command line says; the first rank writes. Raises `CrossFedError` for bad input."""
     ranks = from_environment(options.device)
-    start(ranks, threads=options.threads, timeout_seconds=options.timeout)
+    join_ranks(ranks, threads=options.threads, timeout_seconds=options.timeout)
     begin = time.monotonic()
-    with together(ranks):
+    with agree_on_failure(ranks):
         wanted = _wanted(options, ranks)
     emulated, settings = wanted.emulated, wanted.settings
-    with together(ranks):
+    with agree_on_failure(ranks):
         units = measure_units(options.model, ranks.device, settings, emulation=emulated.emulation, worker=ranks.rank)
     layer_seconds = time.monotonic() - begin
     devices = _gathered(ranks, _this_device(ranks, units, emulated))
@@ -85,7 +85,7 @@ def measure_allocation(options: argparse.Namespace) -> int:
         write_profile(options.out, profile)
         if options.tc_out:
             _write_scripts(options, devices, emulated)
-        print(json.dumps(profile.to_json(), indent=2) if options.json else table(profile))
+        print(json.dumps(profile.to_json(), indent=2) if options.json else profile_table(profile))
     barrier(ranks)
     return 0
 
@@ -250,4 +250,4 @@ def _write_scripts(options: argparse.Namespace, devices: list[dict[str, Any]], e
             for other in hosts
             if other is not group
         ]
-        write_text(options.tc_out / f"tc-{here['host']}.sh", script(options.tc_interface, ways))
+        write_text(options.tc_out / f"tc-{here['host']}.sh", shaping_script(options.tc_interface, ways))

@@ -20,7 +20,7 @@ from facility.measuring.names import TASKS
 from facility.measuring.profile import UnitSizes, UnitTimes
 from facility.training.data.tasks import CausalLM, Classification, MaskedLM, Task
 from facility.training.devices import synchronize
-from facility.training.model import build, choose_attention, read_config
+from facility.training.model import build_base_model, choose_attention, read_config
 from facility.training.parallel.split import Stage, inspect_model
 from facility.training.parallel.structure import ModelStructure
 
@@ -100,7 +100,7 @@ def measure_units(
     task = _task(settings.task)
     attention = choose_attention(config, task.factory, device, settings.dtype)
     structure = inspect_model(config, task.factory, attention.name, settings.tokens)
-    skeleton = build(config, task.factory, attention)
+    skeleton = build_base_model(config, task.factory, attention)
     blocks = skeleton.get_submodule(structure.blocks)
     assert isinstance(blocks, nn.ModuleList)
     kinds = kinds_of_blocks(blocks, config)
@@ -127,7 +127,7 @@ def a_block(model: Path, device: torch.device, settings: LayerSettings) -> Unit:
     attention = choose_attention(config, task.factory, device, settings.dtype)
     structure = inspect_model(config, task.factory, attention.name, settings.tokens)
     unit = min(2, structure.count)
-    stage = Stage(build(config, task.factory, attention), structure, unit, unit + 1, settings.dtype)
+    stage = Stage(build_base_model(config, task.factory, attention), structure, unit, unit + 1, settings.dtype)
     _fill(stage, device)
     return Unit(stage, unit, structure, settings, device, task)
 

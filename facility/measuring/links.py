@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from facility.measuring.bandwidth import SHARE, SharpTimes, Trips, measure_bandwidth
 from facility.measuring.profile import SharedUplink
-from facility.measuring.round_robin import crowds, groups_of, steps
+from facility.measuring.round_robin import flow_steps, groups_of, pairing_steps
 from facility.measuring.wire import Wire
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def measure_links(
     """Measure all pairs; every rank calls this and gets the same answer. `labels`: the host or site of every rank."""
     groups = groups_of(labels)
     latency, rate = torch.zeros(world, world), torch.zeros(world, world)
-    plan = steps(groups)
+    plan = pairing_steps(groups)
     for number, step in enumerate(plan):
         dist.barrier()
         for a, b in step:
@@ -66,7 +66,7 @@ def measure_links(
     for table in (latency, rate):
         dist.all_reduce(table)
     shared = []
-    for crowd_step in crowds(groups):
+    for crowd_step in flow_steps(groups):
         tries = [_together(wire, crowd_step, latency, rate, settings) for _ in range(settings.crowd_tries)]
         for flows, found in zip(crowd_step, zip(*tries, strict=True), strict=True):
             alone = sum(float(rate[a, b]) for a, b in flows)

@@ -35,7 +35,7 @@ def groups_of(labels: Sequence[Hashable]) -> list[list[int]]:
     return list(found.values())
 
 
-def steps(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
+def pairing_steps(groups: Sequence[Sequence[int]]) -> list[list[Pair]]:
     """Steps of meetings: every pair of ranks once; in a step no two meetings share a group (but in large groups)."""
     result: list[list[Pair]] = []
     inside = [_inside(group) for group in groups]
@@ -54,7 +54,7 @@ def _inside(group: Sequence[int]) -> list[list[Pair]]:
     return [[(group[a], group[b]) for a, b in meetings] for meetings in rounds(len(group))]
 
 
-def crowds(groups: Sequence[Sequence[int]]) -> list[list[list[Pair]]]:
+def flow_steps(groups: Sequence[Sequence[int]]) -> list[list[list[Pair]]]:
     """Steps that load the ways out: in each, groups send to other groups with as many flows as they have ranks.
 
     A step is a list of crowds, a crowd a list of (sender, receiver) that send at the same time. Crowds of one step

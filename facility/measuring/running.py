@@ -23,7 +23,7 @@ from facility.measuring.layers import LayerSettings, Unit, a_block
 from facility.measuring.links import MeasuredLinks
 from facility.measuring.profile import RunningCosts
 from facility.training.devices import synchronize
-from facility.training.parallel.shard import shard
+from facility.training.parallel.shard import shard_model
 from facility.training.processes.groups import mesh_of
 from facility.training.processes.ranks import Ranks
 
@@ -84,7 +84,7 @@ def _passes(
     plain = _median(ranks, one, settings)
     grid = np.arange(ranks.world).reshape(-1, 1)
     mesh = mesh_of(ranks.device, grid, ("replica", "shard"), ranks.rank, timeout_seconds=timeout_seconds)
-    shard(one.block, [], mesh, compute_dtype=settings.dtype, reshard=False, root_output=None)
+    shard_model(one.block, [], mesh, compute_dtype=settings.dtype, reshard=False, root_output=None)
     assert isinstance(one.block, FSDPModule)
     one.block.set_requires_gradient_sync(False)
     hooked = _median(ranks, one, settings)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from facility.measuring.profile import Profile
 
 
-def table(profile: Profile) -> str:
+def profile_table(profile: Profile) -> str:
     """Devices, units of the model, and links."""
     raw = profile.to_json()
     lines = ["device                          slowdown  free memory  site"]

@@ -19,7 +19,7 @@ class Way:
     bytes_per_second: float
 
 
-def script(interface: str, ways: Sequence[Way]) -> str:
+def shaping_script(interface: str, ways: Sequence[Way]) -> str:
     """A script that slows down what this host sends to each address; `sh SCRIPT clear` takes it away again."""
     if not interface.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise ConfigurationError(f"interface is {interface!r}, expected a name such as eth0")

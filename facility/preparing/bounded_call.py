@@ -21,7 +21,7 @@ class TooMuch(Exception):
 
 
 @contextmanager
-def bounded() -> Iterator[None]:
+def bounded_resources() -> Iterator[None]:
     """Raise `TooMuch` within, after `SECONDS` of computing, or where `BYTES` more than there are now are asked for.
 
     Time is bounded in a process's main thread alone, where Python hands signals on.

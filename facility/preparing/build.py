@@ -28,7 +28,7 @@ from facility.exchange.messages.manifest import sha256_of
 from facility.preparing.chat import ChatEncoding, chat_encoding
 from facility.preparing.chat_template import Loss
 from facility.preparing.encoding import Encoding, encoding_of
-from facility.preparing.mixing import shares
+from facility.preparing.mixing import input_shares
 from facility.preparing.output import (
     AnyRequest,
     Prepared,
@@ -37,8 +37,8 @@ from facility.preparing.output import (
     clear_after_kill,
     finish_replacement,
     in_few,
-    published,
-    recognised,
+    publish_directory,
+    recognise_dataset,
 )
 from facility.preparing.overlap import check_overlap
 from facility.preparing.reading import Progress, Reading
@@ -48,12 +48,12 @@ from facility.preparing.sources import Fields, Source, find_sources
 from facility.preparing.template import Template, parse_template
 from facility.preparing.tokenizer import (
     copy_tokenizer,
+    encode_differently,
     file_digests,
     ids_of,
     length_limit,
     load_tokenizer,
     tokenizer_sha256,
-    unlike,
     vocabulary_size,
 )
 from facility.preparing.writing import write_splits
@@ -120,7 +120,7 @@ class Request(AnyRequest):
         self._check_signatures()
         if self.language and not LANGUAGES.fullmatch(self.language):
             raise DatasetError(f"language is {self.language!r}, expected BCP 47 tags such as 'it' or 'it, pt-BR'")
-        shares([1] * len(self.inputs), weights=self.weights, temperature=self.temperature)
+        input_shares([1] * len(self.inputs), weights=self.weights, temperature=self.temperature)
         if (self.task == "classification") != (self.fields.label is not None):
             raise DatasetError(f"a label field is given for classification and only there; the task is {self.task}")
         if self.classes and self.task != "classification":
@@ -174,7 +174,7 @@ class Request(AnyRequest):
         return self.sharing != "joined" or self.task == "classification"
 
 
-def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
+def prepare_dataset(request: Request, *, progress: Progress | None = None) -> Prepared:
     """Make the dataset, or recognise it.
 
     `progress(source, share, documents)` is called as documents are read: share of all sources in [0, 1]. Nothing is
@@ -212,7 +212,7 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
         documents = Reading(request, sources, progress or (lambda *_: None), part.directory)
-        with closing(documents) as reading, published(request.out) as directory:
+        with closing(documents) as reading, publish_directory(request.out) as directory:
             parts = write_splits(request, reading, tokenizer, encoding, part)
             part.deliver(directory)
             copy_tokenizer(request.tokenizer, directory / TOKENIZER)
@@ -226,7 +226,9 @@ def prepare(request: Request, *, progress: Progress | None = None) -> Prepared:
 
 def _there(request: Request, wanted: dict[str, Any]) -> Prepared | None:
     """The dataset at `out`, where the same request made it. Raises `DatasetError` where another one did."""
-    found = recognised(request, wanted, lambda dataset: _other_tokenizer(request, dataset) + _older(request, dataset))
+    found = recognise_dataset(
+        request, wanted, lambda dataset: _other_tokenizer(request, dataset) + _older(request, dataset)
+    )
     if found is None:
         return None
     if not request.allow_overlap:
@@ -248,7 +250,9 @@ def _other_tokenizer(request: Request, found: PreparedDataset) -> list[str]:
     """What of a tokenizer differs that its digest does not cover; [] where nothing does."""
     if found.manifest.tokenizer_sha256 != tokenizer_sha256(request.tokenizer):
         return []  # named already
-    return ["tokenizer, its special tokens or how it cuts text"] * unlike(request.tokenizer, found.tokenizer_directory)
+    return ["tokenizer, its special tokens or how it cuts text"] * encode_differently(
+        request.tokenizer, found.tokenizer_directory
+    )
 
 
 def _older(request: Request, found: PreparedDataset) -> list[str]:

@@ -28,7 +28,7 @@ from typing import Any, Literal
 from facility.dataset import DatasetError
 from facility.exchange.errors import InputError, first_line
 from facility.exchange.files.bounded import read_bounded
-from facility.preparing.bounded_call import TooMuch, bounded
+from facility.preparing.bounded_call import TooMuch, bounded_resources
 from facility.preparing.conversations import Conversation, Message
 
 Loss = Literal["all-turns", "last-turn"]
@@ -229,7 +229,7 @@ class ChatTemplate:
 
         try:
             values: dict[str, Any] = dict(self.variables)
-            with bounded():
+            with bounded_resources():
                 rendered: Any = render_jinja_template(
                     conversations=[messages],
                     tools=tools,

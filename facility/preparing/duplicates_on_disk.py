@@ -23,7 +23,7 @@ import numpy
 from numpy.typing import NDArray
 
 from facility.dataset import DatasetError
-from facility.preparing.near_duplicates import NUMBERS, Signature, bands_of, exact_digest, signature
+from facility.preparing.near_duplicates import NUMBERS, Signature, bands_of, exact_digest, minhash_signature
 
 PARTS = 256
 """Files by key and by document: of 10^8 documents at similarity 0.8 one holds 90 MB of keys."""
@@ -69,7 +69,7 @@ class NearDuplicatesOnDisk:
         if self.similarity == 1:
             self._append(numpy.frombuffer(exact_digest(text), dtype="<u4"))
         else:
-            self._append(signature(text, self.key))
+            self._append(minhash_signature(text, self.key))
 
     def _append(self, own: Signature) -> None:
         self._held.append(own)

@@ -52,7 +52,7 @@ def opened_arrow(file: Any) -> tuple[Any, Any]:
     return reader.schema, iter(reader)
 
 
-def named(label: str, names: Sequence[str], place: str) -> str:
+def class_name(label: str, names: Sequence[str], place: str) -> str:
     """The name of the class with the number `label`. Raises `DatasetError` for a number without one."""
     number = int(label) if label.removeprefix("-").isdecimal() and len(label) <= len(str(len(names))) + 1 else -1
     if not 0 <= number < len(names):

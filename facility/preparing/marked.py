@@ -82,7 +82,7 @@ class MarkedStream:
             begins |= numpy.where(begins & START, 0, START | REST).astype(numpy.uint8)
         self._ids.append(ids[:whole])
         self._marks.append(marks[:whole])
-        self.loss_tokens += predicted(marks[:whole])
+        self.loss_tokens += count_predicted(marks[:whole])
         self._waiting = (ids[whole:], marks[whole:])
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class WholeDocuments:
         for length in encoded.lengths.tolist():
             cut = slice(begin, begin + min(length, width))
             begin += length
-            if not predicted(marks[cut]):
+            if not count_predicted(marks[cut]):
                 self.dropped += 1
                 continue
             self.truncated += length > width
@@ -176,7 +176,7 @@ class WholeDocuments:
         block.marks.append(marks)
         block.room -= len(ids)
         self.tokens += len(ids)
-        self.loss_tokens += predicted(marks)
+        self.loss_tokens += count_predicted(marks)
         if block.room == 0:
             self._write(block)
         elif len(self._open) > self._most:
@@ -208,6 +208,6 @@ def marks_of(encoded: EncodedBatch) -> numpy.ndarray:
     return marks
 
 
-def predicted(marks: numpy.ndarray) -> int:
+def count_predicted(marks: numpy.ndarray) -> int:
     """Tokens that bear loss; nothing comes before a document's first token to predict it from."""
     return int(((marks & (LOSS | START)) == LOSS).sum())

@@ -18,7 +18,7 @@ EXACT = 1_000_000
 """Largest denominator of a share."""
 
 
-def shares(sizes: Sequence[int], *, weights: Sequence[float] = (), temperature: float = 1.0) -> list[Fraction]:
+def input_shares(sizes: Sequence[int], *, weights: Sequence[float] = (), temperature: float = 1.0) -> list[Fraction]:
     """Share of each input that is read; the largest is 1. Raises `DatasetError` for weights that cannot be used."""
     if weights and temperature != 1:
         raise DatasetError("weights and a temperature are both given: the temperature stands for weights; give one")
@@ -31,12 +31,14 @@ def shares(sizes: Sequence[int], *, weights: Sequence[float] = (), temperature: 
     if not weights and temperature == 1:
         return [Fraction(1)] * len(sizes)
     if not all(sizes):
-        raise DatasetError("an input has no known size (a streamed dataset), so its share cannot be told; leave it out")
+        raise DatasetError(
+            "an input has no known size (a streamed dataset), so its share cannot be computed; leave it out"
+        )
     wanted = list(weights) or [size ** (1 / temperature) for size in sizes]
     dense = [weight / size for weight, size in zip(wanted, sizes, strict=True)]
     return [Fraction(one / max(dense)).limit_denominator(EXACT) for one in dense]
 
 
-def chosen(index: int, share: Fraction) -> bool:
+def is_chosen(index: int, share: Fraction) -> bool:
     """Whether document `index` of an input is among its share, evenly spread from the first on."""
     return math.ceil((index + 1) * share) > math.ceil(index * share)

@@ -61,7 +61,7 @@ class NearDuplicates:
         if exact in self._exact:
             return "here"
         if self.similarity < 1:
-            own = signature(text, self.key)
+            own = minhash_signature(text, self.key)
             for one in sorted(self._near(own)):
                 if float((self._signatures[one] == own).mean()) >= self.similarity:
                     return "elsewhere" if one < self.elsewhere else "here"
@@ -116,7 +116,7 @@ def _drawn() -> tuple[NDArray[numpy.uint64], NDArray[numpy.uint64]]:
 FACTORS, OFFSETS = _drawn()
 
 
-def signature(text: str, key: bytes = b"") -> Signature:
+def minhash_signature(text: str, key: bytes = b"") -> Signature:
     """The smallest value of every permutation over the text's shingles, which are hashed with `key`.
 
     Multiply-shift hashing (Dietzfelbinger et al. 1997): the upper half of factor x shingle + offset, modulo 2^64.

@@ -17,9 +17,9 @@ from typing import Any
 from facility.dataset import NAME, SPLITS, DatasetError, PreparedDataset, SourceEntry, open_dataset
 from facility.exchange.files import present
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.owners import account, not_ours
+from facility.exchange.files.owners import account_name, not_ours
 from facility.preparing.resuming import clear_after
-from facility.preparing.sources import Source, spelled
+from facility.preparing.sources import Source, unicode_name
 from facility.preparing.walking import path_of
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Prepared:
 
 
 @contextmanager
-def published(out: Path) -> Iterator[Path]:
+def publish_directory(out: Path) -> Iterator[Path]:
     """A temporary directory that becomes `out` at the end; an `out` that exists is there, whole, until that moment.
 
     A link is followed: what it leads to is made or replaced. The directory is its owner's alone; one that was there,
@@ -109,7 +109,7 @@ def _open_as(before: os.stat_result | None, directory: Path) -> None:
     if before is None:
         return
     if before.st_uid != os.geteuid():  # whoever made it first would say who reads the documents
-        log.warning("the folder was made by %s: the data set is its owner's alone", account(before.st_uid))
+        log.warning("the folder was made by %s: the data set is its owner's alone", account_name(before.st_uid))
         return
     with suppress(OSError):
         os.chown(directory, -1, before.st_gid)
@@ -122,7 +122,7 @@ def clear_after_kill(out: Path) -> None:
 
 
 def finish_replacement(out: Path) -> None:
-    """Where a kill came between the two moves of `published`, make the second: what is to be `out` is whole.
+    """Where a kill came between the two moves of `publish_directory`, make the second: what is to be `out` is whole.
 
     Only where no other process replaces `out`, so under its lock (`part_of`).
     """
@@ -150,7 +150,7 @@ def in_few(
     for number, pairs in itertools.groupby(zip(sources, of_split, strict=True), key=lambda pair: pair[0].argument):
         held = [entry for _, entry in pairs]
         if len(held) > MOST_ENTRIES:
-            name = spelled(Path(os.path.realpath(path_of(arguments[number]))).name)
+            name = unicode_name(Path(os.path.realpath(path_of(arguments[number]))).name)
             digest = hashlib.sha256()
             for one in held:
                 digest.update(f"{one.sha256} {one.name}\n".encode())
@@ -187,7 +187,7 @@ def check_apart(entries: Sequence[SourceEntry]) -> None:
         raise DatasetError(f"{', '.join(names)}: the same content is given for training and for validation")
 
 
-def recognised(
+def recognise_dataset(
     request: AnyRequest,
     wanted: dict[str, Any],
     also: Callable[[PreparedDataset], list[str]] = lambda _: [],

@@ -12,7 +12,7 @@ import numpy
 
 from facility.dataset import LOSS, START
 from facility.preparing.encoding import EncodedBatch
-from facility.preparing.marked import marks_of, predicted
+from facility.preparing.marked import count_predicted, marks_of
 from facility.preparing.packing import RowWriter
 from facility.preparing.sources import Document
 
@@ -41,7 +41,7 @@ class AnswerPairs:
         for number in range(0, len(ends), 2):
             cuts = [slice(begins[i], min(ends[i], begins[i] + half)) for i in (number, number + 1)]
             chosen, rejected = (encoded.tokens[cut] for cut in cuts)
-            if not all(predicted(marks[cut]) for cut in cuts) or numpy.array_equal(chosen, rejected):
+            if not all(count_predicted(marks[cut]) for cut in cuts) or numpy.array_equal(chosen, rejected):
                 self.dropped += 1
                 continue
             self.truncated += any(ends[i] - begins[i] > half for i in (number, number + 1))

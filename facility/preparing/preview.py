@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy
 
 from facility.dataset import LOSS, START, PreparedDataset
-from facility.exchange.logs import visible
+from facility.exchange.logs import escape_controls
 from facility.preparing.tokenizer import load_tokenizer
 
 COLOURED = ("\033[30;42m", "\033[0m")
 PLAIN = ("\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}", "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}")
 
 
-def preview(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
+def preview_documents(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
     """The first `count` documents of the training split (without marks: blocks); tokens that bear loss are coloured,
     or stand in white brackets. Documents come from anywhere: what would move a cursor is written as in Python."""
     tokenizer = load_tokenizer(dataset.tokenizer_directory)
@@ -29,7 +29,7 @@ def preview(dataset: PreparedDataset, count: int, *, colour: bool) -> str:
                 continue
             cuts = [0, *(numpy.flatnonzero(numpy.diff(bears)) + 1).tolist(), last - first]
             runs = [
-                (bears[a], visible(tokenizer.decode(ids[first + a : first + b])))
+                (bears[a], escape_controls(tokenizer.decode(ids[first + a : first + b])))
                 for a, b in zip(cuts, cuts[1:], strict=False)
             ]
             text = "".join(f"{begin}{run}{end}" if loss else run for loss, run in runs)

@@ -12,11 +12,11 @@ from typing import Protocol
 from facility.dataset import SPLITS, DatasetError
 from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk
 from facility.preparing.encoding import Batch
-from facility.preparing.mixing import chosen, shares
+from facility.preparing.mixing import input_shares, is_chosen
 from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests, digest_of
 from facility.preparing.shared_signatures import read_salt, read_signatures
-from facility.preparing.sources import PACKED, Document, Fields, Source, class_names_of, read
+from facility.preparing.sources import PACKED, Document, Fields, Source, class_names_of, read_documents
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 LARGE_BYTES = 100_000_000
@@ -112,7 +112,7 @@ class Reading:
             sizes[source.argument] += source.size
         if self.request.weights or self.request.temperature != 1:
             check_sizes(sources)
-        return shares(sizes, weights=self.request.weights, temperature=self.request.temperature)
+        return input_shares(sizes, weights=self.request.weights, temperature=self.request.temperature)
 
     def batches(self) -> Iterator[Batch]:
         held: dict[str, list[Document]] = {split: [] for split in SPLITS}
@@ -139,7 +139,7 @@ class Reading:
         begun = self._look_ahead()
         pending = self._pending()
         for number, (origin, source) in enumerate(pending):
-            for document in read(source, self.request.fields):
+            for document in read_documents(source, self.request.fields):
                 share = (number + document.done) / len(pending)
                 self.progress(source.name, begun + (1 - begun) * share, seen)
                 if not self._is_chosen(origin, source, read_of):
@@ -170,7 +170,7 @@ class Reading:
         if origin != "train":
             return True
         read_of[source.argument] += 1
-        return chosen(read_of[source.argument] - 1, self.shares[source.argument])
+        return is_chosen(read_of[source.argument] - 1, self.shares[source.argument])
 
     def _look_ahead(self) -> float:
         """Read all text once for its signatures where these lie on disk; the share of the work that this is."""
@@ -178,7 +178,7 @@ class Reading:
             return 0.0
         pending, read_of = self._pending(), dict.fromkeys(range(len(self.shares)), 0)
         for number, (origin, source) in enumerate(pending):
-            for document in read(source, self.request.fields):
+            for document in read_documents(source, self.request.fields):
                 self.progress(source.name, (number + document.done) / len(pending) / 2, 0)
                 if self._is_chosen(origin, source, read_of) and document.text.strip():
                     self.earlier.add(_content(document))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from facility.exchange.logs import visible
+from facility.exchange.logs import escape_controls
 from facility.exchange.text import KINDS, number_of
 
 MOST_NAMES = 20
@@ -44,7 +44,7 @@ def names_in(names: Iterable[Any]) -> str:
 
 def summary_of_classes(classes: Sequence[str]) -> str:
     """A line with the names of classes, which are values of a field: of a wrong one they are documents."""
-    return f"  {len(classes)} classes: {visible(names_in(classes))}"
+    return f"  {len(classes)} classes: {escape_controls(names_in(classes))}"
 
 
 def first_of(words: Sequence[str], most: int) -> str:

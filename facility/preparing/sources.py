@@ -22,7 +22,7 @@ from typing import IO, Any, BinaryIO, Literal
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
 from facility.exchange.files import present
-from facility.exchange.hub import hub
+from facility.exchange.hub import offline_if_silent
 from facility.exchange.json_text import parse_values
 from facility.preparing.conversations import (
     SURROGATE,
@@ -32,7 +32,7 @@ from facility.preparing.conversations import (
     preference_of,
     without_absent,
 )
-from facility.preparing.labels import declared_names, named, opened_arrow
+from facility.preparing.labels import class_name, declared_names, opened_arrow
 from facility.preparing.said_of_records import kind_of, name_of, names_in
 from facility.preparing.walking import files_below, path_of
 
@@ -166,12 +166,12 @@ def class_names_of(source: Source, fields: Fields) -> list[str]:
     return declared_names(source.kind, source.path, source.dataset, fields.label)
 
 
-def read(source: Source, fields: Fields) -> Iterator[Document]:
+def read_documents(source: Source, fields: Fields) -> Iterator[Document]:
     """The documents of one source, in order. Raises `DatasetError` at the first record that is not as expected."""
     names = class_names_of(source, fields)
     for number, document in enumerate(_read(source, fields), start=1):
         if names:
-            label = named(document.label, names, f"{source.name}: row {number}")
+            label = class_name(document.label, names, f"{source.name}: row {number}")
             yield dataclasses.replace(document, label=label)
         else:
             yield document
@@ -209,7 +209,7 @@ def _file(path: Path, name: str) -> Source:
     kind = _kind(path)
     if kind is None:
         raise DatasetError(f"{path} is of no known kind; expected {EXPECTED}")
-    return Source(kind=kind, name=spelled(name), path=path)
+    return Source(kind=kind, name=unicode_name(name), path=path)
 
 
 def _saved(path: Path, split: str) -> Source:
@@ -232,7 +232,7 @@ def _hub(name: str, split: str, streaming: bool) -> Source:
     from datasets import load_dataset
 
     repository, _, configuration = name.partition(":")
-    with nullcontext("") if present.exists(Path(repository)) else hub() as silence:
+    with nullcontext("") if present.exists(Path(repository)) else offline_if_silent() as silence:
         try:
             loaded = load_dataset(repository, configuration or None, split=split, streaming=streaming)
         except Exception as error:  # network, offline, no such name, split or configuration, a dataset that is a script
@@ -277,7 +277,7 @@ def unicode_text(text: str, what: str, place: str) -> str:
     return text
 
 
-def spelled(name: str) -> str:
+def unicode_name(name: str) -> str:
     """A file's name as Unicode text: bytes of it that are no UTF-8 become escapes."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 

@@ -68,7 +68,7 @@ def file_digests(directory: Path) -> dict[str, str]:
     return {path.name: sha256_of(path) for path in tokenizer_files(directory) if path.name not in others}
 
 
-def unlike(one: Path, other: Path) -> bool:
+def encode_differently(one: Path, other: Path) -> bool:
     """Whether two tokenizers of the same vocabulary encode otherwise, or name other special tokens.
 
     Files of equal bytes are not loaded; what transformers writes otherwise when it saves them again is no difference.

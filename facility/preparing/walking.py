@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from facility.dataset import DatasetError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...
             root,
             len(outside),
             min(outside),
-            real(min(outside)),
+            real_path(min(outside)),
         )
     return sorted(found)
 
@@ -58,7 +58,7 @@ def files_below(root: Path, suffixes: tuple[str, ...], *, beside: tuple[str, ...
 def _leads_out(root: Path, path: Path) -> bool:
     """Whether a link leads to neither the folder nor the download that it is a part of: in Hugging Face's cache files
     are links into `blobs`, beside the folders of versions."""
-    place, target = real(root), real(path)
+    place, target = real_path(root), real_path(path)
     blobs = target.parent
     downloaded = blobs.name == "blobs" and place.is_relative_to(blobs.parent)
     return not (target.is_relative_to(place) or downloaded)

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from facility.dataset import NAME, open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.locks import take_lock
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 from facility.rounds.kept import STATES, shared_directory
 from facility.rounds.released import check_count, steps_released
 
@@ -146,7 +146,7 @@ def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, 
 
 def account_path(dataset: Path) -> Path:
     """The account of a dataset: named by its content, wherever it lies below the same directory of states."""
-    identity = str(real(dataset))
+    identity = str(real_path(dataset))
     if (Path(dataset) / NAME).is_file():
         splits = open_dataset(dataset).manifest.splits
         identity = " ".join(f"{name} {entry.sha256}" for name, entry in sorted(splits.items()))
@@ -156,7 +156,7 @@ def account_path(dataset: Path) -> Path:
 def check_one_account(dataset: Path) -> None:
     """Raise `InputError` where the account would lie beside a link to the dataset: another path has another one."""
     place = shared_directory(dataset)
-    if not os.environ.get(STATES) and real(place.parent) != real(dataset).parent:
+    if not os.environ.get(STATES) and real_path(place.parent) != real_path(dataset).parent:
         raise InputError(
             f"{dataset} is a link, and {DATASET_LIMIT} would hold for each path to the dataset by itself: {STATES} is "
             f"not set, so that the account lies beside the path; add `export {STATES}={place}` to site.sh, where it is "
@@ -167,7 +167,7 @@ def check_one_account(dataset: Path) -> None:
 def read_account(path: Path) -> dict[str, Reserved]:
     """What was reserved, by federation and facility. Raises `InputError` where the file is damaged."""
     try:
-        return {name: parse(Reserved, one) for name, one in values_in(path).items()}
+        return {name: parse_dataclass(Reserved, one) for name, one in values_in(path).items()}
     except FileNotFoundError:
         return {}
     except (ValueError, AttributeError, ConfigurationError) as error:

@@ -21,7 +21,7 @@ from facility.exchange.checkpoints.task_class import check_attention
 from facility.exchange.child import end_with_parent
 from facility.exchange.errors import CrossFedError, InputError, TransientError
 from facility.exchange.files.compiled_code import compiled_code_place
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.comparison import with_tasks
 from facility.exchange.messages.evaluation import EvaluationSettings, Score, with_scores
@@ -58,11 +58,11 @@ def command(settings: EvaluationSettings, out: Path, links: Mapping[str, Path], 
     words = [sys.executable, "-m", "lm_eval", "--model", "hf", "--model_args", arguments]
     words += ["--tasks", ",".join(settings.tasks), "--batch_size", str(settings.batch), "--output_path", str(out)]
     words += ["--device", "cpu"] if device == "cpu" else []
-    words += ["--include_path", str(resolve(settings.directory))] if settings.directory else []
+    words += ["--include_path", str(resolve_path(settings.directory))] if settings.directory else []
     return words + (["--limit", str(settings.limit)] if settings.limit else [])
 
 
-def evaluate(
+def evaluate_model(
     model: Path, settings: EvaluationSettings, *, dataset: Path, base: str = "", device: str = "auto"
 ) -> list[Score]:
     """Scores of `model`. Raises `TransientError` with the end of lm-eval's output where it fails or takes too long, and
@@ -143,7 +143,7 @@ def whole(model: Path, base: str, folder: Path) -> Path:
 def tell_scores(model: Path, out: Path, settings: FacilitySettings, *, dataset: Path) -> None:
     """Evaluate the received model on tasks; an evaluation that fails is reported and costs no update."""
     try:
-        scores = evaluate(
+        scores = evaluate_model(
             model, settings.evaluation, dataset=dataset, base=base_below(settings), device=settings.training.device
         )
         with_scores(out, scores)
@@ -157,7 +157,7 @@ def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: Facil
     found: list[dict[str, Any]] = []
     for folder, model in models.items() if settings.evaluation.tasks else ():
         try:
-            scores = evaluate(
+            scores = evaluate_model(
                 model,
                 settings.evaluation,
                 dataset=dataset,
@@ -175,7 +175,7 @@ def tell_scores_of_models(models: Mapping[str, Path], out: Path, settings: Facil
 def base_below(settings: FacilitySettings) -> str:
     """The model below adapters that travel alone, or ''."""
     lora = settings.training.lora
-    return str(resolve(lora.base)) if lora.rank and lora.base else ""
+    return str(resolve_path(lora.base)) if lora.rank and lora.base else ""
 
 
 def scores_in(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:

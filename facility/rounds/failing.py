@@ -9,20 +9,20 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, manifest_if_any, run_of, with_run, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.launching.supervise import Ending
-from facility.rounds.job import Job, clear
+from facility.rounds.job import Job, clear_attempt
 
 NOTE_SECONDS = 1.0
 """Another node that failed at the same time may still be about to note why."""
 
 
-def earliest(job: Job, ending: Ending) -> Ending:
+def earliest_failure(job: Job, ending: Ending) -> Ending:
     """The failure that came first, of this task and the others."""
     if job.tasks.tasks == 1 or ending.code == Outcome.CHECKPOINTED:
         return ending
@@ -35,7 +35,7 @@ def earliest(job: Job, ending: Ending) -> Ending:
     return replace(ending, code=note["code"], reason=f"on node {note['node']}: {note['reason']}", tail=note["tail"])
 
 
-def fail(
+def leave_failure(
     out: Path, failure: report.Failure, settings: FacilitySettings | None = None, received: Path | None = None
 ) -> None:
     """Leave `failure.json` alone in `out`; with the `settings` of a facility that signs, under a signed manifest.
@@ -44,7 +44,7 @@ def fail(
     """
     if not report.output_leaves():
         failure = replace(failure, log_tail="")
-    clear(out)
+    clear_attempt(out)
     with new_directory(out) as temporary:
         report.write(temporary, failure)
         if settings is not None and settings.training.signing_key:
@@ -57,4 +57,4 @@ def fail(
             if (model := manifest_if_any(received) if received is not None else None) is not None:
                 with_run(temporary, run_of(model))
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
-                sign(temporary, resolve(settings.training.signing_key), kind="update")
+                sign_manifest(temporary, resolve_path(settings.training.signing_key), kind="update")

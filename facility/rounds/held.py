@@ -30,7 +30,7 @@ from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.masking import MaskingSettings
 from facility.masking.mask_update import MaskedTensors, mask_tensors
 from facility.masking.private_keys import Member
-from facility.rounds.sealed import SEAL, flaw, seal
+from facility.rounds.sealed import SEAL, find_flaw, write_seal
 from facility.rounds.smaller import keep_pending, pending_residual, residual_path
 
 NAME, SENT = "held.json", "sent"
@@ -70,7 +70,7 @@ def write_held(
         with new_directory(pending) as rest:
             base = open_checkpoint(received)
             done = mask_tensors(update, base, place / SENT, rest, member=member, settings=settings, seed=seed)
-        seal(pending, done.left)
+        write_seal(pending, done.left)
         value = {
             "round": round,
             "roster": member.roster.digest,
@@ -96,7 +96,7 @@ def read_held(state: Path, round: int, *, verify: bool = False) -> Held | None:
         altered = verify and any(sha256_of(held.sent / name) != digest for name, digest in done.sent.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if held.round != round or altered or (verify and ((rest := rest_of(state, held)) is None or flaw(rest))):
+    if held.round != round or altered or (verify and ((rest := rest_of(state, held)) is None or find_flaw(rest))):
         return None
     return held
 

@@ -13,7 +13,7 @@ from facility.exchange.messages.comparison import ALONE, MODELS
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.trainer import BUILT_IN
-from facility.launch import launch, limits_from
+from facility.launch import launch_ranks, limits_from
 from facility.launching.notes import Notes
 from facility.launching.place import Tasks
 from facility.launching.supervise import Ending
@@ -22,7 +22,7 @@ from facility.rounds.kept import compared_place
 from facility.rounds.masked import unmasked_path
 from facility.rounds.models import Models, digest_of
 from facility.rounds.personal import Personal
-from facility.rounds.smaller import left, pending_residual, unsent
+from facility.rounds.smaller import pending_residual, residual_to_add, residual_to_resume
 from facility.rounds.steps import steps_of
 
 GO, DONE, FAILED = "train", "done", "failed"
@@ -144,7 +144,7 @@ def work_of_round(job: Job) -> Work:
     """The round that the job was submitted for."""
     a = job.arguments
     masked = job.settings.masking is not None
-    ahead = unsent(job.state, a.round, job.settings.training, masked=masked, built_in=job.built_in)
+    ahead = residual_to_resume(job.state, a.round, job.settings.training, masked=masked, built_in=job.built_in)
     trains = a.round < job.settings.rounds
     return Work(
         model=job.model,
@@ -154,7 +154,7 @@ def work_of_round(job: Job) -> Work:
         state=job.state,
         unsent=ahead if trains else None,
         unsent_out=pending_residual(job.state) if job.writes_messages else None,
-        left=left(job.state, a.round, job.settings.training) if job.writes_messages else None,
+        left=residual_to_add(job.state, a.round, job.settings.training) if job.writes_messages else None,
         roster=a.roster if job.masks_from_memory else None,
         steps=steps_of(job.state, job.settings, read_manifest(a.model), a.round) if trains else None,
         own_models=found if job.kind == MODELS and (found := compared_place(job.state)).is_dir() else None,
@@ -190,7 +190,7 @@ def start_ranks(job: Job, work: Work) -> Ending:
         command += ["--roster", str(work.roster)]
     if work.steps is not None:
         command += ["--steps", str(work.steps)]
-    return launch(
+    return launch_ranks(
         command,
         tasks=job.tasks,
         ranks=training.ranks,
@@ -200,7 +200,7 @@ def start_ranks(job: Job, work: Work) -> Ending:
     )
 
 
-def clear(out: Path) -> None:
+def clear_attempt(out: Path) -> None:
     """Remove what an earlier attempt left at the update's place."""
     if out.is_symlink() or out.is_file():
         out.unlink()

@@ -30,7 +30,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     add_log_options(p)
 
 
-def ending(work: Callable[[], None], settings: Path, round: int, out: Path) -> int:
+def run_to_outcome(work: Callable[[], None], settings: Path, round: int, out: Path) -> int:
     """Run `work`; a failure becomes `failure.json` and the code that the workflow knows.
 
     Raises `InputError` where something else lies at `out`.

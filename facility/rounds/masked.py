@@ -21,16 +21,16 @@ from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory
 from facility.exchange.files.links import link_files, link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.masking.roster import check_size, read_roster
 from facility.exchange.masking.walks import check_own, check_walks
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.report import Report, read_report, skipped_of
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.steps import steps_asked
 from facility.masking.ledger import AnswerLedger
-from facility.masking.mask_update import check_base, complete, mask_update
+from facility.masking.mask_update import check_base, complete_masked_update, mask_update
 from facility.masking.private_keys import Member, PrivateKeys
 from facility.masking.request_copy import private_roster
 from facility.masking.site_rules import site_rules
@@ -83,7 +83,7 @@ class Masked:
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
-        sign(out, resolve(self.settings.training.signing_key), kind="update")
+        sign_manifest(out, resolve_path(self.settings.training.signing_key), kind="update")
         kept.keep(own_key, round, out)
 
     def hold(self, update: Checkpoint, *, received: Path) -> None:
@@ -108,7 +108,9 @@ class Masked:
         keep_rest(self.state, held)
         with new_directory(out) as directory:
             link_files(held.sent, directory)
-            complete(update, received, directory, held.masked, member=self.member, settings=self.settings.masking)
+            complete_masked_update(
+                update, received, directory, held.masked, member=self.member, settings=self.settings.masking
+            )
         return True
 
     def _whole_again(self, update: Path, received: Path, key: str) -> Path:
@@ -145,7 +147,7 @@ def unmasked_path(state: Path, round: int) -> Path:
     return state / FOLDER / f"unmasked-{round}"
 
 
-def masked(
+def read_masking(
     settings: FacilitySettings, state: Path, roster: Path | None, received: Path, round: int, *, dataset: Path
 ) -> Masked | None:
     """How this round's update is masked; None where it is not. Raises `InputError`, before anything is trained."""
@@ -156,7 +158,7 @@ def masked(
     rules = site_rules()
     rules.check(settings.masking)
     with private_roster(roster) as copy:  # where the roster lies, its keys can be exchanged once they are checked
-        found = read_roster(copy, settings.masking, resolve(settings.masking.peer_signers))
+        found = read_roster(copy, settings.masking, resolve_path(settings.masking.peer_signers))
     check_size(found, settings.masking, rules.least(settings.masking))
     member = PrivateKeys(state=state).of(found, settings.facility)
     asked = steps_asked(read_manifest(received), settings.facility, most=settings.most_steps)

@@ -11,7 +11,7 @@ import os
 import shutil
 from pathlib import Path
 
-from facility.exchange.checkpoints.delta import decode
+from facility.exchange.checkpoints.delta import decode_update
 from facility.exchange.errors import CheckpointError, InputError
 from facility.exchange.files import present
 from facility.exchange.files.links import link_tree
@@ -61,7 +61,7 @@ class Models:
             )
         shutil.rmtree(self.place(digest), ignore_errors=True)
         try:
-            decode(message, reference=self.place(reference), out=self.place(digest))
+            decode_update(message, reference=self.place(reference), out=self.place(digest))
         except CheckpointError:  # a kept model that was damaged must not be announced again
             shutil.rmtree(self.place(reference), ignore_errors=True)
             raise

@@ -11,13 +11,13 @@ from facility.dataset import NAME as DATASET
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.audit_log import AUDIT
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, with_missing
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.usage import with_usage
 from facility.launch import limits_from
 from facility.launching.supervise import Ending
@@ -28,16 +28,16 @@ from facility.rounds.dataset_counts import counts_of
 from facility.rounds.evaluation import tell_scores, tell_scores_of_models
 from facility.rounds.finished import Finished, key_of
 from facility.rounds.held import drop_held
-from facility.rounds.job import Job, clear, start_ranks, work_of_round
+from facility.rounds.job import Job, clear_attempt, start_ranks, work_of_round
 from facility.rounds.kept import compared_place
-from facility.rounds.masked import Masked, masked
+from facility.rounds.masked import Masked, read_masking
 from facility.rounds.models import Models, digest_of, note_kept_model
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.set_aside import forget_set_aside
 from facility.rounds.smaller import drop_pending, make_smaller
 from facility.rounds.steps import decide_steps, remember_beside
-from facility.rounds.sweep import forget_earlier, note_job, sweep, sweep_jobs
+from facility.rounds.sweep import forget_earlier, note_job, remove_old_rounds, sweep_jobs
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class OneRound:
     def sweep(self) -> None:
         """Remove what jobs of earlier rounds left."""
         note_job(Path.cwd(), self.job.settings, self.job.round)
-        for path in sweep(Path.cwd(), self.job.settings, self.job.round, self.received):
+        for path in remove_old_rounds(Path.cwd(), self.job.settings, self.job.round, self.received):
             log.info("removed %s, of an earlier round", path)
         for path in sweep_jobs(Path.cwd(), self.job.settings, self.job.round, self.received):
             log.info("removed %s, the directory of an earlier job", path)
@@ -79,20 +79,22 @@ class OneRound:
     def train_alone(self) -> Ending:
         """Train one round alone, to compare with, in place of all other stages."""
         job = self.job
-        clear(job.out)
+        clear_attempt(job.out)
         ending = train_alone(job, self.received)
         if ending.code == Outcome.DONE:
             with_run(job.out, self.run)
             with_usage(job.out, job.meter.usage(job.notes))
             with_head(job.out, os.environ.get(AUDIT, ""))
             if job.settings.training.signing_key:
-                sign(job.out, resolve(job.settings.training.signing_key), kind="update")
+                sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
         return ending
 
     def open(self) -> None:
         """Read the keys and the roster of secure aggregation."""
         job = self.job
-        self.masks = masked(job.settings, job.state, job.arguments.roster, job.received, job.round, dataset=job.dataset)
+        self.masks = read_masking(
+            job.settings, job.state, job.arguments.roster, job.received, job.round, dataset=job.dataset
+        )
 
     def finished_before(self) -> bool:
         """Hand over the update of an earlier job of this round; False where there is none."""
@@ -104,7 +106,7 @@ class OneRound:
             return False
         log.info("%s was finished before from the same model, settings and data: not trained again", found)
         forget_set_aside(job.state, self.received, done=job.round)
-        clear(job.out)
+        clear_attempt(job.out)
         if self.masks is None:
             link_tree(found, job.out)
         else:
@@ -115,7 +117,7 @@ class OneRound:
         """Make state, dataset and model ready to be trained from."""
         job = self.job
         self.finished.drop_before(job.round)
-        clear(job.out)
+        clear_attempt(job.out)
         drop_pending(job.state)
         drop_held(job.state)
         for path in forget_set_aside(job.state, self.received):
@@ -129,7 +131,7 @@ class OneRound:
         job.personal.put_in(job.received, job.goes_on_at)
         if self.received.kind == MODELS:
             self.missing = gather_own_models(job.state, self.received, job.settings.facility)
-        clear(job.trained)
+        clear_attempt(job.trained)
         job.trained.parent.mkdir(parents=True, exist_ok=True)
         if job.round < job.settings.rounds:
             limit = limits_from(job.arguments, job.tasks).total
@@ -187,16 +189,16 @@ class OneRound:
         job = self.job
         if self.masks is not None:
             self.finished.keep(self.key, job.round, job.trained)
-            clear(job.trained)
+            clear_attempt(job.trained)
             self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
-            sign(job.out, resolve(job.settings.training.signing_key), kind="update")
+            sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
         self.finished.keep(self.key, job.round, job.out)
         if self.decided is not None:
             remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)
         forget_earlier(job.state, job.round)
-        clear(compared_place(job.state))
+        clear_attempt(compared_place(job.state))
 
     def mask(self, update: Path) -> None:
         """Leave the masked form of a finished update; the update itself stays here, where it will be evaluated."""

@@ -20,7 +20,7 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.manifest import read_manifest, store_manifest, write_manifest
 from facility.rounds.kept import by_round, latest_before
-from facility.rounds.sealed import seal
+from facility.rounds.sealed import write_seal
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class Personal:
         shutil.rmtree(self.directory / f"round-{round}", ignore_errors=True)
         with new_directory(self.directory / f"round-{round}") as temporary:
             save_tensors(temporary, ((name, trained.read(name)) for name in names))
-            seal(temporary)
+            write_seal(temporary)
         if names:
             self._leave_out(names, trained, update, received)
         else:  # of adapters, where the patterns are for the model beneath: they stay in a file of their own

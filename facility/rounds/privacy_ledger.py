@@ -18,7 +18,7 @@ from facility.exchange.files.durable import complete_lines, fsync_directory, wri
 from facility.exchange.files.locks import take_lock
 from facility.exchange.messages.privacy import Unit
 from facility.exchange.privacy.accounting import Releases
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 
 FOLDER, NAME = "privacy", "released.jsonl"
 Kind = Literal["training", "validation"]
@@ -109,7 +109,7 @@ class ReleaseLedger:
         for number, line in enumerate(complete_lines(self.path), 1):
             try:
                 if line not in known:
-                    known[line] = parse(Entry, json.loads(line))
+                    known[line] = parse_dataclass(Entry, json.loads(line))
                 found.append(known[line])
             except (ValueError, ConfigurationError) as error:
                 raise InputError(

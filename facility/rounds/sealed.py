@@ -39,7 +39,7 @@ SELF_CHECKED = ("finished", "models", ASIDE)
 """Parts of the state that have manifests of their own, and what was put aside before."""
 
 
-def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
+def write_seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
     """Write the checksums of the files of a complete directory.
 
     `known`: those of files hashed as they were written.
@@ -64,12 +64,12 @@ def identity(path: Path) -> list[int]:
 
 
 def unchanged(directory: Path) -> dict[str, list[int]]:
-    """What `seal` noted of the files; nothing where the note is absent or no longer readable."""
+    """What `write_seal` noted of the files; nothing where the note is absent or no longer readable."""
     noted = note_in(directory / UNCHANGED)
     return noted if isinstance(noted, dict) else {}
 
 
-def flaw(directory: Path) -> str:
+def find_flaw(directory: Path) -> str:
     """What differs from the seal, '' for nothing."""
     try:
         promised, noted = values_in(directory / SEAL), unchanged(directory)
@@ -96,7 +96,7 @@ def check_kept(state: Path, round: int, *, evaluates: bool = False) -> list[str]
     for found in sorted(state.rglob(SEAL)):
         directory = found.parent
         inner = directory.relative_to(state)
-        if inner.parts[:1] and inner.parts[0] in SELF_CHECKED or not (reason := flaw(directory)):
+        if inner.parts[:1] and inner.parts[0] in SELF_CHECKED or not (reason := find_flaw(directory)):
             continue
         if _needed(directory, state, round, evaluates):
             raise InputError(
@@ -123,23 +123,23 @@ def replace_directory(path: Path, new: Path) -> None:
     To remove what is large takes seconds, in which a scheduler may kill: before, it would be neither here nor there.
     """
     old = path.with_name(path.name + OLD)
-    discard(old)
+    discard_sealed(old)
     with suppress(FileNotFoundError):
         os.rename(path, old)
     os.rename(new, path)
     fsync_directory(path.parent)
-    discard(old)
+    discard_sealed(old)
 
 
 def _finish_replacements(state: Path) -> None:
     """Where a kill came between the two moves of `replace_directory`, make the second."""
     for new in sorted(state.rglob(f"*{NEW}")):
         path = new.with_name(new.name.removesuffix(NEW))
-        if present.is_dir(path.with_name(path.name + OLD)) and not present.exists(path) and not flaw(new):
+        if present.is_dir(path.with_name(path.name + OLD)) and not present.exists(path) and not find_flaw(new):
             os.rename(new, path)
 
 
-def discard(directory: Path) -> None:
+def discard_sealed(directory: Path) -> None:
     """Remove a directory of the state; the seal first, so that what a kill leaves of it is not taken for damaged."""
     with suppress(OSError):
         (directory / SEAL).unlink()

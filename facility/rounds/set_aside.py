@@ -16,7 +16,7 @@ from facility.exchange.messages.manifest import Manifest
 from facility.exchange.messages.set_aside import set_aside
 from facility.rounds.finished import Finished
 from facility.rounds.kept import OF_A_ROUND
-from facility.rounds.sealed import discard
+from facility.rounds.sealed import discard_sealed
 
 NAME = "set_aside.json"
 """In the state: the rewinds that it has seen."""
@@ -38,7 +38,7 @@ def forget_set_aside(state: Path, received: Manifest, *, done: int = -1) -> list
     gone = [path for path in places if (found := OF_A_ROUND.fullmatch(path.name)) and int(found[1]) >= first]
     gone += Finished(state).of_rounds_from(first)
     for path in gone:
-        discard(path)
+        discard_sealed(path)
     state.mkdir(parents=True, exist_ok=True)
     write_json(state / NAME, sorted({*known, *told}))
     return gone

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from facility.exchange.checkpoints.checkpoint import ADAPTER
-from facility.exchange.checkpoints.delta import Encoded, encode
+from facility.exchange.checkpoints.delta import Encoded, encode_update
 from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import FULL, fading_of, trained_from
@@ -24,7 +24,7 @@ from facility.exchange.files import present
 from facility.exchange.files.durable import fsync_directory
 from facility.exchange.messages.settings import TrainingSettings
 from facility.rounds.kept import by_round, latest_before
-from facility.rounds.sealed import SEAL, seal
+from facility.rounds.sealed import SEAL, write_seal
 
 PENDING = "pending"
 """In the residual's directory: of an update that is not complete."""
@@ -46,9 +46,9 @@ def make_smaller(
 
     With `full`, what earlier messages left is in the update, and nothing is left by it, unless it is `masked`
     afterwards. Adapters travel in full: the model that was received may hold none, or more than them. `update` was
-    trained from `unsent`, so its difference to `model` holds what was not sent before; with a codec that fades the rest
-    of it is added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the step that the
-    message decodes to. A trainer that was given `pending_residual` may have written the message already.
+    trained from `residual_to_resume`, so its difference to `model` holds what was not sent before; with a codec that
+    fades, the rest of it is added here. `built_in`: CrossFed's own trainer trained it. `norms`: state the norm of the
+    step that the message decodes to. A trainer that was given `pending_residual` may have written the message already.
     """
     if (update / FILE).is_file():
         keep_pending(state, round)
@@ -61,7 +61,7 @@ def make_smaller(
     after = residual_path(state, round)
     for leftover in (after, message):  # of an earlier attempt at the same round
         shutil.rmtree(leftover, ignore_errors=True)
-    done = encode(
+    done = encode_update(
         full=update,
         reference=model,
         out=message,
@@ -70,7 +70,7 @@ def make_smaller(
         density=settings.sparse_density,
         patterns=patterns,
         norms=norms,
-        ahead=left(state, round, settings),
+        ahead=residual_to_add(state, round, settings),
         taken=_taken(settings, built_in),
     )
     keep_residual(state, round, done.residual_checksums)
@@ -102,7 +102,7 @@ def keep_pending(state: Path, round: int) -> None:
     _drop_before(state, round)
 
 
-def unsent(
+def residual_to_resume(
     state: Path, round: int, settings: TrainingSettings, *, masked: bool = False, built_in: bool = True
 ) -> Path | None:
     """The residual of messages before `round`, which training goes on from: a checkpoint of the tensors concerned;
@@ -113,7 +113,7 @@ def unsent(
     return _left_before(state, round) if goes_on else None
 
 
-def left(state: Path, round: int, settings: TrainingSettings) -> Path | None:
+def residual_to_add(state: Path, round: int, settings: TrainingSettings) -> Path | None:
     """The residual that the message of `round` adds to its difference, in an encoding that fades; None: nothing."""
     return _left_before(state, round) if fading_of(settings.encoding) else None
 
@@ -138,7 +138,7 @@ def keep_residual(state: Path, round: int, known: Mapping[str, str] | None = Non
     """Seal what `round` left unsent, and remove those of rounds before, but the last: it is needed if this round is
     repeated. `known`: checksums of files, made as they were written."""
     if present.is_dir(directory := residual_path(state, round)):
-        seal(directory, known)
+        write_seal(directory, known)
     _drop_before(state, round)
 
 

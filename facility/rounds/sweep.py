@@ -28,7 +28,9 @@ KEPT_JOBS = 10
 """Rounds whose jobs' directories stay, with what the jobs printed."""
 
 
-def sweep(job_directory: Path, settings: FacilitySettings, round: int, received: Manifest | None = None) -> list[Path]:
+def remove_old_rounds(
+    job_directory: Path, settings: FacilitySettings, round: int, received: Manifest | None = None
+) -> list[Path]:
     """Remove this federation's models and this facility's updates of rounds before `round` beside `job_directory`.
 
     Directories of several models have the number of the final evaluation; those that are not the one `received` go.
@@ -65,7 +67,7 @@ def sweep_jobs(job_directory: Path, settings: FacilitySettings, round: int, rece
     """Remove what jobs of this facility left beside `job_directory` whose round is `KEPT_JOBS` behind or more: what
     they printed, their progress, and what the trainer left in TMPDIR. Returns the jobs' directories.
 
-    As in `sweep`, the round is that of the model received where that is earlier.
+    As in `remove_old_rounds`, the round is that of the model received where that is earlier.
     """
     round = min(round, received.round) if received.kind == "model" else round
     kept = max(KEPT_JOBS, settings.behind + 2)

@@ -13,7 +13,7 @@ from facility.sync.runtime.replica import Context
 from facility.sync.single import SingleReplica
 
 
-def connect(context: Context, *, namespace: str = "sync") -> Synchroniser:
+def connect_replicas(context: Context, *, namespace: str = "sync") -> Synchroniser:
     """Meet the other replicas and return the policy's synchroniser. A single replica never communicates.
 
     The store is used below `namespace` only, another one for every round.

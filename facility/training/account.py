@@ -77,17 +77,17 @@ def bubble_theory(schedule: str, stages: int, virtual: int, micro_batches: int) 
     return ratio / (1 + ratio)
 
 
-def steady(ends: list[float], tokens: int) -> float | None:
+def steady_tokens_per_second(ends: list[float], tokens: int) -> float | None:
     """Tokens a second from the end of the second step on: without compilation and first touches of memory."""
     return (len(ends) - 2) * tokens / (ends[-1] - ends[1]) if len(ends) > 2 else None
 
 
-def rounded(seconds: dict[str, float]) -> dict[str, float]:
+def rounded_seconds(seconds: dict[str, float]) -> dict[str, float]:
     """Seconds by part with the digits that the report shows."""
     return {part: round(value, 4) for part, value in seconds.items()}
 
 
-def details(
+def report_details(
     held: Assembly,
     layout: Layout,
     config: Any,

@@ -66,7 +66,7 @@ def load_adapters(
     load_shards([dataclasses.replace(part, name=names.saved[part.name]) for part in saved], base, names.conversion)
     for part in adapters:
         if is_magnitude(part.name):
-            dora.begin(part, names.magnitudes[part.name], base, names.conversion)
+            dora.initialise_magnitudes(part, names.magnitudes[part.name], base, names.conversion)
         if not is_factor(part.name):
             continue
         drawn = torch.from_numpy(begun_factor(seed, part.name, part.shape))

@@ -35,13 +35,13 @@ class BlockLosses:
         return float(self.losses.sum()) / predictions if predictions else math.nan
 
 
-def interval(one: BlockLosses) -> Interval:
+def mean_loss_interval(one: BlockLosses) -> Interval:
     """The mean loss per prediction, and where it lies over resamples of the blocks."""
     values = [losses / predictions for losses, predictions in _resampled(one)]
     return _interval(one.mean, np.concatenate(values))
 
 
-def difference(one: BlockLosses, other: BlockLosses) -> Interval:
+def loss_difference(one: BlockLosses, other: BlockLosses) -> Interval:
     """The mean loss of `one` less that of `other`, on the same blocks."""
     values = [
         mine[0] / mine[1] - theirs[0] / theirs[1]

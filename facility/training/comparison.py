@@ -20,7 +20,7 @@ from facility.dataset import NAME, open_dataset
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import note_in
 from facility.exchange.messages.comparison import (
     GLOBAL,
@@ -34,11 +34,11 @@ from facility.exchange.messages.comparison import (
 from facility.exchange.messages.evaluation import ACCURACY, HELD_OUT, VALIDATION
 from facility.exchange.messages.manifest import Manifest, read_manifest, sha256_of
 from facility.exchange.messages.plausible import MOST_LOSS
-from facility.training.bootstrap import BlockLosses, difference, interval
+from facility.training.bootstrap import BlockLosses, loss_difference, mean_loss_interval
 from facility.training.data.loader import DataLoader
 from facility.training.finish import write_evaluation
 from facility.training.prepare import load_weights
-from facility.training.processes.ranks import together
+from facility.training.processes.ranks import agree_on_failure
 from facility.training.request import RoundRequest
 from facility.training.round import Round
 
@@ -66,7 +66,7 @@ class Found:
     """Models without figures, and why."""
 
 
-def compare(round: Round) -> Found:
+def compare_models(round: Round) -> Found:
     """Evaluate every model of the received directory; what was found, on the first rank."""
     request = round.request
     assert request.bundle is not None
@@ -75,7 +75,7 @@ def compare(round: Round) -> Found:
     found = Found()
     for folder, model in models_of(request, manifest).items():
         checkpoint = open_checkpoint(model)
-        with together(round.ranks):
+        with agree_on_failure(round.ranks):
             load_weights(round.engine.assembly, round.inputs, checkpoint, request.settings.seed)
         for data in sets:
             round.show("evaluating")  # a sign of life: with many models, or many blocks, all of them take hours
@@ -125,10 +125,10 @@ def figure(folder: str, data: Data, one: BlockLosses, others: dict[str, BlockLos
     return Figure(
         model=folder,
         held_out=data.held_out,
-        loss=interval(one),
+        loss=mean_loss_interval(one),
         blocks=len(one.losses),
         predictions=int(one.predictions.sum()),
-        against={name: difference(one, other) for name, other in alike.items()},
+        against={name: loss_difference(one, other) for name, other in alike.items()},
     )
 
 
@@ -139,8 +139,8 @@ def data_sets(round: Round) -> list[Data]:
     found = [Data(loader=setup.loader, held_out=False, digest=digest_of(own, setup.loader.evaluated))]
     if not request.settings.evaluation.held_out:
         return found
-    directory = resolve(request.settings.evaluation.held_out)
-    with together(round.ranks):
+    directory = resolve_path(request.settings.evaluation.held_out)
+    with agree_on_failure(round.ranks):
         dataset = open_dataset(directory)
         mine, theirs = round.inputs.dataset.manifest, dataset.manifest
         for key in ("task", "block_tokens", "documents", "tokenizer_sha256", "pixels", "classes"):

@@ -30,7 +30,7 @@ class Adapted:
 
 
 @torch.no_grad()
-def begin(part: LocalShard, weight: Adapted, base: Checkpoint, conversion: Conversion | None) -> None:
+def initialise_magnitudes(part: LocalShard, weight: Adapted, base: Checkpoint, conversion: Conversion | None) -> None:
     """Fill the magnitudes held here with the norms of the base's rows, one for each output."""
     rows = part.tensor.shape[0]
     held = torch.empty(weight.shape if weight.transposed else (rows, *weight.shape[1:]), dtype=torch.float32)

@@ -14,7 +14,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
 from facility.sync.protocol import Synchroniser
 from facility.training.data.tasks import Batch
-from facility.training.gradients import clip, squared_norm
+from facility.training.gradients import clip_gradients, squared_norm
 from facility.training.loss_scale import LossScale
 from facility.training.monitor.clock import Clock
 from facility.training.optimizers.protocol import optimizer_of
@@ -115,7 +115,7 @@ class Engine:
             loss_total, norm = self._measure(loss_sum)
             finite, chosen = math.isfinite(loss_total) and math.isfinite(norm), rate()
             if finite:
-                clip(gradients, norm, self.settings.clip_norm)
+                clip_gradients(gradients, norm, self.settings.clip_norm)
                 self._update(chosen)
             for part in self.parts:
                 part.tensor.grad = part.parameter.grad = None

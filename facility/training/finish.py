@@ -28,7 +28,7 @@ from facility.training.devices import device_name
 from facility.training.drift import KIND, is_in
 from facility.training.loss_scale import LossScale
 from facility.training.model import class_of
-from facility.training.processes.ranks import barrier, gather, together
+from facility.training.processes.ranks import agree_on_failure, barrier, gather
 from facility.training.round import Round
 from facility.training.state import moments, second_moments, state
 from facility.training.state.leaving import Leaving
@@ -210,7 +210,7 @@ def take_walk(round: Round) -> drift.DriftReport | None:
     if not all(is_in(name, received, round.conversion) for name in round.engine.assembly.shapes):
         log.info("drift: adapters that begin in this round have no walk")
         return None
-    with together(round.ranks):
+    with agree_on_failure(round.ranks):
         correction.finish(round.request, received, round.conversion)
     round.sync_vectors |= {KIND: correction.vector}
     found = gather(round.ranks, [correction.squares, correction.walked] if round.writes else [0.0, 0.0])
@@ -280,10 +280,10 @@ def measure(round: Round, taken: StepsTaken, walked: drift.DriftReport | None) -
         "device": device_name(ranks.device),
         "peak_memory_bytes": account.peak_memory_bytes(ranks),
         "predicted_memory_bytes": engine.predicted_memory_bytes,
-        "seconds": account.rounded(round.clock.seconds),
+        "seconds": account.rounded_seconds(round.clock.seconds),
     }
     per_rank = gather(ranks, here)
-    details = account.details(
+    details = account.report_details(
         engine.assembly,
         setup.layout,
         inputs.config,
@@ -295,7 +295,9 @@ def measure(round: Round, taken: StepsTaken, walked: drift.DriftReport | None) -
     details[reports.TASK] = inputs.dataset.manifest.task
     details |= reports.accuracies(received=round.progress.accuracy_received, returned=round.accuracy_returned)
     details |= {
-        "tokens_per_second_steady": account.steady(round.step_ends, shape.batch_sequences * inputs.block_tokens),
+        "tokens_per_second_steady": account.steady_tokens_per_second(
+            round.step_ends, shape.batch_sequences * inputs.block_tokens
+        ),
         reports.PREDICTED_MEMORY: max(one["predicted_memory_bytes"] for one in per_rank),
         "sync": round.sync_report,
         reports.STEPS_SKIPPED: taken.skipped,

@@ -14,7 +14,7 @@ def squared_norm(gradients: Sequence[torch.Tensor], device: torch.device) -> tor
     return torch.stack(torch._foreach_norm(list(gradients))).double().square().sum()
 
 
-def clip(gradients: Sequence[torch.Tensor], norm: float, limit: float) -> None:
+def clip_gradients(gradients: Sequence[torch.Tensor], norm: float, limit: float) -> None:
     """Scale the gradients so that the global norm is at most `limit` (0: leave them); no pass where it is already."""
     factor = limit / (norm + 1e-6)
     if limit > 0 and gradients and factor < 1.0:

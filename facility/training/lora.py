@@ -18,7 +18,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 
 
-def inject(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> None:
+def inject_adapters(model: nn.Module, settings: LoraSettings, *, classifies: bool) -> None:
     """Add adapters on the meta device; beside them only `modules_to_save` are trained from here on.
 
     `classifies`: the model has a classifier's head, which is saved unless others are named. Raises

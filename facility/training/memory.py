@@ -15,7 +15,7 @@ from facility.exchange.memory.rank import RankLayout, rank_memory
 from facility.exchange.memory.replicas import exchanged_vectors, exchanges_state
 from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.sizes import size
+from facility.exchange.sizes import format_bytes
 from facility.training.devices import free_bytes
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.structure import ModelStructure
@@ -135,13 +135,14 @@ def cast_weights(model: nn.Module, settings: TrainingSettings, *, chunked: bool)
     }
 
 
-def check(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:
+def check_memory(parts: dict[str, int], ranks: Ranks, settings: TrainingSettings) -> None:
     """Raise `InputError` with the numbers where the prediction exceeds what there is."""
     total, there = sum(parts.values()), available_bytes(ranks, settings)
     if total > there:
-        listed = ", ".join(f"{name} {size(value)}" for name, value in parts.items())
+        listed = ", ".join(f"{name} {format_bytes(value)}" for name, value in parts.items())
         raise InputError(
-            f"rank {ranks.rank} will need about {size(total)} of memory ({listed}), it has {size(there)}: {NEEDS_LESS}"
+            f"rank {ranks.rank} will need about {format_bytes(total)} of memory ({listed}), it has "
+            f"{format_bytes(there)}: {NEEDS_LESS}"
         )
 
 
@@ -152,9 +153,9 @@ def is_out_of_host_memory(error: BaseException) -> bool:
 
 def out_of_host_memory(held: int, limit: float) -> InputError:
     """What to say where the host gives this rank no more than the bytes it `held`; `limit`: of its addresses."""
-    limited = "" if math.isinf(limit) else f", and its addresses are limited to {size(limit)} (ulimit -v)"
+    limited = "" if math.isinf(limit) else f", and its addresses are limited to {format_bytes(limit)} (ulimit -v)"
     return InputError(
-        f"out of memory: this rank held {size(held)}{limited}: ask the scheduler for more, or {NEEDS_LESS}"
+        f"out of memory: this rank held {format_bytes(held)}{limited}: ask the scheduler for more, or {NEEDS_LESS}"
     )
 
 
@@ -164,10 +165,10 @@ def out_of_memory(name: str, total: int, free: int, reserved: int) -> CrossFedEr
     `TransientError` where other processes hold more than their contexts need: they may end.
     """
     others = total - free - reserved - CONTEXT_BYTES
-    text = f"out of memory on {name}: of {size(total)} this rank held {size(reserved)}"
+    text = f"out of memory on {name}: of {format_bytes(total)} this rank held {format_bytes(reserved)}"
     if others > CONTEXT_BYTES:
         return TransientError(
-            f"{text} and other processes {size(others)}: expected a GPU for this rank alone; ask the scheduler for "
-            f"GPUs of one's own, or {NEEDS_LESS}"
+            f"{text} and other processes {format_bytes(others)}: expected a GPU for this rank alone; ask the scheduler "
+            f"for GPUs of one's own, or {NEEDS_LESS}"
         )
     return InputError(f"{text}: {NEEDS_LESS}")

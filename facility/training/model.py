@@ -14,7 +14,7 @@ from torch import nn
 from facility.exchange.checkpoints.adapters import MAGNITUDE, PREFIX, is_added, is_magnitude
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, lacking
+from facility.exchange.checkpoints.conversion import Conversion, conversion_of, describe_missing, unfilled_parameters
 from facility.exchange.checkpoints.families import most_positions
 from facility.exchange.checkpoints.task_class import config_in
 from facility.exchange.errors import CheckpointError, InputError
@@ -83,7 +83,7 @@ def positions_in(config: Any) -> int:
     return most_positions({name: getattr(reading, name, None) for name in names})
 
 
-def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
+def build_base_model(config: Any, factory: Any, attention: Attention) -> nn.Module:
     """The model in float32 with parameters on the meta device; buffers are real."""
     from accelerate import init_empty_weights
 
@@ -108,7 +108,7 @@ def build(config: Any, factory: Any, attention: Attention) -> nn.Module:
 def count_blocks(config: Any, factory: Any, attention: Attention) -> int:
     """Number of repeated blocks; 0 where the model has no list of them (it can still be trained by one rank)."""
     count = getattr(config, "num_hidden_layers", None)
-    return count if isinstance(count, int) else len(find_blocks(build(config, factory, attention))[1])
+    return count if isinstance(count, int) else len(find_blocks(build_base_model(config, factory, attention))[1])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +147,7 @@ def names_of(model: Any, checkpoint: Checkpoint) -> Names:
         aliases.setdefault(id(parameter), []).append(name)
     disk: dict[str, str] = {}
     repeats: dict[str, str] = {}
-    if absent := [name for name in lacking(model, conversion, lora.name_on_disk) if not is_added(name)]:
+    if absent := [name for name in unfilled_parameters(model, conversion, lora.name_on_disk) if not is_added(name)]:
         raise CheckpointError(describe_missing(checkpoint, absent))
     for first, *others in aliases.values():
         plain = [lora.name_on_disk(name) for name in (first, *others)]

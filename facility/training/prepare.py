@@ -14,7 +14,7 @@ from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.chunks import WHOLE_LOGITS
 from facility.exchange.messages.manifest import check_digest
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.training import account, memory
 from facility.training.batch_norm import check_variances
 from facility.training.begin_adapters import check_scale, load_adapters
@@ -26,13 +26,13 @@ from facility.training.head import HeadChoice, choose_head
 from facility.training.monitor.clock import Clock
 from facility.training.parallel import arrange
 from facility.training.parallel.arrange import Layout
-from facility.training.parallel.assemble import Assembly, assemble, build_meta_model
+from facility.training.parallel.assemble import Assembly, assemble_part, build_meta_model
 from facility.training.parallel.sharder import Sharder
 from facility.training.parallel.split import inspect_model
 from facility.training.parallel.structure import ModelStructure
 from facility.training.privacy.micro_batches import memory_of_records
-from facility.training.processes.ranks import Ranks, from_environment, together
-from facility.training.processes.rendezvous import start
+from facility.training.processes.ranks import Ranks, agree_on_failure, from_environment
+from facility.training.processes.rendezvous import join_ranks
 from facility.training.replicas import order_of
 from facility.training.request import RoundRequest
 from facility.training.shards import load_shards
@@ -60,10 +60,10 @@ def prepare_ranks(request: RoundRequest) -> Ranks | None:
         if remapped is None:
             return None
         ranks = remapped
-    start(ranks, threads=training.threads, timeout_seconds=training.stall_seconds)
+    join_ranks(ranks, threads=training.threads, timeout_seconds=training.stall_seconds)
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    torch.manual_seed(derive(request.settings.seed, "round", request.round, request.settings.facility))
+    torch.manual_seed(derive_seed(request.settings.seed, "round", request.round, request.settings.facility))
     return ranks
 
 
@@ -108,7 +108,7 @@ def choose_setup(request: RoundRequest, inputs: RoundInputs, ranks: Ranks) -> Se
 def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks: Ranks, clock: Clock) -> Engine:
     """This rank's part of the received model in memory, with its optimizer."""
     training, layout, structure = request.training, setup.layout, setup.structure
-    with together(ranks):
+    with agree_on_failure(ranks):
         skeleton = build_meta_model(inputs.config, inputs.task, inputs.attention, training)
         if request.settings.differential is None and (halved := hold_in_half(skeleton, inputs.checkpoint, training)):
             log.info("%d frozen layers are held in %s, as they are stored", halved, training.compute_dtype)
@@ -117,9 +117,9 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
             used, more = memory_of_records(layout, skeleton, training)
         rank = memory.rank_layout(used, ranks, setup.head.rows, training)
         needed = memory.predicted_bytes(skeleton, structure, rank, training, inputs.config) | more
-        memory.check(needed, ranks, training)
+        memory.check_memory(needed, ranks, training)
         expected = account.resident_bytes(ranks) + sum(needed.values())
-    held = assemble(
+    held = assemble_part(
         skeleton,
         inputs.task,
         inputs.checkpoint,
@@ -127,7 +127,7 @@ def build_engine(request: RoundRequest, inputs: RoundInputs, setup: Setup, ranks
         structure=structure,
         chunk_rows=setup.head.rows,
     )
-    with together(ranks):
+    with agree_on_failure(ranks):
         if request.round == 0 and training.lora.rank and any(map(is_adapter, inputs.received.tensors)):
             check_scale(inputs.received.directory, training.lora)
         load_weights(held, inputs, inputs.received, request.settings.seed)

@@ -15,7 +15,7 @@ from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.layout import QUANTIZED_BLOCK, QUANTIZES
 from facility.exchange.messages.settings import TrainingSettings
-from facility.installed import unmet
+from facility.installed import unmet_requirements
 from facility.training.quantized_linear import QuantizedLinear
 from facility.training.shards import LocalShard, shard_of
 
@@ -66,7 +66,7 @@ def check_quantized(model: nn.Module, settings: TrainingSettings) -> None:
     if settings.lora.quantize_base == "none":
         return
     asked = f"training.lora.quantize_base is {settings.lora.quantize_base!r}"
-    if lacks := unmet([QUANTIZES]):
+    if lacks := unmet_requirements([QUANTIZES]):
         raise ConfigurationError(
             f"{asked}, and of this Python's packages {lacks[0]}: install it in the facility's environment "
             f"(pip install '{QUANTIZES}'), or set quantize_base to none"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
-from facility.exchange.seeds import derive
-from facility.sync.connect import connect
+from facility.exchange.seeds import derive_seed
+from facility.sync.connect import connect_replicas
 from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.replica import Context
 from facility.sync.runtime.sampling import ReplicaOrder
@@ -28,7 +28,7 @@ def order_of(layout: Layout, ranks: Ranks, *, sequences: int, seed: int) -> Repl
         sequences=sequences,
         replica=replica,
         replicas=layout.grid.replicas,
-        seed=derive(seed, "replicas"),
+        seed=derive_seed(seed, "replicas"),
     )
 
 
@@ -38,7 +38,7 @@ def independent_replicas(engine: Engine) -> tuple[int, int]:
     return (1, 0) if engine.together else (grid.replicas, grid.place(engine.ranks.rank)[0])
 
 
-def synchroniser(engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path) -> Synchroniser:
+def build_synchroniser(engine: Engine, *, steps: int, done: int, samples: float, round: int, log: Path) -> Synchroniser:
     """The policy at work on this rank, for `steps` steps of which `done` (on so many samples) lie before a pause."""
     if engine.together:
         return SingleReplica(steps, done)
@@ -64,4 +64,4 @@ def synchroniser(engine: Engine, *, steps: int, done: int, samples: float, round
         log=log if ranks.first else None,
         outlives=True,
     )
-    return connect(context, namespace=f"round-{round}")
+    return connect_replicas(context, namespace=f"round-{round}")

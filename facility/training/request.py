@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import trained_from
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.comparison import GLOBAL, MODELS
 from facility.exchange.messages.manifest import manifest_if_any
 from facility.exchange.messages.plan import Plan, read_plan
@@ -89,7 +89,7 @@ class RoundRequest:
     @property
     def base_model(self) -> Path:
         """The checkpoint that configuration and weights come from: the received one, or a base that never travels."""
-        return resolve(self.training.lora.base) if self.training.lora.base else self.model
+        return resolve_path(self.training.lora.base) if self.training.lora.base else self.model
 
     @property
     def total_steps(self) -> int:
@@ -101,7 +101,7 @@ def read_request(arguments: argparse.Namespace, began: float) -> RoundRequest:
     """Read the settings and the plan that the command line names. Raises `ConfigurationError`."""
     settings = read_facility_settings(arguments.settings)
     planned = settings.training.layout.plan
-    plan = arguments.plan or (resolve(planned) if planned else None)
+    plan = arguments.plan or (resolve_path(planned) if planned else None)
     manifest = manifest_if_any(arguments.model)
     state = state_directory(arguments.state, settings, arguments.dataset)
     bundle = arguments.model if manifest is not None and manifest.kind == MODELS else None
@@ -131,6 +131,6 @@ def masks_of(arguments: argparse.Namespace, settings: FacilitySettings, state: P
     the roster lies where the coordinator can write, and may have been changed since."""
     if arguments.roster is None or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return None
-    from facility.rounds.masked import masked  # and with it ciphers, which a round without masks does not need
+    from facility.rounds.masked import read_masking  # and with it ciphers, which a round without masks does not need
 
-    return masked(settings, state, arguments.roster, arguments.model, arguments.round, dataset=arguments.dataset)
+    return read_masking(settings, state, arguments.roster, arguments.model, arguments.round, dataset=arguments.dataset)

@@ -18,7 +18,7 @@ from facility.exchange.checkpoints.conversion import Conversion
 from facility.exchange.errors import InputError, NotWritten
 from facility.exchange.messages.privacy import WITHHELD
 from facility.exchange.messages.progress import Stage
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.exchange.task_words import TaskWords, words_of
 from facility.launching.replica_notes import ReplicaNote, note_replica
 from facility.sync.protocol import Synchroniser
@@ -35,18 +35,18 @@ from facility.training.monitor.trace import Trace
 from facility.training.monitor.tracker import Tracker
 from facility.training.prepare import Setup, build_engine
 from facility.training.privacy.private import private_training
-from facility.training.processes.ranks import Ranks, gather, regrouped, together
+from facility.training.processes.ranks import Ranks, agree_on_failure, gather, regroup
 from facility.training.processes.rendezvous import serves_others
 from facility.training.progress import Progress, show_stage
-from facility.training.replicas import independent_replicas, synchroniser
+from facility.training.replicas import build_synchroniser, independent_replicas
 from facility.training.request import RoundRequest
 from facility.training.schedule import learning_rate, scheduled_step
 from facility.training.shards import add_shards
 from facility.training.state import state
 from facility.training.state.reference import prepare_reference
-from facility.training.state.resume import SavedState, restore, restore_vectors, that_fits
+from facility.training.state.resume import SavedState, restore_state, restore_vectors, that_fits
 from facility.training.state.step_counts import steps_seen
-from facility.training.state.update import personal, round_in_place
+from facility.training.state.update import is_personal, round_in_place
 from facility.training.stop import Stop
 
 log = logging.getLogger(__name__)
@@ -92,7 +92,9 @@ class Round:
     def restore(self, saved: SavedState) -> None:
         """Put optimizer state back; mid-round also weights and counts."""
         self.saved = that_fits(self.request, saved, self.engine)
-        self.progress = restore(self.request, self.saved, self.engine, replica=self.replica, replicas=self.replicas)
+        self.progress = restore_state(
+            self.request, self.saved, self.engine, replica=self.replica, replicas=self.replicas
+        )
         if self.request.training.drift_correction and not self.request.evaluates_only:
             self._begin_correction()
         self.times.loaded = time.perf_counter()
@@ -101,7 +103,7 @@ class Round:
         """Turn drift correction on for this round, where the mean walk and this facility's own are known."""
         engine = self.engine
         self.drift = DriftCorrection(engine.parts, rates=self.progress.rates)
-        with together(self.ranks):
+        with agree_on_failure(self.ranks):
             self.drift.begin(self.request, self.conversion, engine.assembly.shapes)
         found = gather(self.ranks, [self.drift.squares, self.drift.own] if self.writes else [0.0, 0.0])
         self.drift.hold_back(*(math.fsum(column) for column in zip(*found, strict=True)))
@@ -143,7 +145,7 @@ class Round:
             )
             self.progress.accuracy_received = self.engine.accuracy
             if self.request.unsent is not None:
-                with together(self.ranks):
+                with agree_on_failure(self.ranks):
                     unsent = open_checkpoint(self.request.unsent)
                     add_shards(
                         self.engine.parts, unsent, self.engine.assembly.names.conversion, self.request.unsent_share
@@ -164,7 +166,7 @@ class Round:
         """Join the other replicas of this facility under the policy of `training.sync`."""
         request, progress = self.request, self.progress
         name = f"sync-{request.round}.{progress.interruptions}" if progress.interruptions else f"sync-{request.round}"
-        self.sync = synchroniser(
+        self.sync = build_synchroniser(
             self.engine,
             steps=request.training.steps,
             done=progress.done,
@@ -173,7 +175,7 @@ class Round:
             log=request.state / name,
         )
         vectors = self.sync.state_dict()
-        with together(self.ranks):
+        with agree_on_failure(self.ranks):
             restore_vectors(
                 request, self.saved, progress, self.engine, vectors, replica=self.replica, replicas=self.replicas
             )
@@ -251,9 +253,7 @@ class Round:
             return
         grid = layout.grid
         remaining = sorted(grid.ranks[list(members)].flatten().tolist())
-        self.ranks = self.engine.ranks = regrouped(
-            ranks, remaining, timeout_seconds=self.request.training.stall_seconds
-        )
+        self.ranks = self.engine.ranks = regroup(ranks, remaining, timeout_seconds=self.request.training.stall_seconds)
         self.replica, self.replicas = list(members).index(self.replica), len(members)
         self.writes = self.replica == 0
         _, _, column = grid.place(ranks.rank)
@@ -283,7 +283,7 @@ class Round:
     def _step(self) -> StepResult:
         """One optimizer step on the next batch, and what the policy does after it."""
         request, settings, done = self.request, self.request.settings, self.progress.done
-        torch.manual_seed(derive(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
+        torch.manual_seed(derive_seed(settings.seed, "step", request.round, settings.facility, done, self.ranks.rank))
 
         def rate() -> float:
             return self.sync.step_scale * learning_rate(self.overall_step, request.total_steps, request.training)
@@ -367,9 +367,9 @@ class Round:
     def evaluate_returned(self) -> None:
         """Round the weights to the dtype they are sent in, then evaluate them."""
         self.show("evaluating")
-        with together(self.ranks):
+        with agree_on_failure(self.ranks):
             changed, names = [*self.engine.parts, *self.engine.assembly.statistics], self.engine.assembly.names
-            sent = [part for part in changed if not personal(part, names, self.request.federated)]
+            sent = [part for part in changed if not is_personal(part, names, self.request.federated)]
             round_in_place(sent, self.request.training.export_dtype)
         self.loss_returned, self.accuracy_returned = self.evaluate(), self.engine.accuracy
         check_loss(self.loss_returned, "returned", "training diverged; lower training.learning_rate")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, expect, torch_dtype
+from facility.exchange.checkpoints.checkpoint import Checkpoint, Opened, TensorEntry, expect_tensors, torch_dtype
 from facility.exchange.checkpoints.conversion import Conversion, describe_missing
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -209,7 +209,7 @@ def load_shards(
     """
     with ShardReader(checkpoint, conversion, hashed) as reader:
         if hashed:
-            expect(hashed, checkpoint.tensors.values())
+            expect_tensors(hashed, checkpoint.tensors.values())
             parts = sorted(parts, key=reader.place)
         for one in parts:
             with one.filling() as part:

@@ -10,11 +10,11 @@ import time
 
 import torch
 
-from facility.exchange.files.storage import is_storage, located
+from facility.exchange.files.storage import is_storage, with_place
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.text import number_of
 from facility.training.account import most_resident_bytes
-from facility.training.comparison import compare, finish_comparison
+from facility.training.comparison import compare_models, finish_comparison
 from facility.training.data.inputs import RoundInputs, read_inputs
 from facility.training.devices import address_space_limit, device_name
 from facility.training.finish import finish_evaluation, finish_round
@@ -22,7 +22,7 @@ from facility.training.memory import is_out_of_host_memory, out_of_host_memory, 
 from facility.training.monitor.logs import start_logging
 from facility.training.parallel.arrange import check_devices
 from facility.training.prepare import Setup, choose_setup, prepare_ranks
-from facility.training.processes.ranks import Ranks, barrier, together
+from facility.training.processes.ranks import Ranks, agree_on_failure, barrier
 from facility.training.progress import show_stage
 from facility.training.request import RoundRequest, read_request
 from facility.training.round import Round
@@ -40,7 +40,7 @@ def train_round(arguments: argparse.Namespace) -> int:
     except OSError as error:
         if not is_storage(error):
             raise
-        raise located(error, [request.state, request.job_directory]) from None
+        raise with_place(error, [request.state, request.job_directory]) from None
     except torch.OutOfMemoryError:
         device = torch.cuda.current_device()
         free, total = torch.cuda.mem_get_info(device)
@@ -70,7 +70,7 @@ def _train_round(request: RoundRequest) -> int:
     with round.budget():
         round.evaluate_received()
         if request.bundle is not None:
-            finish_comparison(round, compare(round))
+            finish_comparison(round, compare_models(round))
             return Outcome.DONE
         if request.evaluates_only:
             finish_evaluation(round)
@@ -87,7 +87,7 @@ def _train_round(request: RoundRequest) -> int:
 
 def read(request: RoundRequest, ranks: Ranks) -> tuple[RoundInputs, Setup, SavedState]:
     """Open and check all input, choose the layout, find saved state: one rank's refusal is every rank's."""
-    with together(ranks):
+    with agree_on_failure(ranks):
         if request.plan is not None and (request.training.layout.shards or 1) == 1:
             check_devices(request.plan, ranks.number, ranks)
         inputs = read_inputs(request, ranks)

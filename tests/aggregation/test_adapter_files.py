@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.adapters import write_adapter_config
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, SINGLE, open_checkpoint, save_tensors
-from facility.exchange.checkpoints.delta import encode
-from facility.exchange.checkpoints.delta_decoding import decode
+from facility.exchange.checkpoints.delta import encode_update
+from facility.exchange.checkpoints.delta_decoding import decode_update
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from tests.aggregation import make
@@ -85,8 +85,8 @@ def test_adapters_that_travel_alone_keep_their_name_in_messages_too(tmp_path: Pa
     write_manifest(start, Manifest(kind="model", federation="test", round=0))
     means = next_model(start, tmp_path / "m1", 10)
     wanted = expected(base, means)
-    encode(full=tmp_path / "m1", reference=start, out=tmp_path / "message", encoding="changed")
-    decode(tmp_path / "message", reference=start, out=tmp_path / "decoded")
+    encode_update(full=tmp_path / "m1", reference=start, out=tmp_path / "message", encoding="changed")
+    decode_update(tmp_path / "message", reference=start, out=tmp_path / "decoded")
     for model in (tmp_path / "m1", tmp_path / "decoded"):
         assert sorted(path.name for path in model.glob("*.safetensors*")) == [ADAPTER]
         with_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), model)

@@ -15,7 +15,7 @@ import pytest
 
 from coordinator.aggregation.state import belong_to
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.delta import encode
+from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
@@ -191,7 +191,7 @@ def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: i
     write_manifest(base, Manifest(kind="model", federation="test", round=0))
     described = Manifest(kind="update", federation="test", round=0, facility="site00")
     write_manifest(full, described)
-    encode(full=full, reference=base, out=tmp_path / "site00", encoding=encoding, norms=True)
+    encode_update(full=full, reference=base, out=tmp_path / "site00", encoding=encoding, norms=True)
     updates = [tmp_path / f"site{number:02d}" for number in range(count)]
     for update in updates[1:]:
         shutil.copytree(updates[0], update, copy_function=os.link)

@@ -46,13 +46,13 @@ def error_of(decoded: Path, update: Path, base: Path) -> float:
 )
 def test_size_and_error(pair, tmp_path: Path, encoding: str, most_bytes: float, most_error: float):
     base, update = pair
-    result = delta.encode(full=update, reference=base, out=tmp_path / "message", encoding=encoding)
+    result = delta.encode_update(full=update, reference=base, out=tmp_path / "message", encoding=encoding)
     assert result.unchanged == 3  # frozen, steps, and the empty one
     sent = open_checkpoint(base)
     moved = sum(sent.tensors[name].size for name in SHAPES)
     header = read_header(tmp_path / "message" / delta.FILE)[0]
     assert sum(entry.size for entry in header.values()) <= most_bytes * moved
-    manifest = delta.decode(tmp_path / "message", reference=base, out=tmp_path / "decoded")
+    manifest = delta.decode_update(tmp_path / "message", reference=base, out=tmp_path / "decoded")
     assert (manifest.encoding, manifest.kind, manifest.facility) == ("full", "update", "alpha")
     assert error_of(tmp_path / "decoded", update, base) <= most_error
     assert result.relative_error == pytest.approx(error_of(tmp_path / "decoded", update, base), rel=1e-2)
@@ -72,7 +72,7 @@ def test_model_and_update_are_read_once_to_be_encoded(tmp_path: Path):
     moved = make.moved({name: t.float() for name, t in start.items()}, 1, 1e-4)
     update = make.update(tmp_path / "update", moved, base=base, facility="alpha")
     before = bytes_read_by_calls()
-    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    delta.encode_update(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
     needed = open_checkpoint(base).bytes + open_checkpoint(update).bytes
     assert needed <= bytes_read_by_calls() - before <= 1.05 * needed
 
@@ -84,9 +84,9 @@ def test_one_value_that_differs_is_sent_wherever_it_is(tmp_path: Path, place: in
     after = {name: tensor.float() for name, tensor in start.items()}
     after["w"].view(-1)[place] += 0.5
     update = make.update(tmp_path / "update", after, base=base, facility="alpha")
-    done = delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    done = delta.encode_update(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
     assert done.unchanged == 1
-    delta.decode(tmp_path / "message", reference=base, out=tmp_path / "decoded")
+    delta.decode_update(tmp_path / "message", reference=base, out=tmp_path / "decoded")
     got = make.read_all(tmp_path / "decoded")["w"].view(-1)
     assert got[place] == pytest.approx(1.5, abs=1e-2) and int((got != 1).sum()) == 1
 
@@ -122,10 +122,10 @@ def test_nothing_is_lost_over_rounds_that_go_on_from_what_was_not_sent(tmp_path:
     for number in range(rounds):
         update = make.update(tmp_path / f"u{number}", {"w": step + rest}, base=base, facility="alpha")
         after = tmp_path / f"residual{number}"
-        delta.encode(
+        delta.encode_update(
             full=update, reference=base, out=tmp_path / f"m{number}", encoding=encoding, density=0.2, residual_out=after
         )
-        delta.decode(tmp_path / f"m{number}", reference=base, out=tmp_path / f"d{number}")
+        delta.decode_update(tmp_path / f"m{number}", reference=base, out=tmp_path / f"d{number}")
         total += make.read_all(tmp_path / f"d{number}")["w"]
         rest = make.read_all(after)["w"]
     # What is not yet sent is exactly what the sender kept.
@@ -135,10 +135,10 @@ def test_nothing_is_lost_over_rounds_that_go_on_from_what_was_not_sent(tmp_path:
 
 def test_another_reference_is_an_error_that_says_send_in_full(pair, tmp_path: Path):
     base, update = pair
-    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    delta.encode_update(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
     other = make.model(tmp_path / "other", make.moved(make.read_all(base), 7))
     with pytest.raises(CheckpointError, match="different models; send it in full"):
-        delta.decode(tmp_path / "message", reference=other, out=tmp_path / "decoded")
+        delta.decode_update(tmp_path / "message", reference=other, out=tmp_path / "decoded")
     assert not (tmp_path / "decoded").exists()
 
 
@@ -154,7 +154,7 @@ def test_the_coordinators_direction(tmp_path: Path):
         delta.encode_model(
             model=fresh, reference=held, out=message, decoded=decoded, encoding="delta-int8", master=master
         )
-        at_facility = delta.decode(message, reference=held, out=tmp_path / f"facility{number}")
+        at_facility = delta.decode_update(message, reference=held, out=tmp_path / f"facility{number}")
         assert at_facility.content_sha256 == read_manifest(decoded).content_sha256
         assert (at_facility.kind, at_facility.round, at_facility.encoding) == ("model", number, "full")
         held = decoded
@@ -209,10 +209,10 @@ def _short(arrays):
 )
 def test_a_malformed_message_is_refused(pair, tmp_path: Path, change, words: str):
     base, update = pair
-    delta.encode(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
+    delta.encode_update(full=update, reference=base, out=tmp_path / "message", encoding="delta-int8")
     bad = rewritten(tmp_path / "message", tmp_path / "bad", change)
     with pytest.raises(CheckpointError, match=words):
-        delta.decode(bad, reference=base, out=tmp_path / "decoded")
+        delta.decode_update(bad, reference=base, out=tmp_path / "decoded")
     assert not (tmp_path / "decoded").exists() and not list(tmp_path.glob(".*"))
 
 
@@ -231,8 +231,8 @@ def test_a_tied_weight_that_one_side_alone_stores_twice_is_encoded_as_where_both
     found = []
     for one in (update, plain):
         message, out = tmp_path / f"{one.name}-message", tmp_path / f"{one.name}-decoded"
-        delta.encode(full=one, reference=base, out=message, encoding=encoding)
-        delta.decode(message, reference=base, out=out)
+        delta.encode_update(full=one, reference=base, out=message, encoding=encoding)
+        delta.decode_update(message, reference=base, out=out)
         found.append(make.read_all(out))
     assert found[0].keys() == found[1].keys() == open_checkpoint(base).tensors.keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
@@ -240,7 +240,7 @@ def test_a_tied_weight_that_one_side_alone_stores_twice_is_encoded_as_where_both
     other = {"w": moved["w"]} if twice == "model" else both | {"lm_head": both["embed"] + 1}
     untied = make.update(tmp_path / "untied", other, base=base, facility="alpha")
     with pytest.raises(CheckpointError, match="send it in full"):
-        delta.encode(full=untied, reference=base, out=tmp_path / "none", encoding=encoding)
+        delta.encode_update(full=untied, reference=base, out=tmp_path / "none", encoding=encoding)
 
 
 def test_what_stays_at_the_facility_is_no_tied_weight_of_what_leaves(tmp_path: Path):
@@ -248,5 +248,5 @@ def test_what_stays_at_the_facility_is_no_tied_weight_of_what_leaves(tmp_path: P
     base = make.model(tmp_path / "base", {"a": torch.ones(9), "b": torch.ones(9)})
     update = make.update(tmp_path / "update", {"a": torch.full((9,), 2.0)}, base=base, facility="alpha")
     message, personal = tmp_path / "message", Patterns(exclude=("b",))
-    delta.encode(full=update, reference=base, out=message, encoding="delta-int8", patterns=personal)
+    delta.encode_update(full=update, reference=base, out=message, encoding="delta-int8", patterns=personal)
     assert {name.partition("::")[0] for name in read_header(message / delta.FILE)[0]} == {"a"}

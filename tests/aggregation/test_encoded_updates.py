@@ -28,7 +28,7 @@ from coordinator.steps.receive import receive
 from facility.exchange.checkpoints import native
 from facility.exchange.checkpoints.checkpoint import Opened, TensorEntry, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART, sparseloco
-from facility.exchange.checkpoints.delta import FILE, decode, encode
+from facility.exchange.checkpoints.delta import FILE, decode_update, encode_update
 from facility.exchange.checkpoints.encoded import EncodedTensor, add_difference, open_message, values_of
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.errors import CheckpointError, UpdateRefused
@@ -69,7 +69,7 @@ def _message(place: Path, base: Path, i: int, encoding: str) -> None:
     moved = {"e.still": start["e.still"].float(), "f.n": start["f.n"]}
     moved |= make.moved({name: start[name].float() for name in SHAPES}, i + 1, 1e-3 * (1 + 0.1 * i))
     full = make.update(place / "full", moved, base=base, facility=f"f{i}", tokens=100 + i)
-    encode(full=full, reference=base, out=place / "message", encoding=encoding, norms=True)
+    encode_update(full=full, reference=base, out=place / "message", encoding=encoding, norms=True)
     shutil.rmtree(full)
 
 
@@ -77,7 +77,7 @@ def decoded(root: Path, base: Path, messages: list[Path]) -> list[Path]:
     found = []
     for message in messages:
         found.append(root / f"decoded-{message.name}")
-        decode(message, reference=base, out=found[-1], norms=True)
+        decode_update(message, reference=base, out=found[-1], norms=True)
     return found
 
 

@@ -12,7 +12,7 @@ from coordinator.aggregation.moment_limits import LARGEST
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.delta import decode, encode
+from facility.exchange.checkpoints.delta import decode_update, encode_update
 from facility.exchange.checkpoints.moments import (
     BLOCKS,
     FIRST,
@@ -62,8 +62,8 @@ def test_the_mean_is_weighted_and_goes_out_with_the_model_in_the_same_form(
 def test_they_travel_with_encoded_updates(model: Path, tmp_path: Path):
     update = write_update(tmp_path / "a", model, "a")
     with_moments(update, INT8)
-    encode(full=update, reference=model, out=tmp_path / "message", encoding="delta-int8")
-    decode(tmp_path / "message", reference=model, out=tmp_path / "decoded")
+    encode_update(full=update, reference=model, out=tmp_path / "message", encoding="delta-int8")
+    decode_update(tmp_path / "message", reference=model, out=tmp_path / "decoded")
     file = Path(FOLDER) / "model.safetensors"
     assert (tmp_path / "decoded" / file).read_bytes() == (update / file).read_bytes()
     check_update(tmp_path / "decoded", open_checkpoint(model), read_manifest(model), "a", 0)

@@ -12,7 +12,7 @@ from coordinator.aggregation.one_weight import one_weight
 from coordinator.aggregation.rules.registry import RULES
 from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.delta import encode
+from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.second_moments import Factors, write_factors
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
@@ -56,7 +56,7 @@ def test_a_tied_weight_that_is_stored_twice_stays_one(
     base, updates = begun
     if encoding != "full":
         for who, path in updates.items():
-            encode(full=path, reference=base, out=tmp_path / f"{who}-message", encoding=encoding)
+            encode_update(full=path, reference=base, out=tmp_path / f"{who}-message", encoding=encoding)
         updates = {who: tmp_path / f"{who}-message" for who in updates}
     settings = AggregationSettings(rule=f"{rule}+nesterov" if rule == "heloco" else rule)
     aggregate(base=base, updates=updates, out=tmp_path / "m1", settings=settings)

@@ -15,12 +15,12 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.sources import DamagedUpdate
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import TensorEntry, open_checkpoint
-from facility.exchange.checkpoints.delta import decode, encode, write_tensors
+from facility.exchange.checkpoints.delta import decode_update, encode_update, write_tensors
 from facility.exchange.checkpoints.delta_parts import FILE, READ, HeldTensor, as_bytes
 from facility.exchange.errors import ManifestError, UpdateRefused
 from facility.exchange.files import streamed_digest
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
-from facility.rounds.sealed import UNCHANGED, flaw, seal
+from facility.rounds.sealed import UNCHANGED, find_flaw, write_seal
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
 
@@ -100,8 +100,8 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
     message, residual, out = tmp_path / "message", tmp_path / "unsent", tmp_path / "decoded"
 
     def encoded() -> None:
-        made = encode(full=update, reference=base, encoding=encoding, out=message, residual_out=residual)
-        seal(residual, made.residual_checksums)
+        made = encode_update(full=update, reference=base, encoding=encoding, out=message, residual_out=residual)
+        write_seal(residual, made.residual_checksums)
 
     found = read_by(encoded)
     read = size(update) + size(base)
@@ -109,8 +109,8 @@ def test_nothing_is_read_again_that_encoding_or_decoding_wrote(
     assert found <= before + read + size(message) + SLACK
     assert size(residual) > 2 * SLACK
     (residual / UNCHANGED).unlink()  # so that the digests are compared
-    assert flaw(residual) == ""
-    found = read_by(lambda: decode(message, reference=base, out=out))
+    assert find_flaw(residual) == ""
+    found = read_by(lambda: decode_update(message, reference=base, out=out))
     assert found <= 2 * size(message) + size(base) + SLACK
     assert verify_manifest(out).encoding == "full"
 
@@ -141,7 +141,9 @@ def test_of_an_update_in_memory_only_the_received_model_is_read(second_round, tm
     found = read_by(lambda: write_tensors(directory, kept, old=old, new=new, encoding=encoding))
     before = size(base) + size(base) // 8 if encoding == "sparse" else 3 * 2 * READ
     assert found <= before + size(base) + size(directory) + SLACK
-    encode(full=update, reference=base, encoding=encoding, out=tmp_path / "whole", residual_out=tmp_path / "left")
+    encode_update(
+        full=update, reference=base, encoding=encoding, out=tmp_path / "whole", residual_out=tmp_path / "left"
+    )
     assert (directory / FILE).read_bytes() == (tmp_path / "whole" / FILE).read_bytes()
 
 

@@ -259,9 +259,9 @@ def test_ties_keeps_the_values_that_are_the_threshold_of_a_clipped_update():
 
 def test_ties_threshold_keeps_the_largest():
     values = np.arange(1, 101, dtype=np.float32)
-    limit = magnitudes.threshold(magnitudes.histogram(values), 0.2)
+    limit = magnitudes.threshold_for(magnitudes.histogram(values), 0.2)
     assert (np.abs(values) >= limit).mean() >= 0.2 and 80 <= limit <= 81
-    assert magnitudes.threshold(magnitudes.histogram(f32(1, 2, 3)), 1.0) <= 1
+    assert magnitudes.threshold_for(magnitudes.histogram(f32(1, 2, 3)), 1.0) <= 1
 
 
 def test_dare_keeps_the_density_and_the_expectation():

@@ -16,7 +16,7 @@ from coordinator.aggregation.moment_limits import LARGEST, SLOWEST, agree, belie
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.delta import decode, encode
+from facility.exchange.checkpoints.delta import decode_update, encode_update
 from facility.exchange.checkpoints.second_moments import (
     Factors,
     has_factors,
@@ -101,8 +101,8 @@ def test_what_no_optimizer_has_is_refused_by_name_and_the_others_go_on(model: Pa
 
 def test_they_travel_with_encoded_updates(model: Path, tmp_path: Path):
     update = with_factors(write_update(tmp_path / "a", model, "a"), 2.0)
-    encode(full=update, reference=model, out=tmp_path / "message", encoding="delta-int8")
-    decode(tmp_path / "message", reference=model, out=tmp_path / "decoded")
+    encode_update(full=update, reference=model, out=tmp_path / "message", encoding="delta-int8")
+    decode_update(tmp_path / "message", reference=model, out=tmp_path / "decoded")
     stored = (update / "second_moments" / "model.safetensors").read_bytes()
     assert (tmp_path / "decoded" / "second_moments" / "model.safetensors").read_bytes() == stored
 

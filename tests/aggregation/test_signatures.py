@@ -23,8 +23,8 @@ from facility.exchange.messages.manifest import (
 )
 from facility.exchange.messages.report import Failure
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
-from facility.exchange.messages.signatures import NAMESPACE, sign, verify
-from facility.rounds.failing import fail
+from facility.exchange.messages.signatures import NAMESPACE, sign_manifest, verify_signature
+from facility.rounds.failing import leave_failure
 from tests.aggregation import make
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
@@ -48,50 +48,50 @@ def update(tmp_path: Path) -> Path:
 
 
 def test_a_signed_update_is_verified(keys: Path, update: Path):
-    sign(update, keys / "alpha", kind="update")
-    verify(update, "alpha", keys / "allowed")
+    sign_manifest(update, keys / "alpha", kind="update")
+    verify_signature(update, "alpha", keys / "allowed")
     verify_manifest(update)  # the signature is no surplus file
 
 
 def test_what_is_not_verified(keys: Path, update: Path):
     with pytest.raises(ManifestError, match=f"no {SIGNATURE}.*'alpha' has to sign"):
-        verify(update, "alpha", keys / "allowed")
-    sign(update, keys / "beta", kind="update")
+        verify_signature(update, "alpha", keys / "allowed")
+    sign_manifest(update, keys / "beta", kind="update")
     with pytest.raises(ManifestError, match="not signed by 'alpha'"):
-        verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "alpha", keys / "allowed")
     with pytest.raises(ManifestError, match="not signed by 'gamma'"):
-        verify(update, "gamma", keys / "allowed")
-    sign(update, keys / "alpha", kind="update")
-    verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "gamma", keys / "allowed")
+    sign_manifest(update, keys / "alpha", kind="update")
+    verify_signature(update, "alpha", keys / "allowed")
     manifest = read_manifest(update)
     (update / "config.json").write_text("{}")
     write_manifest(update, manifest)
     with pytest.raises(ManifestError, match="not signed by 'alpha'"):
-        verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "alpha", keys / "allowed")
     for name in ("-rf", "a b", "", "a,b"):
         with pytest.raises(ManifestError, match="cannot be a signer"):
-            verify(update, name, keys / "allowed")
+            verify_signature(update, name, keys / "allowed")
     (update / SIGNATURE).write_bytes(b"x" * 100_000)
     with pytest.raises(ManifestError, match="not a signature"):
-        verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "alpha", keys / "allowed")
 
 
 @pytest.mark.parametrize("wrong", ["dangling", "garbage"])
 def test_a_file_of_revoked_keys_that_cannot_be_read_revokes_all_and_is_named(keys: Path, update: Path, wrong: str):
-    sign(update, keys / "alpha", kind="update")
+    sign_manifest(update, keys / "alpha", kind="update")
     revoked = keys / "allowed.revoked"
     if wrong == "dangling":
         revoked.symlink_to("/nowhere/revoked")
     else:
         revoked.write_text("alpha left\n")
     with pytest.raises(ManifestError, match="allowed.revoked"):
-        verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "alpha", keys / "allowed")
 
 
 def test_a_private_key_that_others_may_read_is_told_as_such(keys: Path, update: Path):
     (keys / "alpha").chmod(0o644)
     with pytest.raises(ConfigurationError, match="Permissions 0644 .* are too open"):
-        sign(update, keys / "alpha", kind="update")
+        sign_manifest(update, keys / "alpha", kind="update")
 
 
 def test_a_signature_for_another_purpose_is_none(keys: Path, update: Path):
@@ -102,14 +102,14 @@ def test_a_signature_for_another_purpose_is_none(keys: Path, update: Path):
         capture_output=True,
     )
     with pytest.raises(ManifestError, match="not signed"):
-        verify(update, "alpha", keys / "allowed")
+        verify_signature(update, "alpha", keys / "allowed")
 
 
 def test_a_manifest_that_lies_in_place_of_the_one_that_was_written_is_not_signed(keys: Path, update: Path):
     """Where a job leaves its update its coordinator can write: keys of its own making would bear a facility's name."""
     write_manifest(update, dataclasses.replace(read_manifest(update), kind="keys"))
     with pytest.raises(ManifestError, match="of kind 'keys', expected 'update'"):
-        sign(update, keys / "alpha", kind="update")
+        sign_manifest(update, keys / "alpha", kind="update")
     assert not (update / SIGNATURE).exists()
 
 
@@ -118,17 +118,17 @@ def test_a_link_beside_a_manifest_leads_its_signature_nowhere(keys: Path, update
     for place in (update / SIGNATURE, update / f".{SIGNATURE}.tmp"):
         place.symlink_to(keys / "alpha")
     before = (keys / "alpha").read_bytes()
-    sign(update, keys / "alpha", kind="update")
+    sign_manifest(update, keys / "alpha", kind="update")
     assert (keys / "alpha").read_bytes() == before and not (update / SIGNATURE).is_symlink()
-    verify(update, "alpha", keys / "allowed")
+    verify_signature(update, "alpha", keys / "allowed")
 
 
 def test_keys_and_signers_that_are_absent(keys: Path, update: Path):
     with pytest.raises(ConfigurationError, match="cannot be signed with .*nowhere"):
-        sign(update, keys / "nowhere", kind="update")
-    sign(update, keys / "alpha", kind="update")
+        sign_manifest(update, keys / "nowhere", kind="update")
+    sign_manifest(update, keys / "alpha", kind="update")
     with pytest.raises(ConfigurationError, match="allowed-signers file .* does not exist"):
-        verify(update, "alpha", keys / "nobody")
+        verify_signature(update, "alpha", keys / "nobody")
 
 
 def test_a_key_with_a_passphrase_does_not_wait_for_it(keys: Path, update: Path):
@@ -136,7 +136,7 @@ def test_a_key_with_a_passphrase_does_not_wait_for_it(keys: Path, update: Path):
         ["ssh-keygen", "-q", "-p", "-N", "secret", "-f", str(keys / "alpha")], check=True, capture_output=True
     )
     with pytest.raises(ConfigurationError, match="cannot be signed"):
-        sign(update, keys / "alpha", kind="update")
+        sign_manifest(update, keys / "alpha", kind="update")
 
 
 def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, update: Path):
@@ -145,7 +145,7 @@ def test_the_coordinator_asks_for_signatures_where_it_has_keys(keys: Path, updat
         update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings)
     )
     assert told is not None and told.kind == "refused" and "has to sign" in told.reason
-    sign(update, keys / "alpha", kind="update")
+    sign_manifest(update, keys / "alpha", kind="update")
     assert (
         receive(update, Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=settings))
         is None
@@ -168,7 +168,7 @@ def test_a_signed_failure_is_of_its_run_and_federation_alone(
     with_run(keys / "base", "a")
     training = TrainingSettings(signing_key=str(keys / "alpha"))
     settings = FacilitySettings(federation=federation, facility="alpha", rounds=3, seed=1, training=training)
-    fail(keys / "out", Failure(facility="alpha", round=0, reason="no disk"), settings, keys / received)
+    leave_failure(keys / "out", Failure(facility="alpha", round=0, reason="no disk"), settings, keys / received)
     with_run(keys / "base", run)
     aggregation = AggregationSettings(allowed_signers=str(keys / "allowed"))
     expected = Expected(facility="alpha", round=0, model=keys / "base", evaluation=False, settings=aggregation)

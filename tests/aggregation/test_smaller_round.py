@@ -20,7 +20,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.messages.manifest import read_manifest, verify_manifest
 from facility.exchange.messages.settings import TrainingSettings
-from facility.rounds.smaller import make_smaller, unsent
+from facility.rounds.smaller import make_smaller, residual_to_resume
 from tests.aggregation import make
 
 SHAPES = {"body.weight": (200, 100), "head.weight": (50,)}
@@ -33,7 +33,7 @@ def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
     start = make.random_tensors(0, SHAPES, torch.bfloat16)
     for number in (0, 1):
         base = make.model(tmp_path / f"base{number}", start, round=number)
-        before = unsent(tmp_path / "state", number, settings)
+        before = residual_to_resume(tmp_path / "state", number, settings)
         assert (before is None) == (number == 0)
         begun = {n: t.float() for n, t in start.items()}
         for name, kept in make.read_all(before).items() if before else ():
@@ -70,13 +70,13 @@ def test_two_rounds_there_and_back(tmp_path: Path, encoding: str):
         step = trained["body.weight"] - start["body.weight"].float()
         lost = got["body.weight"] - trained["body.weight"]
         assert float(lost.norm() / step.norm()) < 0.2
-        kept = make.read_all(unsent(tmp_path / "state", number + 1, settings))
+        kept = make.read_all(residual_to_resume(tmp_path / "state", number + 1, settings))
         assert list(kept) == ["body.weight"]  # nothing is lost: what has not arrived is what is kept
         torch.testing.assert_close(got["body.weight"] + kept["body.weight"], trained["body.weight"])
     assert sorted(p.name for p in (tmp_path / "state" / "residual").iterdir()) == ["round-0", "round-1"]
-    whole = unsent(tmp_path / "state", 2, TrainingSettings())
+    whole = residual_to_resume(tmp_path / "state", 2, TrainingSettings())
     assert whole is not None and list(make.read_all(whole)) == ["body.weight"]  # goes with the first whole update
-    assert unsent(tmp_path / "state", 2, TrainingSettings(), built_in=False) is None
+    assert residual_to_resume(tmp_path / "state", 2, TrainingSettings(), built_in=False) is None
 
 
 def test_another_reference_is_told_to_be_sent_in_full(tmp_path: Path):
@@ -150,7 +150,7 @@ def test_a_coordinator_without_room_refuses_no_facility(tmp_path: Path, monkeypa
     def full(*_: object, **__: object) -> None:
         raise OSError(number, "no", str(tmp_path / "decoded"))
 
-    monkeypatch.setattr(receive_step, "decode", full)
+    monkeypatch.setattr(receive_step, "decode_update", full)
     with pytest.raises(OSError) as raised:
         receive(update, expected, decoded=tmp_path / "decoded")
     assert raised.value.errno == number
@@ -167,7 +167,7 @@ def test_what_an_update_does_to_our_code_is_its_facilitys_failure_and_logged_wit
     def fails(*_: object, **__: object) -> None:
         raise fault
 
-    monkeypatch.setattr(receive_step, "decode", fails)
+    monkeypatch.setattr(receive_step, "decode_update", fails)
     with caplog.at_level(logging.WARNING):
         told = receive(update, expected, decoded=tmp_path / "decoded")
     assert told is not None and told.kind == "refused" and "cannot be read" in told.reason

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from facility.exchange.checkpoints.codecs import PART, sparseloco
 from facility.exchange.checkpoints.codecs.sparseloco import CHUNK, KEPT, decode, encode, fields, kept_of, streams_of
-from facility.exchange.checkpoints.delta import decode as decode_message
+from facility.exchange.checkpoints.delta import decode_update as decode_message
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.delta_codecs import declared_codec
 from facility.exchange.errors import CheckpointError
 from facility.exchange.messages.settings import TrainingSettings
-from facility.rounds.smaller import make_smaller, residual_path, unsent
+from facility.rounds.smaller import make_smaller, residual_path, residual_to_resume
 from tests.aggregation import make
 
 FADING, SHARE = declared_codec("sparseloco").fading, 0.25
@@ -127,7 +127,7 @@ def test_what_is_left_fades_and_is_sent_later(tmp_path: Path, built_in: bool):
     error = np.zeros(3 * CHUNK, np.float32)
     for number in range(4):
         base = make.model(tmp_path / f"base{number}", start, round=number)
-        ahead = unsent(state, number, SETTINGS, built_in=built_in)
+        ahead = residual_to_resume(state, number, SETTINGS, built_in=built_in)
         assert (ahead is not None) == (built_in and number > 0)
         begun = start["w"] + SHARE * make.read_all(ahead)["w"] if ahead is not None else start["w"]
         step = 1e-2 * torch.randn(3, CHUNK, generator=torch.Generator().manual_seed(number))

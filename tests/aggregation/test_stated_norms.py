@@ -20,7 +20,7 @@ from coordinator.steps.receive import receive
 from facility.contract import Call
 from facility.exchange.checkpoints import native, step_norms
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
-from facility.exchange.checkpoints.delta import encode
+from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.step_norms import NAME, StepNorms, read_step_norms
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings
@@ -212,7 +212,7 @@ def travelled(root: Path, base: Path, count: int, encoding: str, settings: Aggre
         moved = {name: value.float() for name, value in make.moved(start, i + 1, 1e-3 * (1 + 0.1 * i)).items()}
         full = make.update(root / f"full{i}", moved, base=base, facility=f"f{i:02}")
         message, decoded = root / f"message{i}", root / f"decoded{i}"
-        encode(full=full, reference=base, out=message, encoding=encoding)
+        encode_update(full=full, reference=base, out=message, encoding=encoding)
         (message / NAME).write_text(json.dumps({"format": 1, "span": step_norms.SPAN, "squares": {}}))
         resealed(message)
         told = receive(

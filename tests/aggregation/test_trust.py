@@ -22,7 +22,7 @@ from coordinator.aggregation.verify import check_update
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import InputError, UpdateRefused
 from facility.exchange.files.durable import write_json
-from facility.exchange.masking.weights import capped
+from facility.exchange.masking.weights import cap_weights
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from tests.aggregation import make
@@ -197,7 +197,7 @@ def test_a_thousand_surplus_tensors_are_refused_at_once(round0, tmp_path: Path):
 def test_no_share_exceeds_the_cap_and_all_shares_are_handed_out(raw: list[float], most: float):
     total = sum(raw)
     weights = [value / total for value in raw]
-    shares = capped(weights, most)
+    shares = cap_weights(weights, most)
     assert sum(shares) == pytest.approx(1)
     assert max(shares) <= max(most, 1 / len(raw)) * (1 + 1e-9)
     if most * len(raw) > 1:

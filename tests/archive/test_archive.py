@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile, Wait
 from coordinator.archive.summary import summary
 from coordinator.config.settings import CoordinatorSettings
@@ -158,12 +158,12 @@ def test_what_auto_chose_as_the_grace_is_told_of_the_rounds_that_learned_it(tmp_
     archive = Archive(tmp_path / "archive")
     start(archive, pico_llama, SETTINGS)
     close(archive, 0, wait=Wait(quorum=2, seconds=None))
-    assert not any("grace" in line for line in remarks(summary(archive)))
+    assert not any("grace" in line for line in summary_remarks(summary(archive)))
     close(archive, 1, wait=Wait(quorum=2, seconds=90.0, learned=True))
     close(archive, 2, wait=Wait(quorum=2, seconds=30.0, learned=True))
     assert summary(archive)["rounds"][0]["wait"] == {"quorum": 2, "seconds": None, "learned": False}
     told = "rounds.grace is auto: 2 of 3 rounds stayed open for 60 s (median; 30 to 90) after their quorum"
-    assert told in remarks(summary(archive))
+    assert told in summary_remarks(summary(archive))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ import yaml
 from rich.console import Console
 
 from coordinator.archive.many import MOST_ROWS
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.table import table, to_show
 from coordinator.config.federation import read_federation
 from coordinator.engine.live import FacilityState, Snapshot, live_lines, live_table
 from coordinator.engine.stuck_jobs import lines_of
-from coordinator.preflight.check import show
+from coordinator.preflight.check import show_rows
 from coordinator.preflight.check import to_show as to_show_rows
 from coordinator.preflight.row import fail, ok
 from coordinator.report.explain import explain_round
@@ -88,12 +88,12 @@ def test_remarks_of_many_are_sums_and_those_that_need_attention():
     entry = {"round": 0, "facilities": rows, "next_steps": {f"site{n}": 10 + n for n in range(256)}}
     waited = {f"site{n}": 36.0 * n for n in range(256)}
     data = {"rounds": [entry | {"next_steps_reason": "moved by 10 %"}], "waited_node_seconds": waited}
-    text = "\n".join(remarks(data))
+    text = "\n".join(summary_remarks(data))
     assert len(text.splitlines()) == 6 and "privacy of site255: epsilon 3.98 of 8" in text and "253 more" in text
     assert "256 facilities 10 (site0) to 265 (site255)" in text
     assert f"256 facilities: {sum(waited.values()) / 3600:.3g} node-hours" in text and "most: site255 2.55" in text
     data["rounds"][0] |= {"next_end": 60.0, "facilities": [one | {"steps": 7 + n} for n, one in enumerate(rows)]}
-    text = "\n".join(remarks(data))
+    text = "\n".join(summary_remarks(data))
     assert "expected end of their round: 256 facilities 7 to 262" in text
     assert "(moved by" not in text, "each job takes what fits: a plan that was made for equal ends is no fact"
 
@@ -122,7 +122,7 @@ def test_checks_of_many_are_a_line_for_what_all_pass_and_one_for_each_thing_to_d
     ]
     assert shown[-1].fix == "prepare site1 again" and shown[1].found == "site0: 3.0"
     told: list[str] = []
-    assert show(rows, as_json=True, write=told.append) == 1 and told[0].count('"subject"') == len(rows)
+    assert show_rows(rows, as_json=True, write=told.append) == 1 and told[0].count('"subject"') == len(rows)
     assert to_show_rows(rows[: 2 * 10]) == rows[: 2 * 10]
 
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.narrow import fitted, print_rounds
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.table import table
 from tests.archive.test_many_facilities import row
 
@@ -72,8 +72,10 @@ def test_a_table_that_fits_is_left_as_it_is():
 
 def test_rounds_that_were_missed_by_equal_shares_have_one_share():
     rounds = [{"round": number, "present": share, "facilities": []} for number, share in enumerate((0.5, 0.5, 1.0))]
-    assert remarks({"rounds": rounds}) == ["rounds that facilities missed: 2, at 0.50 of the server learning rate"]
+    assert summary_remarks({"rounds": rounds}) == [
+        "rounds that facilities missed: 2, at 0.50 of the server learning rate"
+    ]
     rounds[1]["present"] = 0.75
-    assert remarks({"rounds": rounds}) == [
+    assert summary_remarks({"rounds": rounds}) == [
         "rounds that facilities missed: 2, at 0.50 to 0.75 of the server learning rate"
     ]

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.archive.journal import Entry, Journal, standing
-from coordinator.archive.remarks import remarks
-from coordinator.archive.rewind import rewind, rounds_set_aside, stateless
+from coordinator.archive.journal import Entry, Journal, without_rewound
+from coordinator.archive.remarks import summary_remarks
+from coordinator.archive.rewind import lacks_state, rewind, rounds_set_aside
 from coordinator.archive.rounds import CHANGES, COMPARED, Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.config.closing import LimitSettings
@@ -75,7 +75,7 @@ def test_a_round_whose_state_was_pruned_begins_without_one_until_it_is_complete(
         False,
         True,
     ]
-    assert not stateless(archive, 3) and stateless(archive, 2)
+    assert not lacks_state(archive, 3) and lacks_state(archive, 2)
     rewind(archive, 2)
     assert archive.state_for(2) is None
     close(archive, 2)
@@ -269,7 +269,9 @@ def test_the_report_counts_all_that_was_spent_and_says_so(timed: Timed):
     data = gather(timed.archive, federation="f", settings={})
     assert data["cost"]["total"]["node_hours"] == pytest.approx(4.0)
     assert data["traffic"]["a"]["from_bytes"] == 4 * 5
-    assert any("set aside by crossfed rewind: 2 rounds, which" in line for line in remarks(summary(timed.archive)))
+    assert any(
+        "set aside by crossfed rewind: 2 rounds, which" in line for line in summary_remarks(summary(timed.archive))
+    )
     lost = [one for one in segments(timed.journal.read(), {}) if one.kind == "lost"]
     assert sum(one.seconds for one in lost) == pytest.approx(2 * HOUR)
     assert {one.round for one in lost} == {1, 2}
@@ -288,7 +290,7 @@ def test_what_a_job_needs_beside_training_is_not_told_of_another_rounds_job(time
 
 def test_without_a_rewind_nothing_is_left_out() -> None:
     entries = [Entry(time=1.0, kind="queued", facility="a", round=1), Entry(time=2.0, kind="run_ended")]
-    assert standing(entries) == entries
+    assert without_rewound(entries) == entries
     back = Entry(time=3.0, kind="rewound", round=1)
-    assert standing([*entries, back]) == entries[1:]
-    assert standing([*entries, back, entries[0]]) == [entries[1], entries[0]]
+    assert without_rewound([*entries, back]) == entries[1:]
+    assert without_rewound([*entries, back, entries[0]]) == [entries[1], entries[0]]

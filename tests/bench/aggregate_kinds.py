@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from coordinator.aggregation.state import belong_to  # noqa: E402
 from facility.exchange.checkpoints.checkpoint import open_checkpoint  # noqa: E402
-from facility.exchange.checkpoints.delta import encode  # noqa: E402
+from facility.exchange.checkpoints.delta import encode_update  # noqa: E402
 from facility.exchange.checkpoints.writer import Planned, TensorWriter, layout_of_shards  # noqa: E402
 from facility.exchange.masking.streams import DTYPES as MASKED  # noqa: E402
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest  # noqa: E402
@@ -133,7 +133,7 @@ def prepared(kind: str, base: Path, updates: list[Path], a: argparse.Namespace) 
             state_norms(base, [made[-1]])
         else:
             made[-1].parent.mkdir(parents=True, exist_ok=True)
-            encode(full=update, reference=base, out=made[-1], encoding=a.encoding, norms=True)
+            encode_update(full=update, reference=base, out=made[-1], encoding=a.encoding, norms=True)
     if kind == "state":
         _describe(base, made, True)
     if kind == "delta":

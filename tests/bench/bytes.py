@@ -42,7 +42,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from tests.bench.own_sshd import own_sshd
 from tests.engine.engines import measured_environment, streamflow
@@ -105,7 +105,7 @@ def run(
                 deployment = sshd.deployment | ({"ssh": "system"} if transfer == "system" else {})
                 one |= {"deployment": deployment, "dataset": str(root / "sites" / one["name"] / "dataset")}
             path.write_text(yaml.safe_dump(described, sort_keys=False))
-        write(read_federation(path))
+        write_rendered(read_federation(path))
         python = sys.executable  # a login shell may find another one
         for tool in (root / "cwl" / "tools").glob("*.cwl"):
             mine = f"baseCommand: [{python}, {Path(__file__).resolve()}, --counted, {log}, --, {python},"

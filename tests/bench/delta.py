@@ -26,9 +26,9 @@ sys.path.insert(0, str(ROOT))
 from facility.exchange.checkpoints import delta  # noqa: E402
 from facility.exchange.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from facility.exchange.checkpoints.codecs import PART  # noqa: E402
-from facility.exchange.checkpoints.delta_parts import difference, parts  # noqa: E402
+from facility.exchange.checkpoints.delta_parts import read_parts, write_difference  # noqa: E402
 from facility.exchange.checkpoints.floats import narrow, widen  # noqa: E402
-from facility.exchange.checkpoints.magnitudes import histogram, threshold  # noqa: E402
+from facility.exchange.checkpoints.magnitudes import histogram, threshold_for  # noqa: E402
 from facility.exchange.checkpoints.writer import Planned, TensorWriter  # noqa: E402
 from facility.exchange.delta_codecs import CODECS, load_codec  # noqa: E402
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest  # noqa: E402
@@ -42,11 +42,11 @@ def codec_alone(encoding: str, base: Path, update: Path, megabytes: float) -> di
     values, missed, scratch = (np.empty(PART, np.float32) for _ in range(3))
     for name in old:
         limit = None
-        for _, stored in parts([old[name], new[name]]):
+        for _, stored in read_parts([old[name], new[name]]):
             started = time.perf_counter()
-            difference(stored[0], old[name].dtype, stored[1], new[name].dtype, values, scratch)
+            write_difference(stored[0], old[name].dtype, stored[1], new[name].dtype, values, scratch)
             if encoding == "sparse" and limit is None:  # the command takes it from a share of each part, once a tensor
-                limit = threshold(histogram(values), SPARSE_DENSITY)
+                limit = threshold_for(histogram(values), SPARSE_DENSITY)
             message = codec.encode(values, limit or 0.0)
             np.subtract(values, codec.decode(message, PART), out=missed)
             middle = time.perf_counter()
@@ -91,9 +91,9 @@ def main() -> None:
     for encoding in [name for name in CODECS.names() if not CODECS.get(name).lossless]:  # those are of models alone
         message, residual, decoded = a.work / "message", a.work / "residual", a.work / "decoded"
         started = time.perf_counter(), time.process_time()
-        done = delta.encode(full=update, reference=base, out=message, encoding=encoding, residual_out=residual)
+        done = delta.encode_update(full=update, reference=base, out=message, encoding=encoding, residual_out=residual)
         middle = time.perf_counter(), time.process_time()
-        delta.decode(message, reference=base, out=decoded)
+        delta.decode_update(message, reference=base, out=decoded)
         ended = time.perf_counter(), time.process_time()
         result[encoding] = {
             "bytes_over_bfloat16": round(done.message_bytes / full, 4),

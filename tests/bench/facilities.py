@@ -27,7 +27,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from tests.engine.engines import measured_environment
 from tests.federations import write_federation
 
@@ -55,7 +55,7 @@ def run(facilities: int, rounds: int, profile: Path | None = None) -> dict[str, 
             {"name": f"site{number}", "dataset": "../sites/site0/dataset"} for number in range(facilities)
         ]
         path.write_text(yaml.safe_dump(described, sort_keys=False))
-        write(read_federation(path))
+        write_rendered(read_federation(path))
         tool = root / "cwl" / "tools" / "train.cwl"
         text = tool.read_text().replace(
             "update]", f"update, --module, tests.bench.lean_trainer, --state, {root}/state]"

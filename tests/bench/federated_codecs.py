@@ -10,7 +10,7 @@ from torch import Tensor
 
 from coordinator.steps.send import FORGOTTEN
 from facility.exchange.checkpoints.codecs import PART, int4, int8, sparse
-from facility.exchange.checkpoints.magnitudes import BINS, histogram, threshold
+from facility.exchange.checkpoints.magnitudes import BINS, histogram, threshold_for
 from facility.exchange.messages.settings import SPARSE_DENSITY
 
 
@@ -50,7 +50,7 @@ class DeltaCodec:
         more: tuple[float, ...] = ()
         if codec is sparse:
             counts = sum((histogram(d) for d in differences), numpy.zeros(BINS))
-            more = (threshold(counts, self.density),)
+            more = (threshold_for(counts, self.density),)
 
         def travel(values: numpy.ndarray) -> numpy.ndarray:
             parts = [values[start : start + PART] for start in range(0, len(values), PART)]

@@ -64,7 +64,9 @@ class Drift:
             for number in range(len(start))
         ]
         if self.local.as_sent:
-            self.mean = [torch.from_numpy(mean_walk.values()[mean_walk.rounded(one.numpy())]) for one in self.mean]
+            self.mean = [
+                torch.from_numpy(mean_walk.byte_values()[mean_walk.round_to_bytes(one.numpy())]) for one in self.mean
+            ]
 
     def moved(self, before: list[Tensor], after: list[Tensor], rates: float) -> None:
         """Take over where the global model went; `rates`: the sum of learning rates of a facility's round."""

@@ -77,7 +77,7 @@ def texts_of(out: Path, data: Path = DATA, languages: Sequence[str] = LANGUAGES)
 
 
 def prepare_texts(out: Path, data: Path, languages: Sequence[str]) -> None:
-    from facility.preparing.build import Request, prepare
+    from facility.preparing.build import Request, prepare_dataset
 
     tokenizer = out / "tokenizer"
     if not tokenizer.is_dir():
@@ -105,7 +105,7 @@ def prepare_texts(out: Path, data: Path, languages: Sequence[str]) -> None:
             out=out / "datasets" / language,
             block_tokens=BLOCK,
         )
-        prepare(request)
+        prepare_dataset(request)
 
 
 def new_model(seed: int, width: int) -> torch.nn.Module:

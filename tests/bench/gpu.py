@@ -44,7 +44,7 @@ from coordinator.memory.need import needed_bytes
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from tests.bench.gpu_energy import PowerLog, energies
 from tests.bench.train_speed import spawn
 from tests.training.federation import write_dataset
@@ -309,7 +309,7 @@ def speed(folder: Path, sizes: Sizes, device: str, deadline: Deadline, entry: di
                 failures[name] = str(error).strip().splitlines()[-1][-300:]
     model, operations = model_figures(folder / "model"), best["figures"]["operations_per_token"]
     asked = {"batch_sequences": sizes.batch, "compute_dtype": "bfloat16"} | best["settings"]
-    settings = parse(TrainingSettings, asked)
+    settings = parse_dataclass(TrainingSettings, asked)
     peak = peak_of(device)
     entry |= {
         "settings": best["settings"],
@@ -341,7 +341,7 @@ def federation(
     from coordinator.archive.summary import summary
     from coordinator.config.federation import read_federation
     from coordinator.demo import Sizes as Material
-    from coordinator.demo import make
+    from coordinator.demo import make_demo
 
     material = (
         Material()
@@ -350,7 +350,7 @@ def federation(
             characters=12_000_000, vocabulary=8192, block_tokens=512, hidden=768, layers=18, heads=12, intermediate=2304
         )
     )
-    entry["parameters"] = make(folder, sizes=material)[0]["parameters"]
+    entry["parameters"] = make_demo(folder, sizes=material)[0]["parameters"]
     described = {
         "name": "gpu",
         "model": "../model",

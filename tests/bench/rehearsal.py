@@ -46,7 +46,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.disk import coordinator_disk, facility_disk
 from coordinator.rounds.verification import averages_encoded
@@ -215,7 +215,7 @@ def rehearse(
     """One federation to its end, or to the end of `minutes` (0: no limit), watched."""
     shape, began = SHAPES[size], time.perf_counter()
     path = federation(root, kind, shape, facilities, rounds, device, sshd)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     made, before = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     (root / "engine").mkdir(exist_ok=True)
     begun, bounds, began = used(root), stated_bound(path), time.perf_counter()

@@ -84,7 +84,7 @@ def runs() -> int:
 
 
 if __name__ == "__main__":
-    from facility.training.processes.ranks import end
+    from facility.training.processes.ranks import run_and_exit
 
     slowed()
-    end(runs)
+    run_and_exit(runs)

@@ -123,7 +123,7 @@ def shape(done: float) -> float:
 def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any, tag: str) -> dict[str, Any]:
     import torch
 
-    from facility.sync.connect import connect
+    from facility.sync.connect import connect_replicas
     from facility.sync.protocol import ReplicaRank
     from facility.sync.runtime.replica import Context
     from facility.sync.runtime.sampling import ReplicaOrder
@@ -164,7 +164,7 @@ def train(rank: int, store: Any, job: dict[str, Any], data: Any, validation: Any
         store=store,
         optimizer=optimizer,
     )
-    sync = connect(context, namespace=tag)
+    sync = connect_replicas(context, namespace=tag)
     begin, step = time.monotonic(), 0
     since = begin  # the last exchange: the optimizer's step counts with the passes that follow
     while sync.wants_more() and (not job["seconds"] or time.monotonic() - begin < job["seconds"]):

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.scheduling.draws import uniform
+from facility.exchange.scheduling.draws import uniform_draw
 from tests.ports import free_port
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
@@ -71,7 +71,7 @@ def settings_of(policy: str, options: dict[str, Any]) -> SyncSettings:
 def compute(emulation: Emulation, worker: int, stage: int, draw: int) -> float:
     """Seconds of the `draw`-th pass (even: forward, odd: backward), jitter included."""
     base = BACKWARD if draw % 2 else FORWARD
-    base *= 1 + JITTER * (2 * uniform("jitter", emulation.seed, worker, stage, draw) - 1)
+    base *= 1 + JITTER * (2 * uniform_draw("jitter", emulation.seed, worker, stage, draw) - 1)
     return emulation.duration(worker, base, draw, stage=stage)
 
 
@@ -139,7 +139,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     import torch
     import torch.distributed as dist
 
-    from facility.sync.connect import connect
+    from facility.sync.connect import connect_replicas
     from facility.sync.protocol import ReplicaRank
     from facility.sync.runtime.replica import Context
     from tests.reproductions.pipedream import run
@@ -163,7 +163,7 @@ def run_row(rank: int, store: Any, row: str, policy: str, options: dict[str, Any
     if stages > 1:
         sync = connect_stage(settings, place=place, store=store, namespace=tag, **parts)
     else:
-        sync = connect(Context(settings=settings, place=place, store=store, **parts), namespace=tag)
+        sync = connect_replicas(Context(settings=settings, place=place, store=store, **parts), namespace=tag)
     begin, warm = time.monotonic(), WARM if row in CALIBRATION and pipe is None else 0
     if pipe is not None:
         made = run(work, sync, pipe, activation=work.message, exchange_first=row in EXCHANGE_FIRST)

@@ -58,7 +58,7 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     from facility.training.model import choose_attention, read_config
     from facility.training.monitor.clock import Clock
     from facility.training.parallel.arrange import layout_of_settings
-    from facility.training.parallel.assemble import assemble, build_meta_model
+    from facility.training.parallel.assemble import assemble_part, build_meta_model
     from facility.training.parallel.sharder import Sharder
     from facility.training.processes.ranks import barrier, from_environment
     from facility.training.shards import load_shards
@@ -75,7 +75,7 @@ def measure(rank: int, world: int, model: str, out: str) -> dict[str, Any]:
     before = resident()
     watch, began = Watch(), time.perf_counter()
     skeleton = build_meta_model(config, task, attention, settings)
-    held = assemble(skeleton, task, checkpoint, Sharder(layout, ranks, settings, Clock(ranks.device)))
+    held = assemble_part(skeleton, task, checkpoint, Sharder(layout, ranks, settings, Clock(ranks.device)))
     load_shards(held.parts, checkpoint)
     load_peak, loaded = watch.stop(), time.perf_counter()
     barrier(ranks)

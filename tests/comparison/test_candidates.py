@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from coordinator.archive.averaged import MEAN_OF, averaged
+from coordinator.archive.averaged import MEAN_OF, read_averaged
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.comparison.account import Account
@@ -90,7 +90,7 @@ def test_the_mean_is_the_final_model_where_the_facilities_find_it_better(tmp_pat
         assert world.passes < 6
     assert world.seen == [(name, ["global", "last.2"]) for name in NAMES]
     assert not (world.archive.path / "comparison").exists()
-    mean, told = averaged(world.archive), summary(world.archive)
+    mean, told = read_averaged(world.archive), summary(world.archive)
     lines = matrix(world.archive, {}, NAMES)["summary"]
     assert len(lines) == 1 and f"{loss - 2:+.4f} nats" in lines[0]
     if not chosen:
@@ -111,14 +111,14 @@ def test_another_round_makes_the_choice_void(tmp_path: Path):
     world.losses = {"last.2": 1.0}
     while world.proceed:
         world.go_on()
-    assert averaged(world.archive) is not None
+    assert read_averaged(world.archive) is not None
     world.settings = dataclasses.replace(LAST, rounds=4)
     world.model, world.number, world.proceed = start(world.archive, tmp_path / "model", world.settings)
     world.go_on()
-    assert averaged(world.archive) is None
+    assert read_averaged(world.archive) is None
     while world.proceed:
         world.go_on()
-    mean = averaged(world.archive)
+    mean = read_averaged(world.archive)
     assert mean is not None and mean.rounds == [2, 3]
 
 
@@ -133,7 +133,7 @@ def test_a_candidate_of_a_comparison_that_was_stopped_is_made_anew_after_another
     world.model, world.number, world.proceed = start(world.archive, tmp_path / "model", world.settings)
     while world.proceed:
         world.go_on()
-    mean = averaged(world.archive)
+    mean = read_averaged(world.archive)
     assert mean is not None and mean.rounds == [2, 3]
     newest = open_checkpoint(world.archive.model_for(4)), open_checkpoint(world.archive.model_for(3))
     name = next(iter(newest[0].tensors))
@@ -146,7 +146,7 @@ def test_models_that_were_removed_are_no_candidate_and_the_federation_ends(tmp_p
     while world.proceed:
         world.go_on()
         assert world.passes < 6
-    assert not world.seen and averaged(world.archive) is None
+    assert not world.seen and read_averaged(world.archive) is None
 
 
 def test_every_facility_counts_the_same_and_only_where_it_evaluated_both():
@@ -192,4 +192,4 @@ def test_what_cannot_be_averaged_is_refused(changes: dict[str, Any], what: str, 
 
 
 def test_an_empty_archive_has_no_averaged_model(tmp_path: Path):
-    assert averaged(Archive(tmp_path / "none")) is None
+    assert read_averaged(Archive(tmp_path / "none")) is None

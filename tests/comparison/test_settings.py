@@ -11,7 +11,7 @@ import yaml
 
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import read_coordinator_settings
-from coordinator.engine.render import render, write
+from coordinator.engine.render import render, write_rendered
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.comparison import check_comparison
 from facility.exchange.errors import ConfigurationError
@@ -47,7 +47,7 @@ def test_the_steps_and_the_one_facility_are_told(tmp_path: Path):
     held_out = {"facility": "b", "dataset": "../held", "name": "wikitext"}
     path = write_federation(tmp_path, ["a", "b"], evaluation=MATRIX | {"held_out": held_out})
     federation = read_federation(path)
-    write(federation)
+    write_rendered(federation)
     told = read_coordinator_settings(path.with_name("coordinator.json")).comparison
     assert told is not None and (told.alone, told.held_out, told.held_out_name) == (True, "b", "wikitext")
     files = render(federation)

@@ -12,7 +12,15 @@ from typing import Any
 import pytest
 
 from coordinator.aggregation.settings import AggregationSettings
-from coordinator.config.automatic import TABLE, Choice, Measured, MeasuredFederation, Situation, choose, read_table
+from coordinator.config.automatic import (
+    TABLE,
+    Choice,
+    Measured,
+    MeasuredFederation,
+    Situation,
+    choose_aggregation,
+    read_table,
+)
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.resolution import looks_pretrained, model_at, parameters_of, situation_of, with_measured
 from facility.exchange.messages.settings import LoraSettings, TrainingSettings
@@ -54,7 +62,7 @@ ROWS = (
     ],
 )
 def test_the_best_of_the_most_similar_federation_is_chosen(asked, may_share, state, momentum, near):
-    choice = choose(asked, may_share=may_share, table=ROWS)
+    choice = choose_aggregation(asked, may_share=may_share, table=ROWS)
     assert (choice.optimizer_state, choice.aggregation["momentum"]) == (state, momentum)
     assert choice.row == ROWS[near].situation and state in choice.reason and "mean" in choice.reason
 
@@ -78,13 +86,13 @@ OTHERS = tuple(
 )
 def test_another_optimizer_and_adapters_have_rows_of_their_own(kind: dict[str, Any], steps: int, near):
     asked = dataclasses.replace(situation(2, 30, steps), **kind)
-    choice = choose(asked, may_share=False, table=ROWS + OTHERS)
+    choice = choose_aggregation(asked, may_share=False, table=ROWS + OTHERS)
     assert choice.row == near.situation
     assert ("adapters" in choice.reason) == near.situation.adapters
     assert (near.situation.optimizer in choice.reason) == ("optimizer" in kind)
     assert "personal second moments" in choice.reason
     alone = dataclasses.replace(near, best={"personal": near.best["personal"]})
-    assert "second moments" not in choose(asked, may_share=True, table=(alone,)).reason
+    assert "second moments" not in choose_aggregation(asked, may_share=True, table=(alone,)).reason
 
 
 def test_what_trains_is_read_from_the_facilities():
@@ -112,12 +120,12 @@ def test_of_two_rows_that_are_equally_far_the_one_with_most_rounds_counts():
         for rounds in range(1, 11):
             for steps in range(1, 11):
                 asked = Situation(facilities=facilities, rounds=rounds, steps=steps, pretrained=True)
-                row = choose(asked, may_share=True, table=table).row
+                row = choose_aggregation(asked, may_share=True, table=table).row
                 assert row is not None and (row.rounds, row.steps) == (30, 10), asked
 
 
 def test_one_facility_has_nothing_to_share():
-    choice = choose(situation(1), may_share=True, table=ROWS)
+    choice = choose_aggregation(situation(1), may_share=True, table=ROWS)
     assert choice.aggregation == {"rule": "mean"} and choice.optimizer_state == "personal"
 
 
@@ -159,12 +167,14 @@ facilities:
 def test_the_shipped_table_has_rows_for_two_sizes_of_model_and_the_nearer_one_counts(parameters: int, size: int):
     for facilities, rounds, steps in ((2, 30, 10), (2, 10, 30), (4, 30, 10), (4, 10, 30)):
         asked = dataclasses.replace(situation(facilities, rounds, steps), parameters=parameters)
-        found = choose(asked, may_share=True).row
+        found = choose_aggregation(asked, may_share=True).row
         assert found == dataclasses.replace(asked, parameters=size)
 
 
 def test_a_model_that_cannot_be_read_takes_the_row_of_the_largest():
-    assert choose(situation(2), may_share=True).row == dataclasses.replace(situation(2), parameters=11_000_000)
+    assert choose_aggregation(situation(2), may_share=True).row == dataclasses.replace(
+        situation(2), parameters=11_000_000
+    )
 
 
 def read(tmp_path: Path, more: str = "", training: str = "") -> Federation:
@@ -179,7 +189,7 @@ def states(federation: Federation) -> set[str]:
 
 def test_auto_is_replaced_everywhere_and_says_why(tmp_path: Path):
     federation = read(tmp_path)
-    best = choose(situation(2), may_share=True)
+    best = choose_aggregation(situation(2), may_share=True)
     assert states(federation) == {best.optimizer_state}
     for name, value in best.aggregation.items():
         assert getattr(federation.aggregation, name) == value
@@ -194,7 +204,7 @@ def test_settings_of_training_that_were_measured_with_the_choice_come_with_it(tm
     found = with_measured([adamw, adafactor, own, personal], given, choice)
     assert [one.beta2 for one in found] == [0.99, 0.95, 0.9, 0.95]
     table = (dataclasses.replace(ROWS[0], best={"shared": dataclasses.replace(SHARED, training={"beta2": 0.99})}),)
-    chosen = choose(situation(2), may_share=True, table=table)
+    chosen = choose_aggregation(situation(2), may_share=True, table=table)
     assert chosen.training == {"beta2": 0.99} and "beta2 0.99" in chosen.reason
 
 
@@ -207,7 +217,7 @@ def test_parameters_of_the_optimizer_come_with_the_choice_but_for_those_that_a_f
     table = (
         MeasuredFederation(situation=where, mean=1.5, best={"shared": dataclasses.replace(SHARED, training=measured)}),
     )
-    choice = choose(where, may_share=True, table=table)
+    choice = choose_aggregation(where, may_share=True, table=table)
     assert "beta2 0.99, optimizer_parameters.momentum 0.8" in choice.reason
     written: list[set[str]] = [set(), {"optimizer_parameters"}, {"optimizer_parameters"}, set()]
     found = with_measured([muon, other, own, TrainingSettings()], written, choice)

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import read_federation
-from coordinator.config.folded import folded, unfolded
+from coordinator.config.folded import fold_description, unfold_description
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
-from coordinator.engine.render import coordinator_settings, write
+from coordinator.engine.render import coordinator_settings, write_rendered
 from tests.federations import write_federation
 
 
@@ -38,22 +38,22 @@ def federation_of(tmp_path: Path, facilities: list[dict[str, Any]]) -> Path:
     ],
 )
 def test_unfolded_it_is_the_description_itself(facilities: list[dict[str, Any]], tmp_path: Path):
-    whole = described(read_federation(federation_of(tmp_path, facilities)))
-    told = json.loads(json.dumps(folded(whole)))
-    assert unfolded(told) == whole
-    assert json.dumps(unfolded(told)) == json.dumps(whole), "in the same order"
-    assert unfolded(whole) == whole, "as earlier versions wrote it"
+    whole = describe_federation(read_federation(federation_of(tmp_path, facilities)))
+    told = json.loads(json.dumps(fold_description(whole)))
+    assert unfold_description(told) == whole
+    assert json.dumps(unfold_description(told)) == json.dumps(whole), "in the same order"
+    assert unfold_description(whole) == whole, "as earlier versions wrote it"
 
 
 @pytest.mark.parametrize("value", [{}, {"federation": {"a": 1}}, None, "text"])
 def test_what_is_not_folded_stays_as_it_is(value: object):
-    assert unfolded(value) == value
+    assert unfold_description(value) == value
 
 
 def test_true_and_one_are_not_alike():
     whole = {"federation": {}, "facilities": {"a": {"x": True, "y": 0}, "b": {"x": 1, "y": 0}}}
-    assert folded(whole)["common"] == {"y": 0}
-    assert json.dumps(unfolded(folded(whole))) == json.dumps(whole)
+    assert fold_description(whole)["common"] == {"y": 0}
+    assert json.dumps(unfold_description(fold_description(whole))) == json.dumps(whole)
 
 
 def test_the_file_grows_by_what_each_facility_has_of_its_own(tmp_path: Path):
@@ -68,6 +68,6 @@ def test_the_file_grows_by_what_each_facility_has_of_its_own(tmp_path: Path):
 def test_the_steps_read_what_was_described(tmp_path: Path):
     path = federation_of(tmp_path, [facility(0), facility(1, training={"steps": 9})])
     federation = read_federation(path)
-    write(federation)
+    write_rendered(federation)
     settings: CoordinatorSettings = read_coordinator_settings(path.parent / "coordinator.json")
-    assert settings.described == described(federation)
+    assert settings.described == describe_federation(federation)

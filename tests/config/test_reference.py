@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from coordinator.cli import main
-from coordinator.config.reference import explain_key, keys, pages, tree
-from coordinator.config.scaffold import init
+from coordinator.config.reference import explain_key, key_tree, keys, section_pages
+from coordinator.config.scaffold import write_scaffold
 from coordinator.config.schema import FIRST_LINE, NAME, schema, schema_text
 from facility.exchange.errors import InputError
 from tests.conftest import ROOT
@@ -43,7 +43,7 @@ def test_a_key_is_explained_by_what_is_declared():
     assert "unit:    seconds" in explain_key("facilities[3].deployment.retry_seconds")
     assert explain_key("facilities.training.steps") == explain_key("training.steps")
     assert "none: required" in explain_key("rounds") and "policy: one of" in explain_key("training.sync")
-    assert "  rule: text" in tree()
+    assert "  rule: text" in key_tree()
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_words_that_no_command_takes_are_an_error_without_a_traceback(
 
 
 def test_each_page_holds_its_keys():
-    made = pages()
+    made = section_pages()
     for key in keys():
         assert sum(f"### `{key.path}`\n" in text for text in made.values()) == 1, key.path
     assert "### `aggregation.rule`" in made["aggregation"] and "### `facilities[].name`" in made["facilities"]
@@ -112,6 +112,6 @@ def test_the_schema_accepts_what_is_valid_and_refuses_what_is_not(tmp_path: Path
 
 
 def test_a_scaffold_brings_its_schema(tmp_path: Path):
-    file = init(tmp_path, "two", ["a=local", "b=slurm"])
+    file = write_scaffold(tmp_path, "two", ["a=local", "b=slurm"])
     assert file.read_text().startswith(FIRST_LINE)
     assert json.loads(file.with_name(NAME).read_text()) == schema()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator import demo as demo_material
-from coordinator.demo import Sizes, documents, make, make_model, split_documents, train_tokenizer, write_texts
+from coordinator.demo import Sizes, documents, make_demo, make_model, split_documents, train_tokenizer, write_texts
 from facility.dataset import open_dataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.manifest import verify_manifest
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in variables().items():
             patch.setenv(name, value)  # both preparations are forks
-        report, there = make(out, seed=7, sizes=SMALL)
+        report, there = make_demo(out, seed=7, sizes=SMALL)
     assert not there and report["parameters"] == verify_manifest(out / "model").parameters
     return out
 
@@ -99,9 +99,9 @@ def test_the_same_seed_makes_the_same_bytes_and_another_seed_other_weights(made:
 
 def test_complete_material_is_recognised_and_other_material_is_not_overwritten(made: Path):
     before = contents(made)
-    assert make(made, seed=7, sizes=SMALL)[1]
+    assert make_demo(made, seed=7, sizes=SMALL)[1]
     with pytest.raises(InputError, match="made otherwise"):
-        make(made, seed=8, sizes=SMALL)
+        make_demo(made, seed=8, sizes=SMALL)
     assert contents(made) == before
 
 
@@ -116,8 +116,8 @@ def test_what_is_being_made_is_told_and_datasets_that_nobody_wants_are_not_made(
     told: list[str] = []
     for datasets in (False, True):
         out = tmp_path / str(datasets)
-        assert not make(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
-        assert make(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
+        assert not make_demo(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
+        assert make_demo(out, sizes=SMALL, datasets=datasets, progress=told.append)[1]
         assert (out / "datasets").exists() == datasets
     assert len(told) == 5 and told[-1] == "preparing a dataset for each facility"
 
@@ -126,13 +126,13 @@ def test_an_interrupted_run_is_made_again_and_strangers_are_left_alone(tmp_path:
     out = tmp_path / "demo"
     monkeypatch.setattr(demo_material, "train_tokenizer", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        make(out, sizes=SMALL)
+        make_demo(out, sizes=SMALL)
     assert (out / "text").is_dir() and not (out / "material.json").exists()
     with pytest.raises(KeyboardInterrupt):  # gets as far again: nothing that is left stands in its way
-        make(out, sizes=SMALL)
+        make_demo(out, sizes=SMALL)
     (tmp_path / "other" / "model").mkdir(parents=True)
     with pytest.raises(InputError, match="holds model but no material"):
-        make(tmp_path / "other", sizes=SMALL)
+        make_demo(tmp_path / "other", sizes=SMALL)
 
 
 def test_documents_are_the_text_cut_at_empty_lines():

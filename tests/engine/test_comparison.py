@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.report.make import data_of, make_report
 from facility.exchange.checkpoints.tokenizer import tokenizer_digest
 from tests.engine.engines import crossfed, streamflow
@@ -31,7 +31,7 @@ def made(root: Path, **evaluation: object) -> Path:
         told["tokenizer_sha256"] = tokenizer_digest(root / "model")
         (dataset / "dataset.json").write_text(json.dumps(told))
     path.write_text(path.read_text().replace("- name: site-a.1\n", "- name: site-a.1\n  training: {ranks: 2}\n"))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 
@@ -61,7 +61,7 @@ def test_the_matrix_of_a_federation_has_what_the_rounds_reported(tmp_path: Path)
         assert cell(matrix, name, "global")["perplexity"] == pytest.approx(final[name]["perplexity_received"], rel=1e-5)
         assert told["interval"][0] < told["perplexity"] < told["interval"][1]
         assert matrix["alone"][name]["tokens"] == row[name]["tokens"]
-    assert len(matrix["verdicts"]) == 5 and any("nobody trained on" in line for line in matrix["verdicts"])
+    assert len(matrix["verdicts"]) == 5 and any("no facility trained on" in line for line in matrix["verdicts"])
     own = [one for one in data["tasks"] if one["facility"] == "coordinator" and one["metric"] == "acc"]
     assert [one["round"] for one in own] == [0, 1] and all(0 <= one["value"] <= 1 for one in own)
     page = make_report(path).read_text()
@@ -79,7 +79,7 @@ def test_the_matrix_of_a_federation_has_what_the_rounds_reported(tmp_path: Path)
 def test_adapters_are_compared_and_a_facility_that_is_gone_is_a_gap(tmp_path: Path):
     path = made(tmp_path)
     path.write_text(path.read_text().replace("training:\n", "training:\n  lora: {rank: 2}\n", 1))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     archive = Archive(read_federation(path).archive_path)
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     seen: list[str] = []

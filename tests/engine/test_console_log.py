@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.engine.console_log import ENGINE, ConsoleHandler, Lasting, shown_on
-from coordinator.engine.live import FacilityState, Snapshot, awaited
+from coordinator.engine.live import FacilityState, Snapshot, waiting_sentence
 from coordinator.engine.run import _stopped_by_signals
 
 
@@ -60,7 +60,7 @@ def test_a_console_is_never_quiet_for_longer_than_it_promises():
             before = out.tell()
             if second == 70:
                 logging.getLogger(ENGINE).info("another matter")
-            handler.say_if_quiet(lambda: awaited(run, now[0]))
+            handler.say_if_quiet(lambda: waiting_sentence(run, now[0]))
             spoken += [now[0]] if out.tell() > before else []
     assert spoken == [0, 30, 60, 70, 100, 130, 160, 190]
     lines = [line.partition(" ")[2] for line in out.getvalue().splitlines()]

@@ -14,7 +14,7 @@ from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import Federation, read_federation
 from coordinator.config.settings import CoordinatorSettings
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.coordinator import _held, _room
 from coordinator.preflight.disk import IN_FLIGHT, coordinator_disk, facility_disk
@@ -83,7 +83,7 @@ def test_five_rounds_keep_the_bounds_of_two(tmp_path: Path, adapters: dict[str, 
     training = {"steps": 1} | adapters
     path = write_federation(tmp_path, ["a", "b"], training=training, rounds=5, keep_rounds=1, size=size)
     federation = read_federation(path)
-    write(federation)
+    write_rendered(federation)
     archive, states, work = bounds(federation)
     folders = {tmp_path / "archive": archive, tmp_path / "work": work}
     folders |= {tmp_path / "sites" / name: states for name in ("a", "b")}

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.messages.manifest import read_manifest
 from facility.exchange.messages.steps import end_asked
 from facility.rounds.steps import NAME
@@ -68,7 +68,7 @@ def test_jobs_take_the_steps_that_fit_until_the_stated_end_and_weigh_by_them(tmp
         final_evaluation=False,
     )
     federation = read_federation(path)
-    write(federation)
+    write_rendered(federation)
     with Decisions(tmp_path / "sites") as decided:
         result = streamflow(path, tmp_path / "engine", timeout=380)
     assert result.returncode == 0, result.stdout[-4000:]
@@ -97,7 +97,7 @@ def test_jobs_take_the_steps_that_fit_until_the_stated_end_and_weigh_by_them(tmp
     rows = [row for entry in history for row in entry.facilities]
     taken = {name: [row.steps for row in rows if row.facility == name] for name in NAMES}
     said = ", ".join(f"{name} {min(steps)} to {max(steps)}" for name, steps in taken.items())
-    lines = remarks(summary(archive))
+    lines = summary_remarks(summary(archive))
     assert f"steps that fitted until the expected end of their round: {said}" in lines
     assert not [line for line in lines if line.startswith("steps from round")], "none were agreed before the queue"
     assert said in result.stdout.replace("\n", " ")

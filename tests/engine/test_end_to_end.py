@@ -14,7 +14,7 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.codecs.sparseloco import CHUNK, kept_of
 from facility.exchange.checkpoints.mean_walk import open_mean_walk
@@ -56,7 +56,7 @@ MOMENTS = {"optimizer_state": "shared", "optimizer_state_form": "int8", "first_m
 def make(root: Path, **changes: object) -> Path:
     path = write_federation(root, ["site-a.1", "b_2"], **{"training": MOMENTS} | changes)  # type: ignore[arg-type]
     path.write_text(path.read_text().replace("- name: site-a.1\n", "- name: site-a.1\n  training: {ranks: 2}\n"))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.publishing.publish import publish
 from coordinator.report.make import make_report
 from tests.engine.engines import streamflow
@@ -59,7 +59,7 @@ def test_joules_of_jobs_are_in_the_round_files_the_report_and_the_card(tmp_path:
                 if file.startswith("intel-rapl"):
                     (folder / file).with_name("max_energy_range_uj").write_text(f"{RANGE}\n")
                     (folder / file).with_name("name").write_text("package-0\n")
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     tool = tmp_path / "cwl" / "tools" / "train.cwl"
     tool.write_text(tool.read_text().replace("facility.round", "tests.rounds.metered", 1))
     result = streamflow(path, tmp_path / "engine", timeout=250)

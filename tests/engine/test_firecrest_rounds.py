@@ -13,7 +13,7 @@ import yaml
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.files.paths import CHECKOUT
 from facility.exchange.job_names import job_name
 from tests.engine.engines import BIN, crossfed
@@ -51,7 +51,7 @@ def federate(root: Path, server: Site) -> Path:
         "polling_seconds": 1,
     }
     path.write_text(yaml.safe_dump(described, sort_keys=False))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 

@@ -13,8 +13,8 @@ import yaml
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
-from coordinator.model import convert
+from coordinator.engine.render import write_rendered
+from coordinator.model import convert_model
 from coordinator.preflight.check import check, check_alike
 from coordinator.report.make import data_of, make_report
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -42,7 +42,7 @@ def described(root: Path, model: str, **changes: Any) -> Path:
     path = root / "workflow" / "federation.yml"
     path.parent.mkdir(parents=True)
     path.write_text(yaml.safe_dump(told, sort_keys=False))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 
@@ -55,7 +55,7 @@ def test_federated_digits_are_told_apart_better_than_by_either_facility_alone(
 ):
     done = subprocess.run([sys.executable, str(ROOT / "examples/digits.py"), "--out", str(tmp_path / "drawn")])
     assert done.returncode == 0
-    told = convert(str(tmp_path / "drawn" / family), tmp_path / "model", dtype="float32", revision="main")
+    told = convert_model(str(tmp_path / "drawn" / family), tmp_path / "model", dtype="float32", revision="main")
     assert "loaded and evaluated" in told and "tensor has its place" in told
     for name in (*NAMES, "held-out"):
         folder = tmp_path / "drawn" / name

@@ -9,7 +9,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.checkpoints.adapters import A, is_factor
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.moments import FIRST, StoredMoments, shapes_in
@@ -32,7 +32,7 @@ def test_muon_adafactor_and_adamw_train_adapters_of_differing_ranks_together(tmp
     path.write_text(yaml.safe_dump(told, sort_keys=False))
     federation = read_federation(path)
     assert federation.aggregation.rule == "mean" and "adapters" in federation.chosen  # `auto` chose
-    write(federation)
+    write_rendered(federation)
     result = streamflow(path, tmp_path / "engine", timeout=900)
     assert result.returncode == 0, result.stdout[-4000:]
     archive = Archive(federation.archive_path)

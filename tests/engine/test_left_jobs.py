@@ -17,7 +17,7 @@ from coordinator.archive.rounds import Archive, RoundFile
 from coordinator.config.federation import read_federation
 from coordinator.engine.left_jobs import cancel_left, cancel_set_aside, remember_queues
 from coordinator.engine.queues import Queue
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.run import render_alone
 from coordinator.rounds.late import LateJob, remember_job
 from facility.exchange.files.durable import write_json
@@ -46,7 +46,7 @@ def rendered(tmp_path: Path, names: list[str], monkeypatch: pytest.MonkeyPatch, 
             "environment": {"home": str(tmp_path)},
         }
     file.write_text(yaml.safe_dump(described))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     program = tmp_path / "bin" / "flux"
     program.parent.mkdir()
     program.write_text(flux)
@@ -164,7 +164,7 @@ def test_a_facility_that_moved_leaves_no_job_at_its_old_host(
     }
     described["facilities"][0]["deployment"] = deployment
     file.write_text(yaml.safe_dump(described))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     asked: list[tuple[str, str]] = []
 
     async def login(queue: Queue, command: str) -> tuple[str, int]:

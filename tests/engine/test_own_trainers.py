@@ -10,7 +10,7 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.check import check
 from coordinator.report.make import make_report
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -31,7 +31,7 @@ def test_one_facility_on_each_trainer_makes_one_model(tmp_path: Path, monkeypatc
             text.replace(f"- name: {name}\n", f"- name: {name}\n  trainer: {{module: {module}}}\n") if module else text
         )
     path.write_text(text)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     rows = [row for row in check(path, link=False) if row.check == "trainer"]
     assert {row.verdict for row in rows} == {"fail"}, "the examples are not installed yet"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "examples"), os.environ["PYTHONPATH"]]))

@@ -15,7 +15,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive, FacilityRow, Wait
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.rounds.late import LateJob, remembered_job
 from tests.engine.engines import crossfed, killed_at, streamflow
 from tests.federations import write_federation
@@ -34,7 +34,7 @@ def federate(root: Path, names: list[str], *, seconds: float = 0.0, count: int =
 
 def stand_in(path: Path) -> None:
     """Render the federation, with a stand-in for the trainer in its workflow."""
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     tool = path.parent.parent / "cwl" / "tools" / "train.cwl"
     tool.write_text(tool.read_text().replace("update]", "update, --module, tests.stand_in_trainer]", 1))
 
@@ -90,7 +90,7 @@ def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
             },
         }
         path.write_text(yaml.safe_dump(described | {"final_evaluation": False}, sort_keys=False))
-        write(read_federation(path))
+        write_rendered(read_federation(path))
         result = streamflow(path, tmp_path / "engine", timeout=800)
     assert result.returncode == 0, result.stdout[-4000:]
     rows = rows_of(path)

@@ -16,7 +16,7 @@ from coordinator.cli import app
 from coordinator.config.deployments import federation_of
 from coordinator.config.federation import read_federation
 from coordinator.config.local_paths import check_paths
-from coordinator.engine.render import facility_settings, render, stale, write
+from coordinator.engine.render import facility_settings, render, stale_files, write_rendered
 from coordinator.preflight.coordinator import check_here
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files import paths
@@ -34,15 +34,15 @@ def test_shipped_files_equal_a_fresh_rendering():
 
 def test_rendering_twice_changes_nothing(tmp_path: Path):
     federation = read_federation(write_federation(tmp_path, ["a", "b"]))
-    assert len(write(federation)) > 5
-    assert write(federation) == []
-    assert stale(federation) == []
+    assert len(write_rendered(federation)) > 5
+    assert write_rendered(federation) == []
+    assert stale_files(federation) == []
 
 
 def test_of_a_facility_that_is_gone_what_was_rendered_is_removed_and_nothing_else(tmp_path: Path):
     """Every other jobs/*.sh and facilities/*.json beside a federation.yml was deleted, a person's own with them."""
     file = write_federation(tmp_path, ["a", "b"])
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     for name in ("jobs/b.sh", "jobs/b-login.sh", "jobs/a-login.sh", "jobs/mine.sh", "facilities/mine.json"):
         (file.parent / name).parent.mkdir(exist_ok=True)
         (file.parent / name).write_text("{}")
@@ -61,19 +61,19 @@ def test_cwl_of_another_version_and_cwl_that_was_cut_off_is_replaced_by_what_shi
     """A federation in a folder of its own kept the tools of the CrossFed that had made it, under a workflow rendered by
     a newer one; a copy that a kill had cut off stayed so for ever."""
     federation = read_federation(write_federation(tmp_path, ["a", "b"]))
-    write(federation)
+    write_rendered(federation)
     tools = tmp_path / "cwl" / "tools"
     shipped = (tools / "aggregate.cwl").read_text()
     earlier = "".join(line for line in shipped.splitlines(keepends=True) if "scores" not in line)
     assert earlier != shipped
     (tools / "aggregate.cwl").write_text(earlier)
     (tools / "send.cwl").write_text("")
-    assert stale(federation) == ["cwl/tools/send.cwl", "cwl/tools/aggregate.cwl"]
-    assert write(federation) == [tools / "send.cwl", tools / "aggregate.cwl"]
+    assert stale_files(federation) == ["cwl/tools/send.cwl", "cwl/tools/aggregate.cwl"]
+    assert write_rendered(federation) == [tools / "send.cwl", tools / "aggregate.cwl"]
     assert (tools / "aggregate.cwl").read_text() == shipped == (ROOT / "cwl" / "tools" / "aggregate.cwl").read_text()
     assert (tools / "aggregate.cwl.old").read_text() == earlier, "what a person had edited is not lost"
     assert f"it is now {tools / 'aggregate.cwl.old'}" in caplog.text
-    assert stale(federation) == [] and write(federation) == []
+    assert stale_files(federation) == [] and write_rendered(federation) == []
 
 
 OWN = {
@@ -98,14 +98,14 @@ def test_a_file_of_ones_own_is_never_replaced(tmp_path: Path, name: str):
     own.write_text(OWN[name])
     federation = read_federation(file)
     with pytest.raises(InputError, match=f"{re.escape(name)} was not rendered by CrossFed.*move it away"):
-        write(federation)
+        write_rendered(federation)
     row = next(row for row in check_here(federation)[0] if row.check == "rendered files")
     assert row.verdict == "fail" and str(own) in row.found
     assert own.read_text() == OWN[name] and not [path for path in tmp_path.glob("cwl/tools/*")]
     own.unlink()
-    assert write(federation) and write(federation) == []
+    assert write_rendered(federation) and write_rendered(federation) == []
     (tmp_path / "workflow" / "settings.yml").write_text((tmp_path / "workflow" / "settings.yml").read_text() + "#\n")
-    assert len(write(federation)) == 1, "what was rendered is rendered again"
+    assert len(write_rendered(federation)) == 1, "what was rendered is rendered again"
 
 
 def test_a_check_before_the_first_rendering_warns_of_nothing(tmp_path: Path):
@@ -115,7 +115,7 @@ def test_a_check_before_the_first_rendering_warns_of_nothing(tmp_path: Path):
         return next(row.verdict for row in check_here(federation)[0] if row.check == "rendered files")
 
     assert verdict() == "ok"
-    write(federation)
+    write_rendered(federation)
     assert verdict() == "ok"
     (tmp_path / "workflow" / "facilities" / "a.json").unlink()
     assert verdict() == "warning", "what was rendered is not whole any more"
@@ -124,14 +124,14 @@ def test_a_check_before_the_first_rendering_warns_of_nothing(tmp_path: Path):
 def test_a_template_where_its_rendering_belongs_stays_a_template(tmp_path: Path):
     """It would be read again with its own placeholders filled, and lose them."""
     file = write_federation(tmp_path, ["a"])
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     described = yaml.safe_load(file.read_text())
     described["facilities"][0]["deployment"] = {"type": "slurm", "workdir": "/w", "template": "jobs/a.sh"}
     file.write_text(yaml.safe_dump(described))
     (file.parent / "jobs").mkdir()
     (file.parent / "jobs" / "a.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
     with pytest.raises(InputError, match="jobs/a.sh was not rendered"):
-        write(read_federation(file))
+        write_rendered(read_federation(file))
 
 
 def test_the_rendering_does_not_depend_on_where_the_checkout_lies():
@@ -151,14 +151,14 @@ def test_no_javascript_anywhere():
 def test_a_third_facility_is_at_most_ten_lines_in_one_file(tmp_path: Path):
     path = write_federation(tmp_path, ["a", "b"])
     before = read_federation(path)
-    write(before)
+    write_rendered(before)
     hand_written = {p: p.read_bytes() for p in (tmp_path / "cwl").rglob("*.cwl") if p.name != "round.cwl"}
     addition = "- name: third-site.3\n  dataset: ../sites/third/dataset\n"
     text = path.read_text()
     text = text.rstrip() + "\n" + addition if text.rstrip().splitlines()[-1].startswith(("  ", "-")) else text
     assert text.endswith(addition) and addition.count("\n") <= 10
     path.write_text(text)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     steps = yaml.safe_load((tmp_path / "cwl" / "round.cwl").read_text())["steps"]
     assert {"train_third-site.3", "receive_third-site.3"} <= set(steps)
     assert all(p.read_bytes() == content for p, content in hand_written.items())
@@ -166,11 +166,11 @@ def test_a_third_facility_is_at_most_ten_lines_in_one_file(tmp_path: Path):
 
 def test_a_facility_that_goes_takes_its_settings_along(tmp_path: Path):
     path = write_federation(tmp_path, ["a", "b"])
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     described = yaml.safe_load(path.read_text())
     described["facilities"].pop()
     path.write_text(yaml.safe_dump(described))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     assert [p.name for p in (path.parent / "facilities").iterdir()] == ["a.json"]
 
 
@@ -326,9 +326,9 @@ def test_a_federation_file_in_a_folder_of_its_own_is_rendered_without_leaving_it
     bare.parent.mkdir()
     bare.write_text(path.read_text().replace("../", "../made/"))
     before = set(tmp_path.iterdir())
-    changed = write(read_federation(bare))
+    changed = write_rendered(read_federation(bare))
     assert set(tmp_path.iterdir()) == before and all(file.is_relative_to(bare.parent) for file in changed)
-    assert stale(read_federation(bare)) == []
+    assert stale_files(read_federation(bare)) == []
     described = yaml.safe_load((bare.parent / "streamflow.yml").read_text())
     (workflow,) = described["workflows"].values()
     assert (bare.parent / workflow["config"]["file"]).resolve() == bare.parent / "cwl" / "main.cwl"

@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from coordinator.archive.rounds import Archive
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import read_federation
 from coordinator.engine.one_run import RENDERED_LOCK, only_one, only_run
 from coordinator.engine.place import run_place
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.run import _show_end, render_alone, run_federation
 from facility.exchange.errors import InputError, TransientError
-from facility.exchange.files.storage import unwritable
+from facility.exchange.files.storage import why_unwritable
 from tests.engine.engines import crossfed, weights
 from tests.federations import write_federation
 from tests.publishing.made import made_federation
@@ -36,8 +36,8 @@ def test_the_directory_is_private_made_anew_and_removed(tmp_path: Path):
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/proc/sys").exists(), reason="needs a read-only place")
 def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
-    assert unwritable([tmp_path / "new"]) == "" and (tmp_path / "new").is_dir()
-    reason = unwritable([tmp_path, Path("/proc/sys/kernel")])
+    assert why_unwritable([tmp_path / "new"]) == "" and (tmp_path / "new").is_dir()
+    reason = why_unwritable([tmp_path, Path("/proc/sys/kernel")])
     assert reason.startswith("/proc/sys/kernel ") and "give the same command again" in reason
     with pytest.raises(InputError), run_place(Path("/proc/sys/kernel")):
         pass
@@ -46,7 +46,7 @@ def test_a_place_that_takes_no_file_is_told(tmp_path: Path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_told_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
-    assert unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
+    assert why_unwritable([tmp_path]) == f"{tmp_path} is full: free some room, then give the same command again"
 
 
 def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Path):
@@ -55,8 +55,8 @@ def test_a_second_run_of_a_federation_changes_nothing_for_the_first(tmp_path: Pa
     federation = read_federation(file)
     archive = Archive(federation.archive_path)
     (archive.path / "round-0000").mkdir(parents=True)
-    archive.write_note("federation", dict(described(federation)))
-    write(federation)
+    archive.write_note("federation", dict(describe_federation(federation)))
+    write_rendered(federation)
     before = files_below(tmp_path)
     file.write_text(file.read_text().replace("rounds: 2", "rounds: 9"))
     with only_one(federation):
@@ -126,7 +126,7 @@ def test_two_federations_of_one_account_run_at_once(tmp_path: Path):
 def test_an_archive_that_start_refuses_ends_the_run_at_once_with_the_reason(tmp_path: Path):
     file = write_federation(tmp_path, ["a"], rounds=1)
     federation = read_federation(file)
-    write(federation)
+    write_rendered(federation)
     Archive(federation.archive_path).begin(federation.path(federation.model), "another")
     process = crossfed("run", "--quiet", "-f", file, folder=tmp_path / "machine")
     text, _ = process.communicate(timeout=200)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.run import engine_command
 from coordinator.engine.supervise import Limits, Supervisor
 from tests.engine.engines import bare_environment
@@ -31,7 +31,7 @@ def processes(word: str) -> list[str]:
 def test_stopping_ends_the_training_of_a_local_facility(tmp_path: Path):
     file = write_federation(tmp_path, ["near"], rounds=1, training={"steps": 10**6}, final_evaluation=False)
     federation = read_federation(file)
-    write(federation)
+    write_rendered(federation)
     lines: list[str] = []
     supervisor = Supervisor(
         command=lambda: engine_command(federation),

@@ -17,11 +17,11 @@ from coordinator.cli import app
 from coordinator.config.federation import read_federation
 from coordinator.engine.progress import Progress
 from coordinator.engine.queues import NoAnswer, Queue, read_queues
-from coordinator.engine.render import write
-from coordinator.engine.stuck_jobs import Watch, present
+from coordinator.engine.render import write_rendered
+from coordinator.engine.stuck_jobs import Watch, current_jobs
 from coordinator.events.event import Event
 from coordinator.schedulers.none import SCHEDULER as NONE
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import Job, step_code
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from coordinator.streamflow_plugin.ssh import tethered
@@ -53,8 +53,8 @@ from tests.federations import write_federation
     ],
 )
 def test_a_reason_that_no_time_clears_comes_with_what_to_do(kind: str, reason: str, words: str):
-    assert words in scheduler(kind).what_to_do(Job(id="7", state="PENDING", began=False, reason=reason))
-    assert scheduler(kind).what_to_do(Job(id="7", state="RUNNING", began=True, reason=reason)) == ""
+    assert words in scheduler_named(kind).what_to_do(Job(id="7", state="PENDING", began=False, reason=reason))
+    assert scheduler_named(kind).what_to_do(Job(id="7", state="RUNNING", began=True, reason=reason)) == ""
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_reason_that_no_time_clears_comes_with_what_to_do(kind: str, reason: s
     ],
 )
 def test_ordinary_waiting_is_left_alone(kind: str, reason: str):
-    assert scheduler(kind).what_to_do(Job(id="7", state="PENDING", began=False, reason=reason)) == ""
+    assert scheduler_named(kind).what_to_do(Job(id="7", state="PENDING", began=False, reason=reason)) == ""
 
 
 class Held(Queue):
@@ -190,7 +190,7 @@ def test_the_question_of_a_login_node_that_cannot_be_reached_is_no_answer_of_its
         (tmp_path / "job.sh").write_text("#!/bin/bash\n{{ streamflow_command }}\n")
         facility = {"name": "lumi", "dataset": "/d", "deployment": there | {"template": str(tmp_path / "job.sh")}}
         file = write_federation(tmp_path, ["a"], facilities=[facility])
-        write(read_federation(file))
+        write_rendered(read_federation(file))
         engine = Collected([])
         logging.getLogger("streamflow").addHandler(engine)
         try:
@@ -210,7 +210,7 @@ def test_status_shows_jobs_reasons_and_silent_facilities():
 
     one = Held(facility="site", kind="slurm", job_name="n", directory=Path("/"), ssh={"asked": []})
     two = Silent(facility="far", kind="slurm", job_name="n", directory=Path("/"), ssh={})
-    job, silence = present([two, one])
+    job, silence = current_jobs([two, one])
     assert (job["facility"], job["job"], job["reason"]) == ("site", "7", "JobHeldUser") and "scontrol release" in job[
         "do"
     ]

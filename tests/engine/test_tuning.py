@@ -13,7 +13,7 @@ import yaml
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.models.adapter_export import export_adapter
 from coordinator.preflight.check import check
 from coordinator.publishing.publish import publish
@@ -89,7 +89,7 @@ def federation(root: Path, task: str, **training: Any) -> Path:
     path = root / "workflow" / "federation.yml"
     path.parent.mkdir()
     path.write_text(yaml.safe_dump(described, sort_keys=False))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 

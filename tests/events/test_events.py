@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.archive.journal import KINDS as JOURNAL_KINDS
-from coordinator.events.event import VARIABLE, Event, emit, failures_of, quoted
+from coordinator.events.event import VARIABLE, Event, emit, failures_of, quote_for_display
 from coordinator.events.follow import EventFile, read_event
 from facility.exchange.errors import InputError
 from facility.exchange.files.storage import SAME_COMMAND
@@ -66,7 +66,7 @@ def test_an_event_is_one_line_without_control_characters(events: EventFile):
     (one,) = events.new()
     assert one.kind == "refused" and len(one["reason"]) < 2100
     assert all(letter.isprintable() for letter in one["reason"])
-    assert quoted("a\r\nb\tc") == "a b c"
+    assert quote_for_display("a\r\nb\tc") == "a b c"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def arrives(path: Path, old: Path, new: Path) -> int:
     done = delta.encode_model(
         model=new, reference=old, out=path / "message", decoded=path / "decoded", encoding="changed"
     )
-    delta.decode(path / "message", reference=old, out=path / "received")
+    delta.decode_update(path / "message", reference=old, out=path / "received")
     assert bits_of(path / "received") == bits_of(path / "decoded") == bits_of(new)
     assert done.relative_error == 0 and not list(path.glob(".*"))
     verify_manifest(path / "received")
@@ -264,15 +264,15 @@ def forged(message: Path, out: Path, size: np.ndarray, data: np.ndarray) -> Path
 def test_a_message_that_makes_no_number_is_refused(step, words: str, tmp_path: Path) -> None:
     old, new = np.zeros(9, np.int16), np.ones(9, np.int16)
     start = model(tmp_path / "old", {"w": old}, "BF16")
-    delta.encode(
+    delta.encode_update(
         full=model(tmp_path / "new", {"w": new}, "BF16"), reference=start, out=tmp_path / "m", encoding="changed"
     )
     stored = changed.encode(np.array([0, step] + [0] * 7))
     with pytest.raises(CheckpointError, match=words):
-        delta.decode(forged(tmp_path / "m", tmp_path / "bad", **stored), reference=start, out=tmp_path / "out")
+        delta.decode_update(forged(tmp_path / "m", tmp_path / "bad", **stored), reference=start, out=tmp_path / "out")
     stored["data"] = np.concatenate([stored["data"], np.zeros(1, np.uint8)])
     with pytest.raises(CheckpointError, match="too long"):
-        delta.decode(forged(tmp_path / "m", tmp_path / "worse", **stored), reference=start, out=tmp_path / "out")
+        delta.decode_update(forged(tmp_path / "m", tmp_path / "worse", **stored), reference=start, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -280,10 +280,10 @@ def test_what_cannot_be_exact_is_refused(tmp_path: Path) -> None:
     start = model(tmp_path / "old", {"w": weights(500)}, "BF16")
     wide = make.model(tmp_path / "wide", {"w": torch.ones(500)})
     with pytest.raises(CheckpointError, match="is F32, the reference has BF16: send it in full"):
-        delta.encode(full=wide, reference=start, out=tmp_path / "m", encoding="changed")
+        delta.encode_update(full=wide, reference=start, out=tmp_path / "m", encoding="changed")
     infinite = model(tmp_path / "infinite", {"w": np.full(500, EXPONENTS["BF16"], np.int16)}, "BF16")
     with pytest.raises(CheckpointError, match="NaN or infinity"):
-        delta.encode(full=infinite, reference=start, out=tmp_path / "m", encoding="changed")
+        delta.encode_update(full=infinite, reference=start, out=tmp_path / "m", encoding="changed")
     assert not (tmp_path / "m").exists()
 
 
@@ -293,15 +293,17 @@ def test_updates_are_not_sent_in_it(tmp_path: Path) -> None:
     start = make.model(tmp_path / "old", {"w": torch.ones(500)})
     update = make.update(tmp_path / "update", {"w": torch.full((500,), 1.5)}, base=start, facility="a")
     with pytest.raises(ConfigurationError, match="for models alone, and .*update is an update"):
-        delta.encode(full=update, reference=start, out=tmp_path / "m", encoding="changed")
+        delta.encode_update(full=update, reference=start, out=tmp_path / "m", encoding="changed")
     after = make.model(tmp_path / "new", {"w": torch.full((500,), 1.5)})
     with pytest.raises(ConfigurationError, match="leave no residual"):
-        delta.encode(full=after, reference=start, out=tmp_path / "m", encoding="changed", residual_out=tmp_path / "r")
-    delta.encode(full=after, reference=start, out=tmp_path / "m", encoding="changed")
+        delta.encode_update(
+            full=after, reference=start, out=tmp_path / "m", encoding="changed", residual_out=tmp_path / "r"
+        )
+    delta.encode_update(full=after, reference=start, out=tmp_path / "m", encoding="changed")
     manifest = dataclasses.replace(read_manifest(tmp_path / "m"), kind="update", facility="a", files={})
     write_manifest(tmp_path / "m", manifest)
     with pytest.raises(CheckpointError, match="an update in encoding 'changed', which is for models alone"):
-        delta.decode(tmp_path / "m", reference=start, out=tmp_path / "out")
+        delta.decode_update(tmp_path / "m", reference=start, out=tmp_path / "out")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -319,5 +321,5 @@ def test_a_rounds_model_stays_as_it_is_and_so_does_the_master(dtype: torch.dtype
     assert told["encoding"] == "changed" and told["relative_error"] == 0
     assert bits_of(directory / "model") == before and bits_of(directory / "state" / "master") == master
     assert read_manifest(directory / "state").extra["model_sha256"] == read_manifest(directory / "model").content_sha256
-    delta.decode(directory / "message", reference=reference, out=tmp_path / "received")
+    delta.decode_update(directory / "message", reference=reference, out=tmp_path / "received")
     assert bits_of(tmp_path / "received") == before and not (directory / "whole").exists()

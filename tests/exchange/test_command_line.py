@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from coordinator.cli import app
-from facility.exchange.command_line import parsed, refuse_empty
+from facility.exchange.command_line import parse_arguments, refuse_empty
 from facility.exchange.errors import InputError
 from tests.conftest import ROOT
 from tests.federations import write_federation
@@ -93,9 +93,9 @@ def test_a_wrong_number_is_refused_in_words_and_not_by_the_name_of_pythons_type(
     parser = argparse.ArgumentParser()
     parser.add_argument("--many", type=kind)
     with pytest.raises(SystemExit):
-        parsed(parser, ["--many", "some"])
+        parse_arguments(parser, ["--many", "some"])
     assert f"--many: 'some' given, {said}" in capsys.readouterr().err
-    assert parsed(parser, ["--many", "3"]).many == 3
+    assert parse_arguments(parser, ["--many", "3"]).many == 3
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ ENTRY = Entry(generation="a", run="b", round=0, base_sha256="c", request="d", su
 REFUSE: dict[str, Callable[[Path], object]] = {
     "answers of secure aggregation": lambda path: AnswerLedger(state=path).record(ENTRY),
     "releases of differential privacy": lambda path: ReleaseLedger(state=path).open(),
-    "a gate's ledger": lambda path: gate_ledger.changed(path / "ledger.json").__enter__(),
+    "a gate's ledger": lambda path: gate_ledger.ledger_locked(path / "ledger.json").__enter__(),
     "an audit log": lambda path: audit_log.append(path / "audit.jsonl", "request"),
 }
 
@@ -107,7 +107,7 @@ def test_what_must_be_counted_once_is_refused_with_the_reason(tmp_path: Path, wh
     with pytest.raises(OSError, match="has no locks") as caught:
         REFUSE[what](tmp_path)
     assert is_storage(caught.value) and f"{tmp_path}/" in file_error_sentence(caught.value)
-    assert "cannot be locked, for its file system has no locks" in file_error_sentence(caught.value)
+    assert "cannot be locked, because its file system has no locks" in file_error_sentence(caught.value)
 
 
 @pytest.mark.usefixtures("no_locks")

@@ -9,22 +9,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from facility.exchange.checkpoints.mean_walk import FOLDER, metadata_of, open_mean_walk, rounded, values
+from facility.exchange.checkpoints.mean_walk import FOLDER, byte_values, metadata_of, open_mean_walk, round_to_bytes
 from facility.exchange.errors import CheckpointError
 
 
 def test_the_bytes_are_those_of_torchs_e4m3_and_every_value_survives():
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
-    assert np.array_equal(values() * 64, codes.float().numpy(), equal_nan=True)
-    finite = values()[np.isfinite(values())]
-    assert np.array_equal(values()[rounded(finite)], finite)
+    assert np.array_equal(byte_values() * 64, codes.float().numpy(), equal_nan=True)
+    finite = byte_values()[np.isfinite(byte_values())]
+    assert np.array_equal(byte_values()[round_to_bytes(finite)], finite)
 
 
 def test_values_are_rounded_to_the_nearest_and_large_ones_are_cut():
     walk = np.random.default_rng(0).normal(size=5000).astype(np.float32) * np.float32(10) ** np.linspace(-6, 1, 5000)
     halves = (torch.from_numpy(walk) * 64).clamp(-448, 448).half().float()
-    assert np.array_equal(values()[rounded(walk)] * 64, halves.to(torch.float8_e4m3fn).float().numpy())
-    assert values()[rounded(np.float32([1e9, -1e9, 7.0]))].tolist() == [7.0, -7.0, 7.0]
+    assert np.array_equal(byte_values()[round_to_bytes(walk)] * 64, halves.to(torch.float8_e4m3fn).float().numpy())
+    assert byte_values()[round_to_bytes(np.float32([1e9, -1e9, 7.0]))].tolist() == [7.0, -7.0, 7.0]
 
 
 @pytest.mark.parametrize("rounds", ["[]", '{"a": -1}', '{"a": true}', '{"a": 1.5}', "{", '{"a": "1"}'])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from coordinator.memory.figures import ModelFigures, model_figures
-from facility.exchange.checkpoints.delta import encode
+from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.messages.settings import TrainingSettings
 from tests.aggregation import make
 from tests.pico import save_pico
@@ -27,7 +27,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, ModelFig
 @pytest.mark.parametrize("encoding", ["delta-int8", "delta-int4", "sparse", "sparseloco"])
 def test_an_update_takes_what_is_expected(encoding: str, sent: tuple[Path, Path, ModelFigures], tmp_path: Path):
     base, update, figures = sent
-    taken = encode(full=update, reference=base, out=tmp_path / "message", encoding=encoding).message_bytes
+    taken = encode_update(full=update, reference=base, out=tmp_path / "message", encoding=encoding).message_bytes
     assert figures.returned(TrainingSettings(encoding=encoding, export_dtype="float32")) == pytest.approx(
         taken, rel=0.1
     )
@@ -45,5 +45,5 @@ def test_a_model_takes_no_more_than_is_expected_at_most(sent: tuple[Path, Path, 
         tmp_path / "old", make.random_tensors(3, {k: tuple(v.shape) for k, v in values.items()}, torch.bfloat16)
     )
     new = make.model(tmp_path / "new", values, round=1)
-    taken = encode(full=new, reference=old, out=tmp_path / "message", encoding="changed").message_bytes
+    taken = encode_update(full=new, reference=old, out=tmp_path / "message", encoding="changed").message_bytes
     assert 2 * figures.parameters < taken <= figures.travelling_at_most(2 * figures.parameters, "changed", 1.0)

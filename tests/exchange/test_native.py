@@ -20,7 +20,7 @@ from coordinator.aggregation.server_optimizers import nesterov
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import Steps
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.delta import encode
+from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.delta_codecs import load_codec
 from facility.exchange.messages.manifest import read_manifest
@@ -309,7 +309,7 @@ def test_a_whole_round_of_messages_has_the_same_bits(monkeypatch: pytest.MonkeyP
         moved = make.moved({name: tensor.float() for name, tensor in start.items()}, number, 1e-3)
         full = make.update(tmp_path / name, moved, base=base, facility=name)
         messages.append(tmp_path / f"message-{name}")
-        encode(full=full, reference=base, out=messages[-1], encoding=encoding)
+        encode_update(full=full, reference=base, out=messages[-1], encoding=encoding)
     names = iter("12")
 
     def work():

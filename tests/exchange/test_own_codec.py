@@ -29,7 +29,7 @@ CODEC = Codec(
 USE = """
 from pathlib import Path
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.checkpoints.delta import decode, encode
+from facility.exchange.checkpoints.delta import decode_update, encode_update
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import TrainingSettings, describe_codecs
 from tests.pico import save_pico
@@ -38,9 +38,9 @@ assert TrainingSettings(encoding="half", export_dtype="float32").encoding == "ha
 assert [one["name"] for one in describe_codecs()][-1] == "half"
 for name, seed in (("old", 0), ("new", 1)):
     write_manifest(save_pico(Path(name), seed=seed), Manifest(kind="model", federation="f", round=0))
-done = encode(full=Path("new"), reference=Path("old"), out=Path("message"), encoding="half")
+done = encode_update(full=Path("new"), reference=Path("old"), out=Path("message"), encoding="half")
 assert read_manifest(Path("message")).encoding == "half" and 0 < done.relative_error < 1e-3
-decode(Path("message"), reference=Path("old"), out=Path("back"))
+decode_update(Path("message"), reference=Path("old"), out=Path("back"))
 new, back = open_checkpoint(Path("new")), open_checkpoint(Path("back"))
 assert set(new.tensors) == set(back.tensors)
 assert all((new.read(n) - back.read(n)).abs().max() < 1e-3 for n in new.tensors)

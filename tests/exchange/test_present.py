@@ -12,7 +12,7 @@ from coordinator.archive.rounds import Archive
 from coordinator.engine.one_run import only_renderer_where_runs_are
 from coordinator.masking.pending import Pending
 from facility.exchange.files import present
-from facility.preparing.output import published, recognised
+from facility.preparing.output import publish_directory, recognise_dataset
 from facility.rounds.kept import by_round, latest_before
 from facility.rounds.models import Models
 from facility.rounds.smaller import keep_pending
@@ -54,7 +54,7 @@ def hold_locks(place: Path) -> None:
 
 
 def publish(place: Path) -> None:
-    with published(place):
+    with publish_directory(place):
         pytest.fail("it is not known what would be replaced")
 
 
@@ -71,7 +71,7 @@ LOOKS: dict[str, Callable[[Path], object]] = {
     "what an update left unsent": lambda place: keep_pending(place, 1),
     "the state of an optimizer": lambda place: read_state_of(place, None),  # type: ignore[arg-type]
     "a round that was interrupted": lambda place: read_checkpoint(place, None, 1, ""),  # type: ignore[arg-type]
-    "a prepared dataset": lambda place: recognised(SimpleNamespace(out=place), {}),  # type: ignore[arg-type]
+    "a prepared dataset": lambda place: recognise_dataset(SimpleNamespace(out=place), {}),  # type: ignore[arg-type]
     "a folder to publish": publish,
 }
 

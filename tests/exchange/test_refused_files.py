@@ -108,8 +108,8 @@ def test_temporary_names_are_told_as_what_they_become(path: str, expected: str):
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("absent/a.json", "absent/a.json is not there, or its folder is not"),
-        ("file/a.json", "file/a.json is no folder, or lies in what is none"),
+        ("absent/a.json", "absent/a.json does not exist, or its folder does not"),
+        ("file/a.json", "file/a.json is not a folder, or its parent is not"),
         ("folder", "folder is a folder, expected a file"),
         ("n" * 300, "has too long a name"),
     ],

@@ -16,7 +16,7 @@ from coordinator.aggregation.state import make_way
 from coordinator.aggregation.verify import check_files
 from coordinator.config.federation import read_federation
 from coordinator.config.locate import named_in_utf8
-from coordinator.model import convert
+from coordinator.model import convert_model
 from coordinator.models.adapter_export import export_adapter
 from coordinator.models.adapter_import import import_adapter
 from coordinator.plan import budget_of
@@ -29,7 +29,7 @@ from facility.exchange.files.bounded import read_bounded
 from facility.exchange.files.durable import new_directory, write_text
 from facility.exchange.files.storage import file_error_sentence
 from facility.exchange.json_values import read_values
-from facility.exchange.messages.audit_compare import compared, head_of
+from facility.exchange.messages.audit_compare import compare_logs, head_of
 from facility.exchange.messages.manifest import Manifest, write_manifest
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
@@ -79,7 +79,7 @@ READERS = {
     "dataset": lambda path: open_dataset(path.parent),
     "salt": read_salt,
     "audit log": head_of,
-    "compared log": lambda path: compared(one_log(path.with_name("log")), [str(path)]),
+    "compared log": lambda path: compare_logs(one_log(path.with_name("log")), [str(path)]),
 }
 
 
@@ -215,7 +215,7 @@ def test_no_directory_takes_the_place_of_a_link_that_leads_nowhere(tmp_path: Pat
         lambda: make_way(link, tmp_path / "model"),
         lambda: export_adapter(tmp_path, base=tmp_path, out=link),
         lambda: import_adapter(tmp_path, base=tmp_path, out=link),
-        lambda: convert("model", link, dtype="float32", revision=""),
+        lambda: convert_model("model", link, dtype="float32", revision=""),
     ):
         with pytest.raises(InputError, match="link exists"):
             make()

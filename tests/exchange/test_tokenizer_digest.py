@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest, tokenizers_differ
 from facility.exchange.errors import InputError
 from tests.preparing.corpora import save_bert_tokenizer, save_tokenizer
 
@@ -56,7 +56,7 @@ def test_another_tokenizer_of_the_same_size_differs(tmp_path: Path, change: str)
     changed(raw, change)
     (other / "tokenizer.json").write_text(json.dumps(raw))
     told, expected = tokenizer_digest(other), tokenizer_digest(model)
-    assert differ(told, expected) and told is not None and expected is not None
+    assert tokenizers_differ(told, expected) and told is not None and expected is not None
 
 
 def test_the_way_merges_are_written_does_not_matter(tmp_path: Path):
@@ -73,7 +73,7 @@ def test_what_cannot_be_compared_is_not_refused(tmp_path: Path):
     (tmp_path / "slow" / "vocab.txt").write_text("[PAD]\nuno\n")
     slow = tokenizer_digest(tmp_path / "slow")
     assert slow is not None and slow.startswith("vocab.txt:")
-    assert not any(differ(known, other) for other in (None, "", "0" * 64, slow, known))
+    assert not any(tokenizers_differ(known, other) for other in (None, "", "0" * 64, slow, known))
     assert tokenizer_digest(tmp_path / "nowhere") is None
     (tmp_path / "fast" / "tokenizer.json").write_text('{"model": {}}')
     with pytest.raises(InputError, match="not a tokenizer"):

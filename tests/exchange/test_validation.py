@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import BeforeValidator
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import AtLeastOne, Positive, Share, parse, validated
+from facility.exchange.validation import AtLeastOne, Positive, Share, parse_dataclass, validated
 
 
 @validated(frozen=True, kw_only=True)
@@ -82,13 +82,13 @@ class Outer:
 )
 def test_an_error_says_what_was_found_and_what_was_expected(raw: Any, message: str):
     with pytest.raises(ConfigurationError) as caught:
-        parse(Outer, raw)
+        parse_dataclass(Outer, raw)
     assert str(caught.value).startswith(message)
 
 
 def test_the_first_error_of_the_file_is_told_with_key_and_file():
     with pytest.raises(ConfigurationError) as caught:
-        parse(Outer, {"name": "x", "kind": "c", "half": 7}, where="top", file="f.json")
+        parse_dataclass(Outer, {"name": "x", "kind": "c", "half": 7}, where="top", file="f.json")
     assert str(caught.value) == "f.json: top.kind is 'c', expected one of 'a', 'b'"
     assert caught.value.key == "top.kind"
 
@@ -96,18 +96,18 @@ def test_the_first_error_of_the_file_is_told_with_key_and_file():
 @given(st.floats(1e-300, 0.49))
 def test_numbers_with_an_exponent_may_be_text(number: float):
     text = f"{number:e}"
-    assert parse(Outer, {"name": "x", "half": text}).half == float(text)
+    assert parse_dataclass(Outer, {"name": "x", "half": text}).half == float(text)
 
 
 def test_lists_and_whole_numbers_take_the_declared_type():
-    made = parse(Outer, {"name": "x", "inner": {"share": 1, "fixed": [1, 2]}})
+    made = parse_dataclass(Outer, {"name": "x", "inner": {"share": 1, "fixed": [1, 2]}})
     assert made.inner == Inner(share=1.0, fixed=(1, 2)) and type(made.inner.share) is float
 
 
 def test_they_are_dataclasses_and_are_checked_on_construction():
     made = Outer(name="x", inner=Inner(count=2))
     assert dataclasses.replace(made, half=0.25).inner.count == 2
-    assert parse(Outer, dataclasses.asdict(made)) == made
+    assert parse_dataclass(Outer, dataclasses.asdict(made)) == made
     with pytest.raises(ConfigurationError, match="count is 0, expected more than 0"):
         dataclasses.replace(made.inner, count=0)
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -57,7 +57,7 @@ def test_a_model_that_is_ended_by_a_signal_leaves_nothing(
     monkeypatch.setattr(model, "_saved", saved)
     before = signal.getsignal(number)
     with pytest.raises(SystemExit) as ended:
-        model.convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+        model.convert_model(str(source), tmp_path / "out", dtype="float32", revision="main")
     assert ended.value.code == 128 + number and os.listdir(tmp_path) == ["source"]
     assert signal.getsignal(number) == before
 
@@ -80,7 +80,7 @@ def test_a_full_disk_is_no_fault_of_the_model(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(model, "_saved", saved)
     with pytest.raises(OSError) as full:
-        model.convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+        model.convert_model(str(source), tmp_path / "out", dtype="float32", revision="main")
     assert full.value.errno == errno.ENOSPC and full.value.filename == str(tmp_path / "out")
 
 
@@ -119,5 +119,5 @@ def test_odd_words_make_no_model(
     (tmp_path / "link").symlink_to("link")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InputError, match=said):
-        model.convert(source, tmp_path / "out", dtype="float32", revision="main", classes=classes)
+        model.convert_model(source, tmp_path / "out", dtype="float32", revision="main", classes=classes)
     assert not (tmp_path / "out").exists()

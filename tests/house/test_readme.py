@@ -52,7 +52,7 @@ def test_every_figure_measured_is_on_the_pages_of_results():
     rows = re.findall(r"^\|(?!---).*\|$", README.partition("## Measured")[2].partition("## Status")[0], re.M)
     cells = [cell for row in rows for cell in row.split("|")[2:-1]]
     stated = {one for cell in cells for one in NUMBER.findall(re.sub(r"\(docs/[^)]*\)", "", cell))}
-    assert len(stated) > 40
+    assert len(stated) > 30
     assert [one for one in sorted(stated) if not any(_rounds_to(one, figure) for figure in known)] == []
 
 

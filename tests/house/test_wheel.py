@@ -125,8 +125,8 @@ def test_the_commands_of_a_new_user_work_in_any_folder(installed: Installed, tmp
     installed.run("/bin/bash", "-c", "crossfed --install-completion; exit $?", cwd=tmp_path)
     assert "crossfed" in (installed.home / ".bashrc").read_text()
     code = (
-        "from pathlib import Path; from coordinator.bundle import bundle; "
-        "bundle(Path('b'), python='3.11', platform='manylinux_2_28_x86_64', torch='cpu', run=lambda *_: 0)"
+        "from pathlib import Path; from coordinator.bundle import make_bundle; "
+        "make_bundle(Path('b'), python='3.11', platform='manylinux_2_28_x86_64', torch='cpu', run=lambda *_: 0)"
     )
     installed.run("python", "-c", code, cwd=tmp_path)
     for name in (

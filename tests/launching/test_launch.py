@@ -16,10 +16,10 @@ import pytest
 
 from facility.exchange.errors import ConfigurationError
 from facility.launch import MOST_RANKS, wanted_ranks
-from facility.launching.devices import cleaned, detect, listed_devices
+from facility.launching.devices import clean_environment, detect_devices, listed_devices
 from facility.launching.notes import Notes
 from facility.launching.place import read_tasks
-from facility.launching.supervise import Limits, supervise
+from facility.launching.supervise import Limits, supervise_ranks
 from tests.conftest import ROOT
 from tests.ports import free_port
 
@@ -178,7 +178,7 @@ def test_a_signal_that_comes_while_a_rank_is_made_reaches_it(monkeypatch: pytest
     monkeypatch.setattr("facility.launching.supervise.subprocess.Popen", made)
     command = [sys.executable, "-c", "import time; time.sleep(60); print('slept')"]
     out = io.BytesIO()
-    ended = supervise(command, [dict(os.environ)] * 2, limits=Limits(), out=out)
+    ended = supervise_ranks(command, [dict(os.environ)] * 2, limits=Limits(), out=out)
     assert ended.code == 128 + signal.SIGTERM and b"slept" not in out.getvalue()
 
 
@@ -322,21 +322,24 @@ def machine(root: Path, nvidia: int = 0, amd: int = 0) -> Path:
     ],
 )
 def test_devices(tmp_path: Path, nvidia: int, amd: int, environment: dict, expected: tuple[str, int]):
-    found = detect(environment, machine(tmp_path / "m", nvidia, amd))
+    found = detect_devices(environment, machine(tmp_path / "m", nvidia, amd))
     assert (found.kind, found.count) == expected and found.reason
 
 
 def test_amd_filters_do_not_apply_twice():
     environment = {name: "4,5" for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")}
-    assert cleaned(environment, "amd")[0] == {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}
-    assert cleaned(environment, "nvidia")[0] == {} and cleaned({"HIP_VISIBLE_DEVICES": "4"}, "amd")[0] == {}
+    assert clean_environment(environment, "amd")[0] == {"HIP_VISIBLE_DEVICES": "", "CUDA_VISIBLE_DEVICES": ""}
+    assert (
+        clean_environment(environment, "nvidia")[0] == {}
+        and clean_environment({"HIP_VISIBLE_DEVICES": "4"}, "amd")[0] == {}
+    )
     assert listed_devices("0,1,-1,2") == ["0", "1"]
 
 
 @pytest.mark.parametrize("ranks", [MOST_RANKS, 10**6, 10**300])
 def test_settings_start_no_more_processes_than_a_node_has_use_for(ranks: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
-    here, devices = read_tasks({}), detect({"CUDA_VISIBLE_DEVICES": ""})
+    here, devices = read_tasks({}), detect_devices({"CUDA_VISIBLE_DEVICES": ""})
     if ranks == MOST_RANKS:
         assert wanted_ranks(here, devices, ranks, False)[0] == MOST_RANKS
         return

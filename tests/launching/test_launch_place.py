@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from facility import launch
 from facility.exchange.errors import ConfigurationError
 from facility.launching.hostlist import expand_counts, expand_hosts
-from facility.launching.place import Place, attempt_of, master_port, place, read_tasks
+from facility.launching.place import Place, attempt_of, master_port, place_ranks, read_tasks
 from tests.schedulers.recordings import recorded
 
 Environment = dict[str, str]
@@ -112,7 +112,7 @@ def whole_job(builder: Builder, counts: list[int]) -> list[Place]:
     for node, count in enumerate(counts):
         for local in range(count):
             environment, file = builder(counts, node, local)
-            places.append(place(read_tasks(environment, file), environment, ranks=1))
+            places.append(place_ranks(read_tasks(environment, file), environment, ranks=1))
     return places
 
 
@@ -157,7 +157,7 @@ def test_one_task_a_node_with_uneven_ranks(name: str, counts: list[int]):
         environment, file = BUILDERS[name](ones, node, 0)
         tasks = read_tasks(environment, file)
         assert not tasks.per_rank
-        places.append(place(tasks, environment, ranks=count, counts=counts if len(counts) > 1 else ()))
+        places.append(place_ranks(tasks, environment, ranks=count, counts=counts if len(counts) > 1 else ()))
     check(places, counts)
 
 
@@ -169,7 +169,7 @@ def test_512_nodes(ranks: int):
     for node in range(512):
         environment, _ = slurm(ones, node, 0)
         environment |= {"SLURM_STEP_TASKS_PER_NODE": "1(x512)", "SLURM_STEP_NODELIST": "node[000-511]"}
-        places.append(place(read_tasks(environment), environment, ranks=ranks))
+        places.append(place_ranks(read_tasks(environment), environment, ranks=ranks))
     check(places, counts)
     assert places[511].master_address == "node000"
 
@@ -186,7 +186,7 @@ def test_flux():
             "FLUX_TASK_LOCAL_ID": "0",
             "CROSSFED_HOSTS": "a[1-3]",
         }
-        places.append(place(read_tasks(environment), environment, ranks=2))
+        places.append(place_ranks(read_tasks(environment), environment, ranks=2))
     check(places, [2, 2, 2])
     assert places[0].master_address == "a1" and counts
 
@@ -198,7 +198,7 @@ def test_pbsdsh_starts_one_task_a_node(counts: list[int]):
     assert not any(task.per_rank for task in tasks)
     check(
         [
-            place(task, environment, ranks=count, counts=counts if len(counts) > 1 else ())
+            place_ranks(task, environment, ranks=count, counts=counts if len(counts) > 1 else ())
             for task, environment, count in zip(tasks, environments, counts, strict=True)
         ],
         counts,
@@ -211,7 +211,7 @@ def test_pbsdsh_as_two_real_nodes_were_recorded():
     names = text.partition("== nodefile")[2].partition("== pbsdsh")[0].splitlines()[1:]
     seen = [dict(re.findall(r"(\w+)=(\S+)", line)) for line in text.splitlines() if line.startswith("TASK on")]
     environments = [one | {"CROSSFED_HOSTS": ",".join(names)} for one in seen]
-    places = [place(read_tasks(one), one, ranks=2) for one in environments]
+    places = [place_ranks(read_tasks(one), one, ranks=2) for one in environments]
     check(places, [2, 2])
     assert {one.master_address for one in places} == {"pbshead"}
 
@@ -230,14 +230,14 @@ def test_torchrun_keeps_what_it_set():
         "SLURM_STEP_ID": "0",
         "SLURM_PROCID": "0",
     }
-    told = place(read_tasks(environment), environment, ranks=4).environment(0)
+    told = place_ranks(read_tasks(environment), environment, ranks=4).environment(0)
     assert told.items() <= environment.items()
 
 
 def test_nothing_means_this_machine_alone():
     tasks = read_tasks({})
     assert (tasks.scheduler, tasks.tasks, tasks.first) == ("none", 1, True)
-    here = place(tasks, {}, ranks=3, port=21000)
+    here = place_ranks(tasks, {}, ranks=3, port=21000)
     check([here], [3])
     assert here.master_address == "127.0.0.1" and here.master_port == 21000
 
@@ -306,11 +306,11 @@ def test_what_cannot_be_is_refused(environment: Environment, message: str):
 def test_ranks_per_node_from_the_template():
     environment, _ = slurm([1, 1, 1], 2, 0)
     environment["CROSSFED_RANKS_PER_NODE"] = "4(x2),2"
-    here = place(read_tasks(environment), environment, ranks=1)
+    here = place_ranks(read_tasks(environment), environment, ranks=1)
     assert (here.first_rank, here.local_ranks, here.world) == (8, (0, 1), 10)
     environment["CROSSFED_RANKS_PER_NODE"] = "4,4"
     with pytest.raises(ConfigurationError, match="expected 3 numbers"):
-        place(read_tasks(environment), environment, ranks=1)
+        place_ranks(read_tasks(environment), environment, ranks=1)
 
 
 def test_gpus_that_a_scheduler_names():

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.messages.report import read_failure, read_report
 from tests.engine import queues
 from tests.engine.engines import bare_environment
@@ -44,7 +44,7 @@ def test_a_round_through_the_queue(tmp_path: Path, kind: str):
         "polling_seconds": 1,
     }
     file.write_text(yaml.safe_dump(described))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     environment = bare_environment(tmp_path / "machine")
     environment["PATH"] = f"{queues.install(tmp_path / 'commands')}{os.pathsep}{environment['PATH']}"
     result = subprocess.run(

@@ -14,7 +14,7 @@ import pytest
 
 from facility.exchange.files.listing import names_in
 from facility.launching.notes import Notes
-from facility.training.processes.torchrun import announce, announced
+from facility.training.processes.torchrun import announce_store, find_store
 
 OPENED: list[Callable[[str], None]] = []
 """Who is told of each file that this process opens."""
@@ -81,8 +81,8 @@ def test_a_note_is_opened_only_once_it_is_there(tmp_path: Path) -> None:
 
 def test_where_ranks_meet_under_torchrun_is_opened_only_once_it_is_there(tmp_path: Path) -> None:
     with asked_for_while_absent("meeting-0.json") as early:
-        other = later(lambda: announce(tmp_path, "node-1", 29500, {}))
-        assert announced(tmp_path, 20, {}) == ("node-1", 29500)
+        other = later(lambda: announce_store(tmp_path, "node-1", 29500, {}))
+        assert find_store(tmp_path, 20, {}) == ("node-1", 29500)
         other.join()
     assert early == []
 

@@ -22,7 +22,7 @@ def signers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True, scope="module")
 def each_signature_is_checked_once():
     """ssh-keygen is asked once for the same manifest, signature, signer and file; what it refuses is asked again."""
-    patch, real = pytest.MonkeyPatch(), signatures.verify
+    patch, real = pytest.MonkeyPatch(), signatures.verify_signature
     place: dict[str, Path] = {}
 
     @cache

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.privacy import check_secure_aggregation
 from coordinator.publishing.card import privacy as card_privacy
 from coordinator.report.make import data_of, make_report
@@ -50,7 +50,7 @@ def make(root: Path, *, masked: bool = True, **changes: object) -> Path:
     for name in NAMES:
         text = text.replace(f"- name: {name}\n", f"- name: {name}\n  training: {{signing_key: {root}/keys/{name}}}\n")
     path.write_text(text)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return path
 
 

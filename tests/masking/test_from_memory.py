@@ -25,7 +25,7 @@ from facility.exchange.masking.walks import walk_of
 from facility.exchange.messages.manifest import read_manifest, verify_manifest, with_run
 from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
-from facility.exchange.messages.signatures import verify
+from facility.exchange.messages.signatures import verify_signature
 from facility.masking import mask_update as masking
 from facility.masking.private_keys import PrivateKeys
 from facility.rounds import held, masked, smaller
@@ -33,7 +33,7 @@ from facility.rounds.finished import Finished
 from facility.rounds.held import drop_held, is_held, read_held
 from facility.rounds.masked import Masked, unmasked_path
 from facility.rounds.one_round import OneRound
-from facility.rounds.sealed import flaw
+from facility.rounds.sealed import find_flaw
 from facility.rounds.smaller import drop_pending, pending_residual, residual_path
 from tests.aggregation import make
 from tests.cases import slow_but
@@ -92,7 +92,7 @@ class Pico(Masking):
         return self.roster([self.keys(name, walk=walk) for name in self.names])
 
     def masks(self, roster: Path) -> Masked:
-        made = masked.masked(
+        made = masked.read_masking(
             dataclasses.replace(self.told, masking=dataclasses.replace(self.masking, peer_signers=str(self.signers))),
             self.state(ME),
             roster,
@@ -178,11 +178,11 @@ def test_every_bit_is_that_of_an_update_masked_from_disk(
     left, right = bytes_of(tmp_path / "disk"), bytes_of(memory)
     assert left == right and sum(map(len, left.values())) > 1000
     rest = residual_path(state, 0)
-    assert bytes_of(tmp_path / "rest") == bytes_of(rest) and flaw(rest) == ""
+    assert bytes_of(tmp_path / "rest") == bytes_of(rest) and find_flaw(rest) == ""
     assert not pending_residual(state).exists()
     moments = [bytes_of(path / "second_moments") for path in (tmp_path / "disk", memory)]
     assert moments[0] == moments[1] and bool(moments[0]) == (case == "moments")
-    verify(memory, ME, signers)
+    verify_signature(memory, ME, signers)
     manifests = [read_manifest(path) for path in (tmp_path / "disk", memory)]
     assert manifests[0].files.keys() == manifests[1].files.keys()
     assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})
@@ -335,7 +335,7 @@ def test_an_update_whose_masked_tensors_are_damaged_is_trained_again(
     trained: list[str] = []
     monkeypatch.setattr(f"{__name__}.rounds_in", counting(trained))
     verify_manifest(pico.attempt(pico.drawn(), tmp_path / "third"))
-    assert trained and pico.masks(roster).can_make(found) and flaw(residual_path(state, 0)) == ""
+    assert trained and pico.masks(roster).can_make(found) and find_flaw(residual_path(state, 0)) == ""
 
 
 def test_shards_of_several_ranks_are_written_whole_and_masked_afterwards(tmp_path: Path, signers: Path):

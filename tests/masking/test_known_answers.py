@@ -18,10 +18,10 @@ from facility.exchange.errors import InputError
 from facility.exchange.masking import key_stream
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.key_stream import BLOCK, KeyStream
-from facility.exchange.masking.shamir import interpolate, split, times
-from facility.exchange.masking.shares import commitment
+from facility.exchange.masking.shamir import interpolate, split_secret, times
+from facility.exchange.masking.shares import commit_to_seed
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer, places_of
-from facility.exchange.masking.weights import scaled
+from facility.exchange.masking.weights import scale_weights
 
 # NIST SP 800-38A, F.5.5 (CTR-AES256.Encrypt): key, and the output blocks of counters f0f1...ff, f0f1...ff + 1.
 KEY = bytes.fromhex("603deb1015ca71be2b73aef0857d77811f352c073b6108d72d9810a30914dff4")
@@ -89,7 +89,7 @@ def test_a_line_worked_by_hand():
 @given(secret=st.binary(min_size=32, max_size=32), count=st.integers(2, 7), data=st.data())
 def test_every_threshold_of_shares_gives_the_secret_and_the_others(secret: bytes, count: int, data: st.DataObject):
     threshold = data.draw(st.integers(1, count))
-    shares = dict(enumerate(split(secret, count=count, threshold=threshold), start=1))
+    shares = dict(enumerate(split_secret(secret, count=count, threshold=threshold), start=1))
     for points in combinations(shares, threshold):
         chosen = {point: shares[point] for point in points}
         assert interpolate(chosen) == secret
@@ -98,7 +98,7 @@ def test_every_threshold_of_shares_gives_the_secret_and_the_others(secret: bytes
 
 def test_fewer_shares_fit_every_secret():
     """Two of three shares of one byte, threshold three: each secret is reached by exactly one third share."""
-    shares = split(b"\x99", count=3, threshold=3)
+    shares = split_secret(b"\x99", count=3, threshold=3)
     reached = {interpolate({1: shares[0], 2: shares[1], 3: bytes([third])}) for third in range(256)}
     assert len(reached) == 256
 
@@ -136,7 +136,7 @@ def test_a_stream_goes_on_where_it_was_or_elsewhere(reads: list[tuple[bool, int,
 
 def test_a_commitment_is_what_the_protocol_says():
     text = b"crossfed seed\n" + b"0" * 64 + b"\nalpha\nbeta\n" + KEY
-    assert commitment("0" * 64, "alpha", "beta", KEY) == hashlib.sha256(text).hexdigest()
+    assert commit_to_seed("0" * 64, "alpha", "beta", KEY) == hashlib.sha256(text).hexdigest()
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,4 +157,4 @@ def test_no_sum_wraps_even_where_every_value_is_at_the_clip(bits: int, weights: 
 
 
 def test_scaled_weights_have_one_as_their_largest():
-    assert scaled({"a": 10, "b": 30}, 1.0) == {"a": pytest.approx(1 / 3), "b": 1.0}
+    assert scale_weights({"a": 10, "b": 30}, 1.0) == {"a": pytest.approx(1 / 3), "b": 1.0}

@@ -16,7 +16,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.second_moments import Factors, read_factors
 from facility.exchange.errors import InputError, ManifestError
-from facility.exchange.masking.moments import MARK, Units, error_of, places
+from facility.exchange.masking.moments import MARK, Units, error_of, moment_places
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.masking import MaskedMoments
@@ -292,7 +292,7 @@ def test_no_sum_wraps_and_every_mean_is_within_the_stated_error(weights: list[fl
 
 
 def test_places_share_no_cipher_block():
-    laid = places(SHAPES)
+    laid = moment_places(SHAPES)
     ends = [one.start + one.values for one in laid.values()]
     starts = [one.start for one in laid.values()]
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=False))

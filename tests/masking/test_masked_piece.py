@@ -13,7 +13,7 @@ from facility.exchange.checkpoints.delta_parts import READ
 from facility.exchange.masking.fixed_point import fixed_point
 from facility.exchange.masking.streams import UNSIGNED, MaskBuffer
 from facility.masking.mask_update import CACHE_BYTES, piece_of
-from facility.masking.masked_piece import RESTS, Masker, Stored, beyond
+from facility.masking.masked_piece import RESTS, Masker, Stored, count_clipped
 
 COUNT, PLACE = 1337, 32
 """Elements: more than two runs of the C code, and no multiple of its lanes."""
@@ -77,9 +77,9 @@ def test_what_the_clip_cut_off_is_counted(bits: int):
     masker = Masker(MASKS, piece=COUNT, bits=bits, weight=0.25, factor=1.0)
     _, rest, _ = masker.mask(step, None, point, PLACE)
     unit = point.scale / 0.25
-    assert beyond(rest, unit) == np.count_nonzero(np.abs(step.values) > point.clip + unit) > COUNT // 30
+    assert count_clipped(rest, unit) == np.count_nonzero(np.abs(step.values) > point.clip + unit) > COUNT // 30
     np.clip(step.values, -0.999 * point.clip, 0.999 * point.clip, out=step.values)
-    assert beyond(masker.mask(step, None, point, PLACE)[1], unit) == 0
+    assert count_clipped(masker.mask(step, None, point, PLACE)[1], unit) == 0
 
 
 @pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])

@@ -28,8 +28,8 @@ from facility.exchange.messages.settings import FacilitySettings, TrainingSettin
 from facility.masking.private_keys import PrivateKeys
 from facility.rounds import sealed
 from facility.rounds.masked import Masked
-from facility.rounds.sealed import UNCHANGED, check_kept, flaw
-from facility.rounds.smaller import unsent
+from facility.rounds.sealed import UNCHANGED, check_kept, find_flaw
+from facility.rounds.smaller import residual_to_resume
 from tests.aggregation import make
 from tests.engine.harms import flipped
 from tests.masking.federation import Masking, error, mean_of, moved, steps
@@ -272,10 +272,10 @@ def test_the_residual_beside_a_masked_update_is_sealed_and_an_altered_one_is_tol
         plain, received=federation.model(), key="k", out=tmp_path / "update"
     )
     assert not [name for name in again if name.endswith(".safetensors")]
-    residual = unsent(state, 1, training, masked=True)
-    assert residual is not None and flaw(residual) == "" and check_kept(state, 1) == []
+    residual = residual_to_resume(state, 1, training, masked=True)
+    assert residual is not None and find_flaw(residual) == "" and check_kept(state, 1) == []
     (residual / UNCHANGED).unlink()
-    assert flaw(residual) == "", "read again, and as it was"
+    assert find_flaw(residual) == "", "read again, and as it was"
     (weights,) = residual.glob("*.safetensors")
     weights.write_bytes(flipped(weights.read_bytes()))
     for _ in range(2):

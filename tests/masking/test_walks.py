@@ -19,10 +19,10 @@ from facility.exchange.masking.walks import (
     ALIKE_SYNC,
     AMOUNTS,
     check_own,
+    first_difference,
     odd_ones,
     sequences_of,
     told_of,
-    unlike,
     walk_of,
 )
 from facility.exchange.messages.layout import LoraSettings
@@ -139,7 +139,7 @@ def test_nobody_adds_a_key_of_training_without_saying_whether_it_must_be_alike()
 def test_a_facility_that_is_told_another_value_has_another_digest_and_is_named(name: str):
     base, other = settings_with(), settings_with(**other_of(name))
     assert walk_of(base) != walk_of(other)
-    found = unlike({"x": base.training, "y": other.training})
+    found = first_difference({"x": base.training, "y": other.training})
     assert found is not None and found[1:] == ("x", "y") and found[0] in (name, "optimizer", "export_dtype")
 
 
@@ -148,7 +148,7 @@ def test_so_it_is_with_adapters(name: str):
     base = LoraSettings(rank=8, base="base")
     other = dataclasses.replace(base, **{name: LORA[name]})
     assert walk_of(settings_with(lora=base)) != walk_of(settings_with(lora=other))
-    assert unlike({"x": settings_with(lora=base).training, "y": settings_with(lora=other).training}) == (
+    assert first_difference({"x": settings_with(lora=base).training, "y": settings_with(lora=other).training}) == (
         f"lora.{name}",
         "x",
         "y",
@@ -163,7 +163,7 @@ def test_so_it_is_with_adapters(name: str):
 def test_and_with_replicas_and_preferences(part: str, kind: Any, name: str, value: Any):
     other = settings_with(**{part: kind(**{name: value})})
     assert walk_of(settings_with()) != walk_of(other)
-    assert unlike({"x": settings_with().training, "y": other.training}) == (f"{part}.{name}", "x", "y")
+    assert first_difference({"x": settings_with().training, "y": other.training}) == (f"{part}.{name}", "x", "y")
 
 
 @pytest.mark.parametrize("name", FREE)

@@ -29,8 +29,8 @@ from facility.measuring.profile import (
     UnitTimes,
     write_profile,
 )
-from facility.measuring.round_robin import crowds, groups_of, rounds, steps
-from facility.measuring.traffic_control import Way, script
+from facility.measuring.round_robin import flow_steps, groups_of, pairing_steps, rounds
+from facility.measuring.traffic_control import Way, shaping_script
 from facility.measuring.wire import EmulatedLinks, Wire
 from tests.conftest import ROOT
 from tests.pico import save_pico
@@ -50,7 +50,7 @@ def test_in_rounds_everybody_meets_everybody_once_and_nobody_twice_in_a_round(co
 @pytest.mark.parametrize("labels", ["a", "ab", "aabb", "aaabbc", "abcabcab", "a" * 12 + "bb"])
 def test_steps_hold_every_pair_once_and_use_a_way_out_once(labels):
     groups = groups_of(labels)
-    plan = steps(groups)
+    plan = pairing_steps(groups)
     pairs = sorted(tuple(sorted(p)) for p in itertools.chain(*plan))
     assert pairs == list(itertools.combinations(range(len(labels)), 2))
     for step in plan:
@@ -61,12 +61,12 @@ def test_steps_hold_every_pair_once_and_use_a_way_out_once(labels):
 
 
 def test_sixty_four_ranks_on_eight_hosts_take_476_steps():
-    assert len(steps(groups_of([rank // 8 for rank in range(64)]))) == 28 + 7 * 64
+    assert len(pairing_steps(groups_of([rank // 8 for rank in range(64)]))) == 28 + 7 * 64
 
 
 def test_crowds_load_every_way_out_in_both_directions():
     groups = groups_of("aabbc")
-    flows = [crowd for step in crowds(groups) for crowd in step]
+    flows = [crowd for step in flow_steps(groups) for crowd in step]
     assert [(0, 2), (1, 3)] in flows and [(2, 0), (3, 1)] in flows
     assert all(len(crowd) > 1 for crowd in flows)
 
@@ -167,12 +167,12 @@ def test_bad_pretence_is_refused(tmp_path: Path, text: str, message: str):
 
 
 def test_traffic_control_script_has_one_class_a_destination():
-    text = script("eth0", [Way(address="10.0.0.2", latency_seconds=0.01, bytes_per_second=1.25e8)])
+    text = shaping_script("eth0", [Way(address="10.0.0.2", latency_seconds=0.01, bytes_per_second=1.25e8)])
     assert "htb rate 1000000000bit" in text and "netem delay 10000us limit 1250" in text
     assert "match ip dst 10.0.0.2/32 flowid 1:2" in text
     assert subprocess.run(["sh", "-n"], input=text, text=True).returncode == 0
     with pytest.raises(ConfigurationError, match="interface"):
-        script("eth0; rm", [])
+        shaping_script("eth0; rm", [])
 
 
 def test_hosts_with_addresses_of_ipv6_have_scripts_too(tmp_path: Path):

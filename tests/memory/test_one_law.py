@@ -26,7 +26,7 @@ from coordinator.simulation.pipelines.plans import simulate
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.plan import read_plan
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from tests.federations import write_federation
 from tests.pico import pico_config, save_pico
 
@@ -80,7 +80,7 @@ def test_figures_have_a_familys_own_names(tmp_path: Path, family: str):
 def settings(kind: str, **more: Any) -> TrainingSettings:
     chosen = TRAININGS[kind] | {"batch_sequences": 8} | more
     chosen["layout"] = TRAININGS[kind].get("layout", {}) | more.get("layout", {})
-    found: TrainingSettings = parse(TrainingSettings, chosen)
+    found: TrainingSettings = parse_dataclass(TrainingSettings, chosen)
     return found
 
 
@@ -202,7 +202,7 @@ def test_a_plan_states_what_check_states(tmp_path: Path, federations: Callable[[
     planned = SimpleNamespace(
         name=kind,
         deployment=facility.deployment,
-        training=parse(TrainingSettings, TRAININGS[kind] | {"layout": {"plan": str(tmp_path / "plan.json")}}),
+        training=parse_dataclass(TrainingSettings, TRAININGS[kind] | {"layout": {"plan": str(tmp_path / "plan.json")}}),
     )
     row = memory_row(read, planned, model, TOKENS, "")  # type: ignore[arg-type]
     assert row.verdict == "ok" and "as its plan says" in row.found

@@ -19,7 +19,7 @@ from coordinator.planning.exact.free_order import _decide_by_counts, granular_bo
 from coordinator.planning.exact.periodic import decide_periodic, find_period
 from coordinator.problem.chain import ChainProblem
 from coordinator.problem.read import read_problem
-from coordinator.spans_and_sizes import size
+from facility.exchange.sizes import format_bytes
 from tests.examples import examples
 from tests.planning.cases import published
 
@@ -292,7 +292,7 @@ def test_published_chain_of_483_units(name):
 def test_published_chain_that_no_memory_holds():
     problem = read_problem(published("sky-bert160"), devices="stim-16")
     assert isinstance(problem, ChainProblem)
-    missing = size(sum(problem.unit_bytes) - sum(problem.memory_bytes))
+    missing = format_bytes(sum(problem.unit_bytes) - sum(problem.memory_bytes))
     with pytest.raises(Infeasible, match=f"short by {missing}"):
         plan_exact(problem)
     with pytest.raises(Infeasible, match="exceeds the memory of 13 devices"):

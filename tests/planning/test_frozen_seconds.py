@@ -16,7 +16,7 @@ from coordinator.planning import frozen_seconds
 from coordinator.planning.frozen_seconds import operations, with_frozen
 from coordinator.problem.problem import Unit
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from tests.pico import save_pico
 
 TOKENS, BLOCKS = 16, 4
@@ -24,7 +24,7 @@ TARGETS: dict[str, list[str]] = {"every layer": [], "two": ["q_proj", "v_proj"]}
 
 
 def settings(**values: Any) -> TrainingSettings:
-    found: TrainingSettings = parse(TrainingSettings, values)
+    found: TrainingSettings = parse_dataclass(TrainingSettings, values)
     return found
 
 

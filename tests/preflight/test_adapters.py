@@ -20,9 +20,9 @@ from facility.exchange.checkpoints import conversion
 from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError
 from facility.exchange.messages.layout import LoraSettings
-from facility.exchange.validation import parse
-from facility.training.lora import inject
-from facility.training.model import Attention, build, read_config
+from facility.exchange.validation import parse_dataclass
+from facility.training.lora import inject_adapters
+from facility.training.model import Attention, build_base_model, read_config
 from tests.pico import save_pico
 from tests.training.families import save_tiny
 
@@ -51,8 +51,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def add_adapters(model: Path, lora: dict[str, Any]) -> None:
     """Add the adapters as the trainer does, to the model that it builds."""
-    skeleton = build(read_config(model), AutoModelForCausalLM, Attention(name="eager", reason="on the meta device"))
-    inject(skeleton, parse(LoraSettings, {"rank": 2} | lora), classifies=False)
+    skeleton = build_base_model(
+        read_config(model), AutoModelForCausalLM, Attention(name="eager", reason="on the meta device")
+    )
+    inject_adapters(skeleton, parse_dataclass(LoraSettings, {"rank": 2} | lora), classifies=False)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +141,15 @@ def test_targets_are_looked_for_in_the_class_that_the_job_builds(
     assert (failing_here(federation) == []) == taken
     verdicts = {row.check: row.verdict for row in check_fitting(federation)}
     assert verdicts["tensor names"] == ("ok" if task else "skipped")
-    skeleton = build(read_config(model), AutoModelForMaskedLM, Attention(name="eager", reason="on the meta device"))
-    settings = parse(LoraSettings, {"rank": 2, "targets": [target]})
+    skeleton = build_base_model(
+        read_config(model), AutoModelForMaskedLM, Attention(name="eager", reason="on the meta device")
+    )
+    settings = parse_dataclass(LoraSettings, {"rank": 2, "targets": [target]})
     if taken:
-        inject(skeleton, settings, classifies=False)
+        inject_adapters(skeleton, settings, classifies=False)
     else:
         with pytest.raises(CrossFedError):
-            inject(skeleton, settings, classifies=False)
+            inject_adapters(skeleton, settings, classifies=False)
 
 
 def test_a_model_without_the_head_of_the_datasets_task_is_told_before_a_job(tmp_path: Path, models: dict[str, Path]):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.certificates import Lifetime, certificates_watched, lifetime
+from coordinator.certificates import Lifetime, certificate_lifetime, certificates_watched
 from coordinator.config.deployments import Deployment
 from tests.deployments import read_deployment
 from tests.engine.messages import engine_messages
@@ -30,7 +30,7 @@ def sign(key: Path, *validity: str) -> None:
 
 
 def rows(*args, **fields) -> list[Lifetime]:
-    return [one] if (one := lifetime(*args, **fields)) is not None else []
+    return [one] if (one := certificate_lifetime(*args, **fields)) is not None else []
 
 
 def deployment(**fields) -> Deployment:

@@ -39,8 +39,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.memory.rank import RankLayout
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.validation import parse
-from facility.training.lora import inject
+from facility.exchange.validation import parse_dataclass
+from facility.training.lora import inject_adapters
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
 from tests.schedulers.recordings import recorded
@@ -218,7 +218,7 @@ def test_a_tied_head_to_save_is_told_before_a_job_in_the_words_of_the_job(site: 
     assert (row.subject, row.check) == ("far", "adapters")
     tied = AutoModelForCausalLM.from_pretrained(site.root / "model")
     with pytest.raises(ConfigurationError) as refused:
-        inject(tied, federation.facilities[0].training.lora, classifies=False)
+        inject_adapters(tied, federation.facilities[0].training.lora, classifies=False)
     assert row.found == str(refused.value) and "name 'embed_tokens' instead" in row.found
     assert row in check_fitting(federation)
     site.edit("[lm_head]", "[embed_tokens]")
@@ -589,7 +589,7 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     assert told.exit_code == 1 and answer["failing"] == 1
     assert {"subject", "check", "verdict", "found", "fix"} == set(answer["rows"][0])
     assert asked == [(site.file, False, False)] * 2
-    assert checking.show([], as_json=True, write=lambda _: None) == 0
+    assert checking.show_rows([], as_json=True, write=lambda _: None) == 0
 
 
 def test_ssh_holds_the_jump_host_to_the_same_rules():
@@ -602,7 +602,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
         "tunnel": {"host": "j", "user": "v"},
         "known_hosts": "/kh",
     }
-    words = ssh_command(parse(Deployment, raw, where="d"))
+    words = ssh_command(parse_dataclass(Deployment, raw, where="d"))
     proxy = next(word for word in words if word.startswith("ProxyCommand="))
     assert proxy.count("StrictHostKeyChecking=yes") == 1 and words.count("StrictHostKeyChecking=yes") == 1
     assert "UserKnownHostsFile=/kh" in words and words[-5:] == ["2222", "-l", "u", "--", "a"]
@@ -612,7 +612,7 @@ def test_ssh_holds_the_jump_host_to_the_same_rules():
 def test_a_login_by_another_key_than_the_named_one_is_no_login(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     key = tmp_path / "id_site"
     key.touch(mode=0o600)
-    deployment = parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, where="d")
+    deployment = parse_dataclass(Deployment, {"type": "ssh", "host": "a", "workdir": "/w", "key": str(key)}, where="d")
     for used, verdict in ((key, "ok"), (tmp_path / "id_other", "fail")):
         said = f"debug1: Server accepts key: {used} ED25519 SHA256:x\n"
         monkeypatch.setattr(
@@ -628,7 +628,7 @@ def test_ssh_reads_the_files_that_the_engine_reads(tmp_path: Path, monkeypatch: 
     for name in ("config", "id_ed25519", "id_ed25519.pub"):
         (tmp_path / ".ssh" / name).touch()
     monkeypatch.setenv("HOME", str(tmp_path))
-    words = ssh_command(parse(Deployment, {"type": "ssh", "host": "a", "workdir": "/w"}, where="d"))
+    words = ssh_command(parse_dataclass(Deployment, {"type": "ssh", "host": "a", "workdir": "/w"}, where="d"))
     place = str(tmp_path / ".ssh")
     assert words[words.index("-F") + 1] == f"{place}/config" and f"UserKnownHostsFile={place}/known_hosts" in words
     assert [words[n + 1] for n, word in enumerate(words) if word == "-i"] == [f"{place}/id_ed25519"]

@@ -56,7 +56,7 @@ def test_the_policys_demands_are_told_before_a_run(
     def ask(_: object, verb: str, **__: object) -> Answer:
         return Answer(code=0, out=json.dumps(answers.get(verb, "")), error="")
 
-    monkeypatch.setattr(gate, "ask", ask)
+    monkeypatch.setattr(gate, "send_to_gate", ask)
     federation = read_federation(file)
     rows = [row for row in gate.check_gate(federation, federation.facilities[0], link=False) if row.check == "policy"]
     assert [(row.verdict, words in row.found) for row in rows[:1]] == [(verdict, True)], rows
@@ -88,7 +88,7 @@ def test_the_gate_is_asked_what_its_policy_says_of_the_settings_that_a_run_would
             return Answer(code=77 if refuses else 0, out="", error=said)
         return Answer(code=0, out="", error="")
 
-    monkeypatch.setattr(gate, "ask", ask)
+    monkeypatch.setattr(gate, "send_to_gate", ask)
     rows = [row for row in gate.check_gate(federation, federation.facilities[0], link=False) if row.check == "policy"]
     assert asked == (
         [(("--dataset", "/data/it"), render(federation)["workflow/facilities/a.json"])] if version > 1 else []

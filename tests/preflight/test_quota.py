@@ -8,7 +8,7 @@ import pytest
 
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.facility import _room
-from facility.quota import Quota, ask, quotas, read_mmlsquota, read_table
+from facility.quota import Quota, ask, read_mmlsquota, read_quotas, read_table
 
 NEED = Disk(parts={"models": 5 * 10**9})
 LFS = """Disk quotas for usr bob (uid 500):
@@ -72,12 +72,12 @@ def test_each_file_system_is_asked_in_its_own_way(tmp_path: Path, df: str, answe
             return f"Filesystem Type 1024-blocks Used Available Capacity Mounted on\n{df}\n"
         return next((text for start, text in answers.items() if tuple(words[: len(start)]) == start), "")
 
-    assert len(quotas(tmp_path, asking)) == expected
+    assert len(read_quotas(tmp_path, asking)) == expected
 
 
 def test_here_it_is_asked_for_real(tmp_path: Path):
     assert ask(["no-such-command-at-all"]) == ""
-    assert all(quota.limit or quota.files_limit for quota in quotas(tmp_path))
+    assert all(quota.limit or quota.files_limit for quota in read_quotas(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 from coordinator.preflight import remote
 from coordinator.preflight.remote import Answer, check_connection
-from coordinator.preflight.ssh_errors import explain
+from coordinator.preflight.ssh_errors import explain_ssh_failure
 from tests.deployments import read_deployment
 
 
@@ -24,12 +24,16 @@ from tests.deployments import read_deployment
 )
 def test_advice_names_the_host_as_ssh_keyscan_and_ssh_keygen_take_it(host: str, scan: str, known: str):
     deployment = read_deployment({"type": "ssh", "host": host, "workdir": "/w"}, "d")
-    unknown = explain("a", deployment, command=["ssh"], code=255, out="", error="Host key verification failed.")
+    unknown = explain_ssh_failure(
+        "a", deployment, command=["ssh"], code=255, out="", error="Host key verification failed."
+    )
     assert f"`{scan} |" in unknown.fix and f"append `{scan}` to" in unknown.fix
     said = "REMOTE HOST IDENTIFICATION HAS CHANGED!"
-    changed = explain("a", deployment, command=["ssh"], code=255, out="", error=said)
+    changed = explain_ssh_failure("a", deployment, command=["ssh"], code=255, out="", error=said)
     assert f"ssh-keygen -R '{known}'" in changed.fix
-    lost = explain("a", deployment, command=["ssh"], code=255, out="", error="ssh: Could not resolve hostname x")
+    lost = explain_ssh_failure(
+        "a", deployment, command=["ssh"], code=255, out="", error="ssh: Could not resolve hostname x"
+    )
     assert lost.found == f"the name {known.strip('[]').split(']')[0]} does not resolve"
 
 
@@ -37,12 +41,14 @@ def test_advice_names_the_host_as_ssh_keyscan_and_ssh_keygen_take_it(host: str, 
 def test_a_shell_that_ends_before_our_command_is_told_from_a_login_that_fails(code: int):
     """A start-up file exits, asks or starts another shell: ssh itself has succeeded."""
     deployment = read_deployment({"type": "ssh", "host": "h", "workdir": "/w"}, "d")
-    row = explain("a", deployment, command=["ssh"], code=code, out="", error="")
+    row = explain_ssh_failure("a", deployment, command=["ssh"], code=code, out="", error="")
     assert row.check == "shell" and "h lets us in" in row.found and "~/.bashrc" in row.fix
-    broken = explain("a", deployment, command=["ssh"], code=255, out="", error="kex_exchange: reset by peer")
+    broken = explain_ssh_failure(
+        "a", deployment, command=["ssh"], code=255, out="", error="kex_exchange: reset by peer"
+    )
     assert broken.check == "connection" and "reset by peer" in broken.found
     gated = read_deployment({"type": "slurm", "host": "h", "user": "u", "workdir": "/w", "gate": True}, "d")
-    assert explain("a", gated, command=["ssh"], code=1, out="", error="odd").check == "connection"
+    assert explain_ssh_failure("a", gated, command=["ssh"], code=1, out="", error="odd").check == "connection"
 
 
 def login(key: Path) -> dict[str, object]:

@@ -10,7 +10,7 @@ from coordinator.preflight import submission
 from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import Row
 from coordinator.preflight.submission import try_job
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import BatchScheduler
 from tests.deployments import read_deployment
 from tests.schedulers.recordings import recorded
@@ -33,7 +33,7 @@ class Site:
 
 
 def tried(site: Site) -> Row:
-    queue = scheduler("gridengine")
+    queue = scheduler_named("gridengine")
     assert isinstance(queue, BatchScheduler)
     return try_job("a", DEPLOYMENT, queue, JOB, site, seconds=0.0)
 
@@ -124,7 +124,7 @@ def test_a_template_makes_one_job(line: str, one: bool):
 
 @pytest.mark.parametrize("name", ["slurm", "pbs", "flux", "gridengine"])
 def test_only_a_scheduler_without_a_dry_run_is_given_a_job(name: str):
-    queue = scheduler(name)
+    queue = scheduler_named(name)
     assert isinstance(queue, BatchScheduler) and bool(queue.trial) == (name in ("slurm", "gridengine"))
     if name != "slurm":
         words = queue.submission("a b", "o p")

@@ -16,7 +16,7 @@ from coordinator.preflight.facility import _classes
 from facility.dataset import DatasetError, PreparedDataset
 from facility.exchange.errors import InputError
 from facility.prepare import main
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.sources import Fields
 from facility.probe import dataset as probed
 from facility.training.data.tasks import task_for
@@ -39,7 +39,7 @@ def prepared(place: Path, labels: list[str], **changes: Any) -> PreparedDataset:
         "fields": Fields(label="label"),
         "validation_share": 0.2,
     }
-    return prepare(Request(**(values | changes))).dataset
+    return prepare_dataset(Request(**(values | changes))).dataset
 
 
 def test_named_classes_keep_their_order_and_may_lack_documents(tmp_path: Path):

@@ -11,9 +11,9 @@ import pytest
 
 from facility.dataset import DatasetError
 from facility.prepare import main
-from facility.preparing.build import Prepared, Request, prepare
-from facility.preparing.mixing import chosen, shares
-from facility.preparing.near_duplicates import NUMBERS, NearDuplicates, bands_of, shingles, signature
+from facility.preparing.build import Prepared, Request, prepare_dataset
+from facility.preparing.mixing import input_shares, is_chosen
+from facility.preparing.near_duplicates import NUMBERS, NearDuplicates, bands_of, minhash_signature, shingles
 from facility.preparing.writing import quantiles
 from tests.preparing.corpora import sentences, write_json_lines
 
@@ -39,10 +39,10 @@ def jaccard(one: str, other: str) -> float:
 def test_a_signature_estimates_the_jaccard_index():
     texts = [article(1)] + [edited(article(1), changes, changes) for changes in (1, 3, 8, 20)]
     for one, other in itertools.combinations(texts, 2):
-        found = float((signature(one) == signature(other)).mean())
+        found = float((minhash_signature(one) == minhash_signature(other)).mean())
         assert abs(found - jaccard(one, other)) < 4 * 0.5 / NUMBERS**0.5, (found, jaccard(one, other))
-    assert (signature("A  b\nc d e F") == signature("a b c d e f")).all()
-    assert not (signature(article(2)) == signature(article(3))).any()
+    assert (minhash_signature("A  b\nc d e F") == minhash_signature("a b c d e f")).all()
+    assert not (minhash_signature(article(2)) == minhash_signature(article(3))).any()
 
 
 @pytest.mark.parametrize("similarity", [0.5, 0.8, 0.95])
@@ -80,7 +80,7 @@ def made(tmp_path: Path, tokenizer: Path, train: list[list[str]], validation: li
         out=tmp_path / "out",
         block_tokens=32,
     )
-    return prepare(dataclasses.replace(request, **changes))
+    return prepare_dataset(dataclasses.replace(request, **changes))
 
 
 def test_prepare_leaves_them_out_counts_them_and_cleans_the_validation_text(tmp_path: Path, tokenizer: Path):
@@ -101,16 +101,16 @@ def test_prepare_leaves_them_out_counts_them_and_cleans_the_validation_text(tmp_
 
 
 def test_shares_keep_the_proportions_and_repeat_nothing():
-    assert shares([100, 300]) == [1, 1]
+    assert input_shares([100, 300]) == [1, 1]
     for weights in ([1, 1], [3, 1], [0.2, 5.0]):
         sizes = [1000, 300]
-        found = shares(sizes, weights=weights)
+        found = input_shares(sizes, weights=weights)
         read = [size * float(share) for size, share in zip(sizes, found, strict=True)]
         assert max(found) == 1 and read[0] / read[1] == pytest.approx(weights[0] / weights[1], rel=1e-5)
-    tempered = shares([10_000, 100], temperature=2.0)
+    tempered = input_shares([10_000, 100], temperature=2.0)
     assert float(tempered[0]) * 10_000 / 100 == pytest.approx((10_000 / 100) ** 0.5, rel=1e-5)
-    for share in shares([7, 3, 11], weights=[1, 1, 1]):
-        taken = [i for i in range(770) if chosen(i, share)]
+    for share in input_shares([7, 3, 11], weights=[1, 1, 1]):
+        taken = [i for i in range(770) if is_chosen(i, share)]
         assert len(taken) == -(-770 * share.numerator // share.denominator) and taken[0] == 0
         assert max(b - a for a, b in itertools.pairwise(taken)) <= 1 / share + 1
 

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.packing import RowWriter
 from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
 
@@ -20,7 +20,7 @@ from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
 def prepared(tmp_path: Path) -> Path:
     path = write_json_lines(tmp_path / "a.jsonl", [{"text": t} for t in sentences(60)])
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
-    return prepare(
+    return prepare_dataset(
         Request(inputs=[str(path)], tokenizer=tokenizer, out=tmp_path / "out", block_tokens=16)
     ).dataset.directory
 

@@ -11,7 +11,7 @@ import pytest
 from facility.dataset import DatasetError
 from facility.preparing import duplicates_on_disk, reading
 from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk, keys_of
-from facility.preparing.near_duplicates import NearDuplicates, signature
+from facility.preparing.near_duplicates import NearDuplicates, minhash_signature
 from tests.preparing.corpora import save_tokenizer
 from tests.preparing.test_data_care import article, edited, made
 
@@ -26,12 +26,12 @@ def corpus(seed: int, documents: int = 400) -> list[str]:
 
 
 def in_memory(similarity: float, texts: list[str], elsewhere: list[str]) -> list[str | None]:
-    found = NearDuplicates(similarity, elsewhere=[signature(text) for text in elsewhere])
+    found = NearDuplicates(similarity, elsewhere=[minhash_signature(text) for text in elsewhere])
     return [found.earlier(text) for text in texts]
 
 
 def on_disk(similarity: float, texts: list[str], elsewhere: list[str], scratch: Path | None = None) -> list[str | None]:
-    found = NearDuplicatesOnDisk(similarity, scratch, elsewhere=[signature(text) for text in elsewhere])
+    found = NearDuplicatesOnDisk(similarity, scratch, elsewhere=[minhash_signature(text) for text in elsewhere])
     for text in texts:
         found.add(text)
     found.decide()

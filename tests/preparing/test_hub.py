@@ -15,10 +15,10 @@ import datasets
 import pytest
 from huggingface_hub import constants
 
-from coordinator.model import convert
+from coordinator.model import convert_model
 from facility.dataset import DatasetError
 from facility.exchange.errors import TransientError
-from facility.exchange.hub import hub, silence
+from facility.exchange.hub import offline_if_silent, why_hub_is_silent
 from facility.preparing.sources import find_sources
 from tests.pico import save_pico
 
@@ -61,13 +61,13 @@ def test_a_dataset_that_a_silent_hub_might_have_is_asked_for_once(asked: list[in
 
 def test_a_model_that_a_silent_hub_might_have_is_asked_for_once_and_the_cache_is_read(tmp_path: Path, asked: list[int]):
     with pytest.raises(TransientError, match=r"nobody/nothing.*127\.0\.0\.1.* does not answer"):
-        convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
+        convert_model("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 1 and not (tmp_path / "out").exists()
     kept = tmp_path / "cache/models--nobody--nothing"
     (kept / "refs").mkdir(parents=True)
     (kept / "refs/main").write_text(DIGEST)
     shutil.copytree(save_pico(tmp_path / "pico"), kept / "snapshots" / DIGEST)
-    assert "loaded and evaluated" in convert("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
+    assert "loaded and evaluated" in convert_model("nobody/nothing", tmp_path / "out", dtype="float32", revision="main")
     assert len(asked) == 2
 
 
@@ -87,7 +87,7 @@ def test_a_folder_that_may_not_be_looked_into_is_no_name_of_the_hub(
     for name, answer in (("exists", os.path.exists), ("is_file", os.path.isfile), ("is_dir", os.path.isdir)):
         monkeypatch.setattr(Path, name, answer)
     with pytest.raises(PermissionError):
-        convert("private/model", tmp_path / "out", dtype="float32", revision="main")
+        convert_model("private/model", tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(PermissionError):
         find_sources(["private/texts"], split="train")
     assert not asked
@@ -97,14 +97,14 @@ def test_who_is_offline_asks_nobody(asked: list[int], monkeypatch: pytest.Monkey
     for module in (constants, datasets.config):
         with monkeypatch.context() as offline:
             offline.setattr(module, "HF_HUB_OFFLINE", True)
-            assert silence() == ""
-            with hub() as reason:
+            assert why_hub_is_silent() == ""
+            with offline_if_silent() as reason:
                 assert reason == ""
-    assert not asked and "does not answer" in silence()
+    assert not asked and "does not answer" in why_hub_is_silent()
 
 
 def test_a_login_in_the_address_of_the_hub_is_not_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://alice:s3cret@127.0.0.1:9")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    assert "127.0.0.1:9 does not answer" in silence() and "s3cret" not in silence()
+    assert "127.0.0.1:9 does not answer" in why_hub_is_silent() and "s3cret" not in why_hub_is_silent()

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from facility.dataset import DatasetError
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.chat import ChatEncoder, chat_encoding
 from facility.preparing.conversations import conversation_of, preference_of
 from facility.preparing.rows import class_names
-from facility.preparing.sources import Fields, find_sources, read
+from facility.preparing.sources import Fields, find_sources, read_documents
 from tests.preparing.chats import save_chat_tokenizer
 from tests.preparing.corpora import save_tokenizer, sentences
 
@@ -103,10 +103,10 @@ def test_tools_of_any_depth_are_read_or_refused(tmp_path: Path):
         file.write_text(json.dumps({"messages": messages}))
         (source,) = find_sources([str(file)], split="train")
         if depth < 100:
-            assert [len(encode(one.text)) for one in read(source, Fields(chat=True))] == [1]
+            assert [len(encode(one.text)) for one in read_documents(source, Fields(chat=True))] == [1]
             continue
         with pytest.raises(DatasetError, match=r"a\.jsonl:1: tools or tool calls hold more than 100 objects"):
-            list(read(source, Fields(chat=True)))
+            list(read_documents(source, Fields(chat=True)))
 
 
 def test_tables_give_no_arguments_that_a_row_never_had(tmp_path: Path):
@@ -126,7 +126,7 @@ def test_tables_give_no_arguments_that_a_row_never_had(tmp_path: Path):
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
     Dataset(table).save_to_disk(str(tmp_path / "saved"))
     lines, *tables = (
-        [one.text for one in read(find_sources([str(tmp_path / name)], split="train")[0], Fields(chat=True))]
+        [one.text for one in read_documents(find_sources([str(tmp_path / name)], split="train")[0], Fields(chat=True))]
         for name in ("a.jsonl", "a.parquet", "saved")
     )
     assert tables == [lines, lines]
@@ -145,9 +145,9 @@ def test_a_saved_dataset_that_is_damaged_is_an_error_that_names_it(tmp_path: Pat
         inputs=[str(saved)], tokenizer=save_tokenizer(tmp_path / "tokenizer"), out=tmp_path / "out", block_tokens=16
     )
     with pytest.raises(DatasetError, match="saved cannot be read: UnicodeDecodeError"):
-        prepare(request)
+        prepare_dataset(request)
     with pytest.raises(DatasetError, match="no field 'body'"):
-        prepare(dataclasses.replace(request, fields=Fields(text="body")))
+        prepare_dataset(dataclasses.replace(request, fields=Fields(text="body")))
 
 
 def test_labels_of_thousands_of_digits_are_names():

@@ -20,7 +20,7 @@ from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import TransientError
 from facility.prepare import main
 from facility.preparing import output, resuming, writing
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.shared_signatures import read_salt, read_signatures
 from facility.preparing.sources import Fields
 from facility.preparing.tokenizer import copy_tokenizer, load_tokenizer
@@ -47,17 +47,17 @@ def rewrite(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def test_a_tokenizer_that_encodes_otherwise_is_another_one(request_: Request, tokenizer: Path):
     """Its digest covers what ids mean: with another end token the old blocks were taken for those asked for."""
-    prepare(request_)
+    prepare_dataset(request_)
     (tokenizer / "tokenizer_config.json").write_text((tokenizer / "tokenizer_config.json").read_text() + "\n")
-    assert prepare(request_).reused, "the same, written otherwise"
+    assert prepare_dataset(request_).reused, "the same, written otherwise"
     rewrite(tokenizer / "tokenizer_config.json", lambda raw: raw.update(eos_token="!"))
     with pytest.raises(DatasetError, match="prepared otherwise .differing: tokenizer, its special tokens"):
-        prepare(request_)
-    made = prepare(dataclasses.replace(request_, replace=True)).dataset
-    assert not prepare(dataclasses.replace(request_, block_tokens=8, replace=True)).reused
+        prepare_dataset(request_)
+    made = prepare_dataset(dataclasses.replace(request_, replace=True)).dataset
+    assert not prepare_dataset(dataclasses.replace(request_, block_tokens=8, replace=True)).reused
     rewrite(tokenizer / "tokenizer.json", lambda raw: raw["pre_tokenizer"].update(add_prefix_space=True))
     with pytest.raises(DatasetError, match="how it cuts text"):
-        prepare(dataclasses.replace(request_, block_tokens=8))
+        prepare_dataset(dataclasses.replace(request_, block_tokens=8))
     assert made.manifest.vocabulary_size == 300
 
 
@@ -66,7 +66,7 @@ def test_the_copy_of_a_tokenizer_is_of_its_class(request_: Request, tmp_path: Pa
     bert = save_bert_tokenizer(tmp_path / "bert")
     rewrite(bert / "tokenizer_config.json", lambda raw: raw.clear())
     (bert / "config.json").write_text(json.dumps({"model_type": "bert", "hidden_size": 8}))
-    dataset = prepare(dataclasses.replace(request_, tokenizer=bert, task="masked-lm")).dataset
+    dataset = prepare_dataset(dataclasses.replace(request_, tokenizer=bert, task="masked-lm")).dataset
     first, second = (load_tokenizer(one) for one in (bert, dataset.tokenizer_directory))
     assert type(first) is type(second) and first.mask_token_id == second.mask_token_id == 4
     assert json.loads((dataset.tokenizer_directory / "config.json").read_text()) == {"model_type": "bert"}
@@ -84,7 +84,7 @@ def test_of_a_model_of_several_parts_the_whole_chooses_the_class_of_the_tokenize
 def test_ids_of_a_vocabulary_with_holes_are_below_its_size(request_: Request, tmp_path: Path):
     bert = save_bert_tokenizer(tmp_path / "bert")
     rewrite(bert / "tokenizer.json", lambda raw: raw["model"]["vocab"].update(casa=900))
-    dataset = prepare(dataclasses.replace(request_, tokenizer=bert, task="masked-lm")).dataset
+    dataset = prepare_dataset(dataclasses.replace(request_, tokenizer=bert, task="masked-lm")).dataset
     dataset.verify()
     assert dataset.manifest.vocabulary_size == 901 == int(dataset.split("train").max()) + 1
 
@@ -103,9 +103,9 @@ def test_a_run_killed_as_it_delivers_is_made_again(request_: Request, monkeypatc
     deliver = resuming.Part.deliver
     monkeypatch.setattr(resuming.Part, "deliver", killed)
     with pytest.raises(Killed):
-        prepare(request_)
+        prepare_dataset(request_)
     monkeypatch.setattr(resuming.Part, "deliver", deliver)
-    prepare(request_).dataset.verify()
+    prepare_dataset(request_).dataset.verify()
 
 
 def test_a_worker_that_died_costs_only_what_was_not_written(request_: Request, monkeypatch: pytest.MonkeyPatch):
@@ -118,10 +118,10 @@ def test_a_worker_that_died_costs_only_what_was_not_written(request_: Request, m
     monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(writing, "encode_all", dying)
     with pytest.raises(TransientError):
-        prepare(request_)
+        prepare_dataset(request_)
     assert json.loads((request_.out.with_name(".out.part") / "state.json").read_text())["batches"] == 2
     monkeypatch.setattr(writing, "encode_all", encode_all)
-    prepare(request_).dataset.verify()
+    prepare_dataset(request_).dataset.verify()
 
 
 @pytest.mark.parametrize("where", ["before the data set replaced goes", "before the folder goes"])
@@ -129,7 +129,7 @@ def test_what_a_run_left_that_was_killed_once_all_was_delivered_goes_with_the_ne
     request_: Request, monkeypatch: pytest.MonkeyPatch, where: str
 ):
     """The next recognised the data set and did nothing: a whole copy of the one before stayed for ever."""
-    prepare(dataclasses.replace(request_, block_tokens=request_.block_tokens + 1))
+    prepare_dataset(dataclasses.replace(request_, block_tokens=request_.block_tokens + 1))
     again, remove = dataclasses.replace(request_, replace=True), shutil.rmtree
 
     def killed(path: Path, **options: Any) -> None:
@@ -140,33 +140,33 @@ def test_what_a_run_left_that_was_killed_once_all_was_delivered_goes_with_the_ne
     with monkeypatch.context() as context:
         context.setattr(shutil, "rmtree", killed)
         with pytest.raises(Killed):
-            prepare(again)
+            prepare_dataset(again)
     left = {one.name for one in request_.out.parent.iterdir() if one.name.startswith(".")}
     assert left == {".out.part", ".out.part.lock", *([".out.old"] if "replaced" in where else [])}
     with resuming.part_of(request_.out.with_name("other"), {}, known=True):
-        assert prepare(again).reused
+        assert prepare_dataset(again).reused
     assert [one.name for one in request_.out.parent.iterdir() if one.name.startswith(".")] == []
 
 
 def test_what_another_process_is_at_work_on_stays_when_its_out_is_recognised(request_: Request):
-    prepare(request_)
+    prepare_dataset(request_)
     with resuming.part_of(request_.out, {}, known=True) as part:
-        assert prepare(request_).reused and part.directory.is_dir() and part.turn.holds()
+        assert prepare_dataset(request_).reused and part.directory.is_dir() and part.turn.holds()
 
 
 def test_what_killed_replacements_left_is_removed(request_: Request, monkeypatch: pytest.MonkeyPatch):
-    prepare(request_)
+    prepare_dataset(request_)
     left = [request_.out.with_name(name) for name in (".out.old", ".out.new", "..out.new.abc.tmp")]
     for folder in left:
         folder.mkdir()
         (folder / "train.npy").write_bytes(b"")
-    prepare(dataclasses.replace(request_, block_tokens=8, replace=True)).dataset.verify()
+    prepare_dataset(dataclasses.replace(request_, block_tokens=8, replace=True)).dataset.verify()
     assert [one for one in left if one.exists()] == []
 
 
 def test_a_kill_between_the_two_moves_leaves_the_new_dataset(request_: Request, monkeypatch: pytest.MonkeyPatch):
     """Its place was empty, both datasets lay hidden beside it, and the next run made it all again."""
-    prepare(request_)
+    prepare_dataset(request_)
     changed, rename = dataclasses.replace(request_, block_tokens=8, replace=True), output.os.rename
 
     def killed(source: Path, target: Path) -> None:
@@ -176,9 +176,9 @@ def test_a_kill_between_the_two_moves_leaves_the_new_dataset(request_: Request, 
 
     with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
         context.setattr(output.os, "rename", killed)
-        prepare(changed)
+        prepare_dataset(changed)
     assert not request_.out.exists()
-    found = prepare(changed)
+    found = prepare_dataset(changed)
     assert found.reused and found.dataset.manifest.block_tokens == 8
     assert not [one for one in request_.out.parent.iterdir() if one.name.startswith(".out.")]
 
@@ -191,20 +191,20 @@ def test_another_process_that_finished_first_is_not_overwritten(request_: Reques
 
     def meanwhile(directory: Path) -> Any:
         monkeypatch.setattr(build, "load_tokenizer", load)
-        prepare(other)
+        prepare_dataset(other)
         return load(directory)
 
     monkeypatch.setattr(build, "load_tokenizer", meanwhile)
     with pytest.raises(DatasetError, match="prepared otherwise .differing: block_tokens"):
-        prepare(request_)
+        prepare_dataset(request_)
     assert open_dataset(request_.out).manifest.block_tokens == 8
 
 
 def test_a_link_is_followed_to_where_the_dataset_is_to_lie(request_: Request, tmp_path: Path):
     (tmp_path / "scratch" / "it").mkdir(parents=True)
     request_.out.symlink_to(tmp_path / "scratch" / "it")
-    prepare(request_)
-    replaced = prepare(dataclasses.replace(request_, block_tokens=8, replace=True)).dataset
+    prepare_dataset(request_)
+    replaced = prepare_dataset(dataclasses.replace(request_, block_tokens=8, replace=True)).dataset
     assert request_.out.is_symlink() and replaced.manifest.block_tokens == 8
     assert [one.name for one in (tmp_path / "scratch").iterdir()] == ["it"]
 
@@ -212,19 +212,19 @@ def test_a_link_is_followed_to_where_the_dataset_is_to_lie(request_: Request, tm
 def test_places_that_cannot_be_made_or_would_be_read_are_refused_at_once(request_: Request, tmp_path: Path):
     for name in (".", "..", "/", "a/.."):
         with pytest.raises(DatasetError, match="expected the name of a directory to make"):
-            prepare(dataclasses.replace(request_, out=Path(name)))
+            prepare_dataset(dataclasses.replace(request_, out=Path(name)))
     (tmp_path / "in").mkdir()
     write_json_lines(tmp_path / "in" / "a.jsonl", ({"text": one} for one in sentences(200)))
     inside = dataclasses.replace(request_, inputs=[str(tmp_path / "in")], out=tmp_path / "in" / "out")
     with pytest.raises(DatasetError, match="lies in the input"):
-        prepare(inside)
+        prepare_dataset(inside)
     hidden = dataclasses.replace(inside, out=tmp_path / "in" / ".prepared" / "out")
-    assert [prepare(hidden).reused for _ in range(2)] == [False, True]
+    assert [prepare_dataset(hidden).reused for _ in range(2)] == [False, True]
 
 
 def test_lengths_in_which_nothing_is_predicted_are_refused(request_: Request, tmp_path: Path):
     with pytest.raises(DatasetError, match="block_tokens is 1, expected 2 or more for causal-lm"):
-        prepare(dataclasses.replace(request_, block_tokens=1))
+        prepare_dataset(dataclasses.replace(request_, block_tokens=1))
     bert = save_bert_tokenizer(tmp_path / "bert")
     records = [{"text": one, "b": one, "label": n % 2} for n, one in enumerate(sentences(50))]
     labelled = dataclasses.replace(
@@ -237,8 +237,8 @@ def test_lengths_in_which_nothing_is_predicted_are_refused(request_: Request, tm
     for least, fields in ((3, labelled.fields), (4, Fields(label="label", pair="b"))):
         asked = dataclasses.replace(labelled, fields=fields, out=tmp_path / f"out-{least}")
         with pytest.raises(DatasetError, match=f"block_tokens is {least - 1}, expected {least} or more"):
-            prepare(dataclasses.replace(asked, block_tokens=least - 1))
-        rows = prepare(dataclasses.replace(asked, block_tokens=least)).dataset.split("train")
+            prepare_dataset(dataclasses.replace(asked, block_tokens=least - 1))
+        rows = prepare_dataset(dataclasses.replace(asked, block_tokens=least)).dataset.split("train")
         assert (rows > 4).any(axis=1).all(), "each holds a word"
 
 
@@ -255,7 +255,7 @@ def test_a_text_is_cut_at_the_end_that_the_tokenizer_names(request_: Request, tm
         task="classification",
         fields=Fields(label="label"),
     )
-    rows = prepare(dataclasses.replace(asked, block_tokens=6)).dataset.split("train")
+    rows = prepare_dataset(dataclasses.replace(asked, block_tokens=6)).dataset.split("train")
     theirs = load_tokenizer(bert)(records[0]["text"], truncation=True, max_length=6)["input_ids"]
     assert len(records[0]["text"].split()) > 6 and rows[0].tolist() == theirs
 
@@ -268,7 +268,7 @@ def shared(request: Request, place: Path) -> Request:
 def test_signatures_are_shared_of_documents_that_are_kept(request_: Request, tmp_path: Path):
     """Of those beyond a cap too, they made another facility leave out what nobody trained on."""
     asked = dataclasses.replace(shared(request_, tmp_path), train_samples=10, validation_samples=5)
-    splits = prepare(asked).dataset.manifest.splits
+    splits = prepare_dataset(asked).dataset.manifest.splits
     rows = read_signatures(tmp_path / "signatures", read_salt(tmp_path / "salt"))
     assert len(rows) == 15 == sum(split.documents for split in splits.values())
 
@@ -277,11 +277,11 @@ def test_signatures_of_another_salt_are_not_those_asked_for(request_: Request, t
     asked = shared(request_, tmp_path)
     with pytest.raises(DatasetError, match="expected a file, in a directory that is there"):
         dataclasses.replace(asked, share_signatures=tmp_path / "nowhere" / "signatures")
-    prepare(asked)
-    assert prepare(asked).reused
+    prepare_dataset(asked)
+    assert prepare_dataset(asked).reused
     (tmp_path / "salt").write_text("y" * 32)
     with pytest.raises(DatasetError, match="made with another salt.*--replace makes both again"):
-        prepare(asked)
+        prepare_dataset(asked)
 
 
 def test_empty_files_and_streams_are_not_the_same_content(request_: Request, tmp_path: Path):
@@ -290,13 +290,13 @@ def test_empty_files_and_streams_are_not_the_same_content(request_: Request, tmp
         (tmp_path / name / "empty.txt").write_bytes(b"")
         (tmp_path / name / "full.txt").write_text("\n".join(sentences(100, first)))
     inputs = {"inputs": [str(tmp_path / "train")], "validation": [str(tmp_path / "validation")]}
-    prepare(dataclasses.replace(request_, **inputs)).dataset.verify()
+    prepare_dataset(dataclasses.replace(request_, **inputs)).dataset.verify()
     hub = tmp_path / "hub"
     hub.mkdir()
     for name, first in (("train", 0), ("validation", 1000)):
         write_json_lines(hub / f"{name}.jsonl", ({"text": one} for one in sentences(100, first)))
     streams = {"inputs": [f"hub:{hub}"], "validation": [f"hub:{hub}"], "streaming": True, "out": tmp_path / "streamed"}
-    streamed = prepare(dataclasses.replace(request_, **streams)).dataset
+    streamed = prepare_dataset(dataclasses.replace(request_, **streams)).dataset
     assert [split.documents for split in streamed.manifest.splits.values()] == [100, 100]
     assert tree(streamed.directory)["train.npy"] == tree(request_.out)["train.npy"]
 
@@ -309,13 +309,13 @@ def test_a_folder_of_very_many_files_is_one_entry(request_: Request, tmp_path: P
         for number, one in enumerate(sentences(10 if name == "many" else 9, 20 * len(name))):
             (tmp_path / name / f"{number}.txt").write_text(one)
     asked = dataclasses.replace(request_, inputs=[str(tmp_path / "many"), str(tmp_path / "few")], validation_share=0.5)
-    sources = prepare(asked).dataset.manifest.sources
+    sources = prepare_dataset(asked).dataset.manifest.sources
     assert [one.name for one in sources] == ["many (10 files)", *(f"{n}.txt" for n in range(9))]
     assert sources[0].size == sum(one.stat().st_size for one in (tmp_path / "many").iterdir())
-    assert prepare(asked).reused
+    assert prepare_dataset(asked).reused
     (tmp_path / "many" / "3.txt").rename(tmp_path / "many" / "33.txt")
     with pytest.raises(DatasetError, match="differing: sources"):
-        prepare(asked)
+        prepare_dataset(asked)
 
 
 def test_a_name_that_is_no_text_is_printed_by_escapes(request_: Request, tmp_path: Path, capsys):
@@ -364,7 +364,7 @@ def test_a_template_without_the_token_that_begins_texts_is_told(request_: Reques
     """Llama's, Mistral's and Gemma's tokenizers put it there, and so does whoever asks the model."""
     from tokenizers import Tokenizer, processors
 
-    prepare(request_)
+    prepare_dataset(request_)
     assert "begins a text" not in caplog.text
     shutil.copytree(request_.tokenizer, tmp_path / "begins")
     tokenizer = Tokenizer.from_file(str(tmp_path / "begins" / "tokenizer.json"))
@@ -375,10 +375,10 @@ def test_a_template_without_the_token_that_begins_texts_is_told(request_: Reques
     configuration = tmp_path / "begins" / "tokenizer_config.json"
     configuration.write_text(json.dumps(json.loads(configuration.read_text()) | {"bos_token": name}))
     again = dataclasses.replace(request_, tokenizer=tmp_path / "begins", out=tmp_path / "again")
-    prepare(again)
+    prepare_dataset(again)
     assert "give --template '{bos}{text}{eos}' unless" in caplog.text
     caplog.clear()
-    prepared = prepare(dataclasses.replace(again, template="{bos}{text}{eos}", out=tmp_path / "third")).dataset
+    prepared = prepare_dataset(dataclasses.replace(again, template="{bos}{text}{eos}", out=tmp_path / "third")).dataset
     assert not caplog.text and number in prepared.split("train")
 
 
@@ -388,5 +388,5 @@ def test_folders_above_a_dataset_that_cannot_be_made_are_not_left_behind(request
     for above in (tmp_path / "new", tmp_path / "there" / "new"):
         (tmp_path / "there").mkdir(exist_ok=True)
         with pytest.raises(DatasetError, match="no field 'text'"):
-            prepare(dataclasses.replace(request_, inputs=[str(text)], out=above / "deep" / "out"))
+            prepare_dataset(dataclasses.replace(request_, inputs=[str(text)], out=above / "deep" / "out"))
         assert not above.exists() and (tmp_path / "there").is_dir()

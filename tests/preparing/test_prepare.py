@@ -19,7 +19,7 @@ from facility.dataset import DatasetError, open_dataset
 from facility.exchange.errors import TransientError
 from facility.prepare import main, progress_bar, progress_lines
 from facility.preparing import build, encoding, reading, writing
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.sources import Fields
 from tests.preparing.corpora import die, save_tokenizer, sentences, write_json_lines
 
@@ -69,7 +69,7 @@ def tree(directory: Path) -> dict[str, str]:
 
 
 def test_blocks_are_the_token_stream_and_the_tail_is_reported(request_: Request, loaded):
-    dataset = prepare(request_).dataset
+    dataset = prepare_dataset(request_).dataset
     expected = stream(loaded, sentences(120))
     blocks, entry = dataset.split("train"), dataset.manifest.splits["train"]
     assert blocks.dtype == numpy.int32 and blocks.shape == (len(expected) // 32, 32)
@@ -82,52 +82,55 @@ def test_blocks_are_the_token_stream_and_the_tail_is_reported(request_: Request,
 
 @pytest.mark.parametrize("documents", [1, 7, 10_000])
 def test_the_result_does_not_depend_on_the_batches(request_: Request, monkeypatch: pytest.MonkeyPatch, documents: int):
-    whole = tree(prepare(request_).dataset.directory)
+    whole = tree(prepare_dataset(request_).dataset.directory)
     monkeypatch.setattr(reading, "BATCH_DOCUMENTS", documents)
-    assert tree(prepare(change(request_, out=request_.out.with_name("again"))).dataset.directory) == whole
+    assert tree(prepare_dataset(change(request_, out=request_.out.with_name("again"))).dataset.directory) == whole
 
 
 def test_the_result_does_not_depend_on_the_number_of_processes(request_: Request, monkeypatch: pytest.MonkeyPatch):
-    whole = tree(prepare(request_).dataset.directory)
+    whole = tree(prepare_dataset(request_).dataset.directory)
     monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 5)
-    assert tree(prepare(change(request_, out=request_.out.with_name("again"), processes=2)).dataset.directory) == whole
+    assert (
+        tree(prepare_dataset(change(request_, out=request_.out.with_name("again"), processes=2)).dataset.directory)
+        == whole
+    )
 
 
 def test_the_same_request_is_recognised_and_writes_nothing(request_: Request, monkeypatch: pytest.MonkeyPatch):
-    prepare(request_)
+    prepare_dataset(request_)
     before = {p: p.stat().st_mtime_ns for p in request_.out.rglob("*")}
     monkeypatch.setattr(build, "load_tokenizer", lambda *_: pytest.fail("loaded the tokenizer for nothing"))
-    again = prepare(change(request_, processes=2))
+    again = prepare_dataset(change(request_, processes=2))
     assert again.reused and {p: p.stat().st_mtime_ns for p in request_.out.rglob("*")} == before
 
 
 def test_another_request_does_not_touch_what_is_there_unless_told_to(request_: Request):
-    old = tree(prepare(request_).dataset.directory)
+    old = tree(prepare_dataset(request_).dataset.directory)
     with pytest.raises(DatasetError, match=r"prepared otherwise \(differing: block_tokens\); --replace"):
-        prepare(change(request_, block_tokens=16))
+        prepare_dataset(change(request_, block_tokens=16))
     assert tree(request_.out) == old
-    assert prepare(change(request_, block_tokens=16, replace=True)).dataset.split("train").shape[1] == 16
+    assert prepare_dataset(change(request_, block_tokens=16, replace=True)).dataset.split("train").shape[1] == 16
     assert sorted(p.name for p in request_.out.parent.iterdir()) == ["out", "train.jsonl", "validation.jsonl"]
 
 
 def test_a_changed_input_is_noticed(request_: Request):
-    prepare(request_)
+    prepare_dataset(request_)
     write_json_lines(Path(request_.inputs[0]), [{"text": s} for s in sentences(121)])
     with pytest.raises(DatasetError, match="differing: sources"):
-        prepare(request_)
+        prepare_dataset(request_)
 
 
 def test_a_folder_that_is_no_dataset_is_left_alone(request_: Request):
     request_.out.mkdir()
     (request_.out / "thesis.tex").write_text("years of work")
     with pytest.raises(DatasetError, match="is not a prepared dataset"):
-        prepare(change(request_, replace=True))
+        prepare_dataset(change(request_, replace=True))
     assert (request_.out / "thesis.tex").read_text() == "years of work"
 
 
 def test_the_share_for_validation_is_exact_spread_evenly_and_disjoint(request_: Request, loaded):
     texts = sentences(120)
-    dataset = prepare(change(request_, validation=[], validation_share=0.1)).dataset
+    dataset = prepare_dataset(change(request_, validation=[], validation_share=0.1)).dataset
     held_out = [t for i, t in enumerate(texts) if i % 10 == 9]
     rest = [t for i, t in enumerate(texts) if i % 10 != 9]
     for name, chosen in (("train", rest), ("validation", held_out)):
@@ -141,7 +144,7 @@ def test_caps_take_the_first_documents(request_: Request, loaded, share: float |
     capped = change(request_, train_samples=30, validation_samples=6)
     if share:
         capped = change(capped, validation=[], validation_share=share)
-    dataset = prepare(capped).dataset
+    dataset = prepare_dataset(capped).dataset
     assert {n: s.documents for n, s in dataset.manifest.splits.items()} == {"train": 30, "validation": 6}
     texts = [t for i, t in enumerate(sentences(120)) if not share or i % 4 != 3]
     blocks = dataset.split("train")
@@ -149,13 +152,13 @@ def test_caps_take_the_first_documents(request_: Request, loaded, share: float |
 
 
 def test_the_manifest_names_no_folder_of_this_machine(request_: Request):
-    prepare(request_)
+    prepare_dataset(request_)
     assert str(request_.out.parent) not in (request_.out / "dataset.json").read_text()
 
 
 def test_text_that_spells_a_special_token_stays_text(request_: Request, loaded):
     write_json_lines(Path(request_.inputs[0]), [{"text": "un <|end|> finto"}] * 20)
-    blocks = prepare(change(request_, template="{text}{eos}")).dataset.split("train")
+    blocks = prepare_dataset(change(request_, template="{text}{eos}")).dataset.split("train")
     ids = blocks.reshape(-1).tolist()
     document = loaded("un <|end|> finto", split_special_tokens=True).input_ids
     assert loaded.eos_token_id not in document
@@ -164,7 +167,7 @@ def test_text_that_spells_a_special_token_stays_text(request_: Request, loaded):
 
 def test_empty_documents_are_counted(request_: Request, loaded):
     write_json_lines(Path(request_.inputs[0]), [{"text": t} for s in sentences(40) for t in (s, "", " \n")])
-    entry = prepare(request_).dataset.manifest.splits["train"]
+    entry = prepare_dataset(request_).dataset.manifest.splits["train"]
     assert (entry.documents, entry.empty_documents) == (40, 80)
     assert entry.tokens == len(stream(loaded, sentences(40)))
 
@@ -173,7 +176,7 @@ def test_a_failure_in_the_middle_leaves_nothing(request_: Request):
     with open(request_.inputs[0], "a") as file:
         file.write("{not json}\n")
     with pytest.raises(DatasetError, match=r"train\.jsonl:121: not valid JSON"):
-        prepare(request_)
+        prepare_dataset(request_)
     assert sorted(p.name for p in request_.out.parent.iterdir()) == ["train.jsonl", "validation.jsonl"]
 
 
@@ -222,7 +225,7 @@ def test_the_output_keeps_no_more_in_memory_than_batches(request_: Request, monk
 
     monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
     monkeypatch.setattr(writing, "encode_all", counting)
-    prepare(request_)
+    prepare_dataset(request_)
     assert max(alive) == 10 and sum(alive) == 140
 
 
@@ -266,7 +269,7 @@ def test_the_command_speaks_plainly(request_: Request, capsys: pytest.CaptureFix
 )
 def test_bad_requests_are_one_clear_error(request_: Request, values: dict, message: str):
     with pytest.raises(DatasetError, match=message):
-        prepare(change(request_, **values))
+        prepare_dataset(change(request_, **values))
     assert not request_.out.exists()
 
 
@@ -300,33 +303,33 @@ def test_requests_are_checked_when_they_are_made(request_: Request, values: dict
 def test_bad_lines_are_named(request_: Request, content: bytes, message: str):
     Path(request_.inputs[0]).write_bytes(content)
     with pytest.raises(DatasetError, match=message):
-        prepare(request_)
+        prepare_dataset(request_)
     assert not request_.out.exists()
 
 
 def test_a_tokenizer_without_an_end_is_an_error_where_the_template_uses_it(request_: Request, tmp_path: Path):
     plain = save_tokenizer(tmp_path / "plain", eos=None)
     with pytest.raises(DatasetError, match="has no eos token"):
-        prepare(change(request_, tokenizer=plain))
-    assert prepare(change(request_, tokenizer=plain, template="{text}")).dataset.split("train").shape[1] == 32
+        prepare_dataset(change(request_, tokenizer=plain))
+    assert prepare_dataset(change(request_, tokenizer=plain, template="{text}")).dataset.split("train").shape[1] == 32
 
 
 def test_blocks_longer_than_the_tokenizer_or_model_allows_are_refused(request_: Request, tmp_path: Path):
     short = save_tokenizer(tmp_path / "short", model_max_length=24)
     with pytest.raises(DatasetError, match="longer than the limit of 24"):
-        prepare(change(request_, tokenizer=short))
+        prepare_dataset(change(request_, tokenizer=short))
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 16, "vocab_size": 512}))
     with pytest.raises(DatasetError, match="limit of 16"):
-        prepare(change(request_, model=model))
+        prepare_dataset(change(request_, model=model))
     roberta = {"model_type": "roberta", "pad_token_id": 1, "max_position_embeddings": 33, "vocab_size": 512}
     (model / "config.json").write_text(json.dumps(roberta))
     with pytest.raises(DatasetError, match="limit of 31"):
-        prepare(change(request_, model=model))
+        prepare_dataset(change(request_, model=model))
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64, "vocab_size": 100}))
     with pytest.raises(DatasetError, match="do not belong together"):
-        prepare(change(request_, model=model))
+        prepare_dataset(change(request_, model=model))
 
 
 @pytest.mark.parametrize(
@@ -343,12 +346,12 @@ def test_of_a_model_of_several_parts_the_one_that_reads_text_counts(
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"vision_config": {"vocab_size": 999}, "text_config": part}))
     with pytest.raises(DatasetError, match=why):
-        prepare(change(request_, model=model))
+        prepare_dataset(change(request_, model=model))
 
 
 def test_the_same_text_for_training_and_validation_is_refused(request_: Request):
     with pytest.raises(DatasetError, match="for training and for validation"):
-        prepare(change(request_, validation=request_.inputs))
+        prepare_dataset(change(request_, validation=request_.inputs))
 
 
 def test_the_same_documents_in_other_files_are_counted_and_refused_above_a_small_share(request_: Request):
@@ -357,21 +360,21 @@ def test_the_same_documents_in_other_files_are_counted_and_refused_above_a_small
     ]
     write_json_lines(Path(request_.validation[0]), held)
     with pytest.raises(DatasetError, match="3 of 100 documents are in training too.*--allow-overlap"):
-        prepare(request_)
+        prepare_dataset(request_)
     assert not request_.out.exists()
-    made = prepare(change(request_, allow_overlap=True)).dataset
+    made = prepare_dataset(change(request_, allow_overlap=True)).dataset
     assert made.manifest.splits["validation"].overlapping_documents == 3
     with pytest.raises(DatasetError, match="3 of 100"):
-        prepare(request_)  # the dataset that is there was made with the option
+        prepare_dataset(request_)  # the dataset that is there was made with the option
     write_json_lines(Path(request_.validation[0]), [*held[2:], {"text": "un testo"}, {"text": "un altro"}])
-    made = prepare(change(request_, replace=True)).dataset
+    made = prepare_dataset(change(request_, replace=True)).dataset
     assert made.manifest.splits["validation"].overlapping_documents == 1  # of 100
 
 
 def test_a_dead_worker_is_an_error_not_a_hang(request_: Request, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(encoding, "_work", die)
     with pytest.raises(TransientError, match="one of 2 tokenising processes died"):
-        prepare(change(request_, processes=2))
+        prepare_dataset(change(request_, processes=2))
     assert not request_.out.exists()
 
 

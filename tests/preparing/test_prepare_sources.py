@@ -18,7 +18,7 @@ import pyarrow.ipc
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.images.sources import find_images
 from facility.preparing.sources import Fields, find_sources
 from tests.preparing.corpora import save_bert_tokenizer, sentences, write_json_lines
@@ -36,7 +36,7 @@ def make(tmp_path: Path, tokenizer: Path):
             block_tokens=16,
             validation_share=0.1,
         )
-        return numpy.array(prepare(dataclasses.replace(request, **values)).dataset.split("train"))
+        return numpy.array(prepare_dataset(dataclasses.replace(request, **values)).dataset.split("train"))
 
     return blocks
 
@@ -307,7 +307,7 @@ def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
         validation=[str(write_json_lines(tmp_path / "validation.jsonl", records[:2]))],
         allow_overlap=True,
     )
-    dataset = prepare(request).dataset
+    dataset = prepare_dataset(request).dataset
     dataset.verify()
     manifest = dataset.manifest
     assert manifest.classes == ["no", "yes"] and manifest.pad_token_id == 0
@@ -322,7 +322,9 @@ def test_pairs_with_labels_become_padded_rows(tmp_path: Path):
     assert rows[1].tolist()[:2] == [0, 10] and ids[1][-1] == 3
     write_json_lines(tmp_path / "validation.jsonl", [{"a": first, "b": second, "y": "maybe"}])
     with pytest.raises(DatasetError, match=r"validation holds the labels 'maybe'"):
-        prepare(dataclasses.replace(request, validation=[str(tmp_path / "validation.jsonl")], out=tmp_path / "other"))
+        prepare_dataset(
+            dataclasses.replace(request, validation=[str(tmp_path / "validation.jsonl")], out=tmp_path / "other")
+        )
     with pytest.raises(DatasetError, match="it has no labels|was prepared for"):
         from facility.dataset import PreparedDataset
 

@@ -13,7 +13,7 @@ import pytest
 
 from facility.dataset import DatasetError
 from facility.preparing import reading, resuming, writing
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.overlap import ContentDigests
 from facility.preparing.sources import Document, Fields
 from tests.preparing.corpora import sentences, write_json_lines
@@ -62,16 +62,16 @@ def test_it_goes_on_where_it_was_killed(tmp_path: Path, tokenizer: Path, kind: s
     monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
     batches_of_whole = list[int]()
     monkeypatch.setattr(writing, "encode_all", killed_after(1000, batches_of_whole))
-    whole = prepare(request_of(tmp_path / "whole", tokenizer, kind))
+    whole = prepare_dataset(request_of(tmp_path / "whole", tokenizer, kind))
     request, counted = request_of(tmp_path / "killed", tokenizer, kind), list[int]()
     for batches in (7, 5, 1000):
         monkeypatch.setattr(writing, "encode_all", killed_after(batches, counted))
         if batches < 1000:
             with pytest.raises(Killed):
-                prepare(request)
+                prepare_dataset(request)
             assert not request.out.exists()
         else:
-            prepared = prepare(request)
+            prepared = prepare_dataset(request)
     assert len(counted) == len(batches_of_whole) > 12, "each batch was encoded once"
     assert prepared.dataset.manifest == whole.dataset.manifest
     assert tree(request.out) == tree(tmp_path / "whole" / "out")
@@ -84,20 +84,20 @@ def test_other_sources_or_settings_begin_anew(tmp_path: Path, tokenizer: Path, m
     request, counted = request_of(tmp_path, tokenizer, "joined"), list[int]()
     monkeypatch.setattr(writing, "encode_all", killed_after(7, counted))
     with pytest.raises(Killed):
-        prepare(request)
+        prepare_dataset(request)
     monkeypatch.setattr(writing, "encode_all", killed_after(1000, counted))
-    prepare(dataclasses.replace(request, block_tokens=32))
+    prepare_dataset(dataclasses.replace(request, block_tokens=32))
     assert len(counted) == 7 + 20
 
 
 def test_an_error_leaves_nothing_and_a_second_process_is_refused(tmp_path: Path, tokenizer: Path):
     request = request_of(tmp_path, tokenizer, "joined")
     with resuming.part_of(request.out, {}, known=True), pytest.raises(DatasetError, match="written by another process"):
-        prepare(request)
+        prepare_dataset(request)
     with open(request.inputs[0], "a") as file:
         file.write("{no JSON\n")
     with pytest.raises(DatasetError, match="not valid JSON"):
-        prepare(request)
+        prepare_dataset(request)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["text.jsonl"]
 
 
@@ -117,7 +117,7 @@ def test_no_file_is_open_in_the_folder_that_is_removed(
         remove(path, **options)
 
     monkeypatch.setattr(resuming.shutil, "rmtree", look)
-    prepare(request)
+    prepare_dataset(request)
     assert looked == [tmp_path / ".out.part"]
 
 

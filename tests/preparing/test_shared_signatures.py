@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from facility.dataset import DatasetError
 from facility.prepare import main
 from facility.preparing import reading, shared_signatures
-from facility.preparing.near_duplicates import NearDuplicates, signature
+from facility.preparing.near_duplicates import NearDuplicates, minhash_signature
 from facility.preparing.shared_signatures import read_salt, read_signatures, write_signatures
 from tests.preparing.corpora import write_json_lines
 from tests.preparing.test_data_care import article, edited, made
@@ -42,11 +42,11 @@ def test_what_one_facility_shares_the_other_leaves_out(tmp_path: Path, tokenizer
 
 def test_signatures_of_two_salts_have_nothing_in_common(tmp_path: Path, salt: Path):
     key, text = read_salt(salt), article(1)
-    assert not (signature(text, key) == signature(text)).any()
-    near = NearDuplicates(0.8, key=key, elsewhere=[signature(text, key)])
+    assert not (minhash_signature(text, key) == minhash_signature(text)).any()
+    near = NearDuplicates(0.8, key=key, elsewhere=[minhash_signature(text, key)])
     assert near.earlier(edited(text, 1)) == "elsewhere" and near.earlier(article(2)) is None
     assert near.earlier(article(2)) == "here" and [len(block) for block in near.own()] == [1]
-    write_signatures(tmp_path / "file", [signature(text, key)], key)
+    write_signatures(tmp_path / "file", [minhash_signature(text, key)], key)
     other = tmp_path / "other"
     other.write_text("another salt of many bytes")
     with pytest.raises(DatasetError, match="made with another salt"):
@@ -58,7 +58,7 @@ def test_signatures_of_two_salts_have_nothing_in_common(tmp_path: Path, salt: Pa
 
 def test_the_order_of_the_documents_is_not_shared(tmp_path: Path, salt: Path):
     key = read_salt(salt)
-    found = [signature(article(seed), key) for seed in range(5)]
+    found = [minhash_signature(article(seed), key) for seed in range(5)]
     write_signatures(tmp_path / "one", found, key)
     write_signatures(tmp_path / "two", found[::-1], key)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
@@ -119,7 +119,7 @@ def test_what_is_shared_of_large_files_is_what_is_shared_of_small_ones(
     texts = [article(seed) for seed in range(30)]
     texts += texts[:10]
     theirs, key = tmp_path / "theirs", read_salt(salt)
-    write_signatures(theirs, [signature(text, key) for text in texts[5:9]], key)
+    write_signatures(theirs, [minhash_signature(text, key) for text in texts[5:9]], key)
     care = {"salt": salt, "near_duplicates": 0.8, "drop_signatures": [theirs]}
     for name, large in (("memory", 10**9), ("disk", 1)):
         monkeypatch.setattr(reading, "LARGE_BYTES", large)

@@ -17,7 +17,7 @@ import pytest
 
 from facility.dataset import DatasetError
 from facility.preparing import reading, resuming, writing
-from facility.preparing.build import prepare
+from facility.preparing.build import prepare_dataset
 from facility.preparing.images import build
 from tests.preparing.test_images import asked, folders
 from tests.preparing.test_prepare import tree
@@ -56,7 +56,7 @@ def test_two_at_once_end_with_the_data_set_that_one_alone_makes(
     which the other had begun; the other ended in a traceback."""
     monkeypatch.setattr(reading, "BATCH_DOCUMENTS", 10)
     monkeypatch.setattr(resuming, "SAVE_SECONDS", 0.0)
-    whole = prepare(request_of(tmp_path / "whole", tokenizer, kind))
+    whole = prepare_dataset(request_of(tmp_path / "whole", tokenizer, kind))
     request = request_of(tmp_path / "both", tokenizer, kind)
     monkeypatch.setattr(fcntl, "flock", flock)
     at_work, others, goes_on = threading.local(), list[Future[Any]](), threading.Event()
@@ -75,11 +75,11 @@ def test_two_at_once_end_with_the_data_set_that_one_alone_makes(
 
     def second() -> Any:
         at_work.second = True
-        return outcome(lambda: prepare(request))
+        return outcome(lambda: prepare_dataset(request))
 
     monkeypatch.setattr(writing, "encode_all", encode_all)
     with ThreadPoolExecutor(1) as pool:
-        found = [outcome(lambda: prepare(request))]
+        found = [outcome(lambda: prepare_dataset(request))]
         goes_on.set()
         found.append(others[0].result())
     made = [one for one in found if not isinstance(one, str)]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.publishing.publish import publish
 from tests.conftest import ROOT
 from tests.engine.engines import cwltool
@@ -46,7 +46,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in NAMES:
         text = text.replace(f"- name: {name}\n", f"- name: {name}\n  public: {{named: true, dataset_card: true}}\n")
     path.write_text(text)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     result = cwltool(path, root / "engine", "--provenance", root / "record", timeout=600)
     assert result.returncode == 0, result.stdout[-4000:]
     publish(path, root / "out")

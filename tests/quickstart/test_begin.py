@@ -14,7 +14,7 @@ import typer
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
 from coordinator.preflight import check
-from coordinator.preflight.last_check import remember, still_failing
+from coordinator.preflight.last_check import remember_failures, still_failing
 from coordinator.preflight.row import Row, fail, ok
 from coordinator.quickstart import begin as beginning
 from coordinator.quickstart import host_keys
@@ -45,7 +45,7 @@ def test_the_same_command_prepares_the_same_again(prepared: bool, tmp_path: Path
         return 64
 
     monkeypatch.setattr(beginning, "equip", equip)
-    monkeypatch.setattr(beginning, "share", lambda *_, **__: [])
+    monkeypatch.setattr(beginning, "share_tokenizer", lambda *_, **__: [])
     monkeypatch.setattr(beginning, "model_figures", lambda _: SimpleNamespace(positions=16))
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
     request = Request(
@@ -191,7 +191,7 @@ def test_what_its_check_finds_stands_in_the_way_of_a_run_until_one_finds_nothing
     file = tmp_path / "fed" / "workflow" / "federation.yml"
     federation = read_federation(file)
     before = [fail("here", "dataset", "there is none", "make one")] if code == 0 else []
-    remember(federation, sha256_of(file), before)
+    remember_failures(federation, sha256_of(file), before)
     monkeypatch.setattr(check, "_check", lambda *_, **__: [row])
     with pytest.raises(typer.Exit) as stop:
         quickstart(tmp_path / "fed", yes=True, set_up=False)

@@ -41,7 +41,7 @@ def answering(monkeypatch: pytest.MonkeyPatch, hello: Any, blocks: int = 96) -> 
     """A gate that says this, and whose probe finds a dataset of that many blocks."""
     answers = {"hello": hello, "probe": {"dataset": {"blocks": {"train": blocks}}}}
     monkeypatch.setattr(
-        asking, "ask", lambda _, verb, *__, **___: Answer(code=0, out=json.dumps(answers[verb]), error="")
+        asking, "send_to_gate", lambda _, verb, *__, **___: Answer(code=0, out=json.dumps(answers[verb]), error="")
     )
 
 
@@ -125,7 +125,7 @@ def test_an_answer_that_is_none_of_a_gate_is_not_used(monkeypatch: pytest.Monkey
 def test_a_login_that_fails_for_another_reason_asks_no_gate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     row = fail("alpha", "login", "login.example.org does not accept our key for alice", "is the key there?")
     monkeypatch.setattr(beginning, "check_connection", lambda name, login: row)
-    monkeypatch.setattr(asking, "ask", lambda *_, **__: pytest.fail("asked"))
+    monkeypatch.setattr(asking, "send_to_gate", lambda *_, **__: pytest.fail("asked"))
     request = Request(
         folder=tmp_path,
         name="f",

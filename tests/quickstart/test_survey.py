@@ -21,7 +21,7 @@ from coordinator.quickstart.equip import torch_for
 from coordinator.quickstart.propose import account, install, partition, site_template, workdir
 from coordinator.quickstart.survey import ANSWERED, SECTION, Python, Survey, read_survey, script
 from coordinator.schedulers.partition import WORD, Partition, Wish
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from facility.exchange.errors import InputError
 from facility.exchange.messages.job_template import Environment, fill_template
 from facility.exchange.messages.template_inheritance import read_template
@@ -33,7 +33,7 @@ SLURM = (Path(__file__).parent / "surveyed" / "slurm-testbed.txt").read_text()
 
 def test_a_slurm_site_is_read_as_it_answered():
     survey = read_survey(SLURM)
-    assert survey.scheduler is scheduler("slurm")
+    assert survey.scheduler is scheduler_named("slurm")
     assert survey.partitions == (Partition(name="main", default=True, nodes=2, cores=4, gpus=4),)
     assert survey.accounts == () and survey.data == "text" and survey.machine == "x86_64" and not survey.internet
     assert survey.home == "/home/alice" and survey.places[0].free > 10**9
@@ -43,7 +43,7 @@ def test_a_slurm_site_is_read_as_it_answered():
 
 def test_queues_of_pbs_are_read_as_a_real_server_answered():
     names = ("pbs-pbsnodes-a", "pbs-qstat-Q", "pbs-qstat-B", "pbs-qstat-Qf-closed")
-    found = scheduler("pbs").read_partitions("".join(recorded(name).out for name in names))  # type: ignore[attr-defined]
+    found = scheduler_named("pbs").read_partitions("".join(recorded(name).out for name in names))  # type: ignore[attr-defined]
     assert [(one.name, one.default, one.open) for one in found] == [
         ("workq", True, True),
         ("closedq", False, False),
@@ -55,7 +55,7 @@ def test_queues_of_pbs_are_read_as_a_real_server_answered():
 
 def test_queues_of_flux_are_read_as_a_real_instance_answered():
     names = ("flux-queue-list", "flux-queue-status", "flux-resource-list")
-    found = scheduler("flux").read_partitions("".join(recorded(name).out for name in names))  # type: ignore[attr-defined]
+    found = scheduler_named("flux").read_partitions("".join(recorded(name).out for name in names))  # type: ignore[attr-defined]
     assert found == [
         Partition(name="batch", default=True, open=False, nodes=2, cores=2),
         Partition(name="debug", open=False, nodes=2, cores=2),
@@ -93,7 +93,7 @@ def _is_path(path: str) -> bool:
 def test_directives_cannot_be_smuggled_in_by_a_partition_or_account():
     evil = "partition|gpu\\n#SBATCH --uid=0|up|1:00:00|2|4|gpu:4\npartition|a b|up|1:00:00|2|4|(null)\n"
     evil += "account|x;rm -rf ~\naccount|--uid=0\n"
-    slurm = scheduler("slurm")
+    slurm = scheduler_named("slurm")
     assert slurm.read_partitions(evil) == [] and slurm.read_accounts(evil) == []  # type: ignore[attr-defined]
 
 
@@ -102,7 +102,7 @@ def test_directives_cannot_be_smuggled_in_by_a_partition_or_account():
 )
 def test_time_limits_of_slurm_are_hours(limit: str, hours: float):
     line = f"partition|p|up|{limit}|1|8|gpu:a100:4(S:0-1),nvme:1\n"
-    (one,) = scheduler("slurm").read_partitions(line)  # type: ignore[attr-defined]
+    (one,) = scheduler_named("slurm").read_partitions(line)  # type: ignore[attr-defined]
     assert (one.hours, one.gpus) == (hours, 4)
 
 
@@ -133,7 +133,7 @@ def test_a_partition_or_account_that_the_site_does_not_list_is_said_before_a_sit
     """It is used all the same, for a site may hide some."""
     whole = Python(command="python3", version=(3, 12), lacks=())
     offered = tuple(Partition(name=name, default=name == "cpu", nodes=9) for name in ("cpu", "gpu"))
-    queue = scheduler("slurm")
+    queue = scheduler_named("slurm")
     survey = Survey(
         pythons=(whole,),
         scheduler=queue,
@@ -178,14 +178,14 @@ def test_a_known_site_is_known_by_its_login_node():
 def test_a_template_made_for_a_site_renders_and_asks_for_what_was_chosen(name: str, tmp_path: Path):
     wish = Wish(partition="boost", account="proj42", cores=32, gpus=4, hours=1.5)
     file = tmp_path / "a.sh"
-    file.write_text(template_for(scheduler(name), "a", wish))  # type: ignore[arg-type]
+    file.write_text(template_for(scheduler_named(name), "a", wish))  # type: ignore[arg-type]
     text = fill_template(read_template(file), fill={}, environment=Environment(), workdir="/w", name="a.sh")
     directives = [line for line in text.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux:"))]
     assert any("proj42" in line for line in directives) and any("boost" in line for line in directives)
     assert any("01:30:00" in line or "1.5h" in line for line in directives)
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     bare = fill_template(
-        _written(tmp_path, template_for(scheduler(name), "a", Wish(partition="p"))),  # type: ignore[arg-type]
+        _written(tmp_path, template_for(scheduler_named(name), "a", Wish(partition="p"))),  # type: ignore[arg-type]
         fill={},
         environment=Environment(),
         workdir="/w",
@@ -284,7 +284,7 @@ def test_torch_is_that_of_the_job_that_was_answered_for(name: str, gpus: int, ow
     """Gigabytes for CUDA were sent to a site with GPUs whose jobs ask for none."""
     wish = Wish(partition="p", account="a", cores=1, gpus=gpus, hours=1, environment="")
     template = "a.sh" if own else "site.sh"
-    (tmp_path / template).write_text(template_for(scheduler(name), "a", wish))
+    (tmp_path / template).write_text(template_for(scheduler_named(name), "a", wish))
     login = Deployment(type=name, host="a.example.org", workdir="/w", template=template)
     facility = SimpleNamespace(name="a", deployment=login)
     survey = Survey(partitions=(Partition(name="p", gpus=4),))

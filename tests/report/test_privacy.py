@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.publishing.card import NO_GUARANTEE, privacy
@@ -48,7 +48,7 @@ def data(tmp_path: Path) -> dict[str, Any]:
             }
         path.write_text(json.dumps(record))
     found = gather(archive, federation="made", settings={"rounds": 2})
-    found["rows"] = remarks(summary(archive))
+    found["rows"] = summary_remarks(summary(archive))
     return found
 
 
@@ -69,7 +69,7 @@ def test_the_card_states_the_largest_epsilon_and_who_told_none(data: dict[str, A
     told = privacy(data)
     assert "ε = 3, δ = 1e-06 for adding or removing one document" in told and "before training was ε = 8" in told
     assert "up to the last round ε = 2.5 for one of the validation data" in told
-    assert "1 of 3 facilities told no budget" in told
+    assert "1 of 3 facilities reported no budget" in told
     assert "the coordinator, which can see each of them" in told
     assert privacy(data | {"privacy": {}}).endswith(NO_GUARANTEE)
 
@@ -85,7 +85,7 @@ def test_an_epsilon_of_some_rounds_is_no_promise(data: dict[str, Any], tmp_path:
     found = gather(archive, federation="made", settings={"rounds": 2})
     assert found["privacy"]["without_budget"] == {"facility-00": [bare]}
     words = f"nothing is promised for its data, which it trained on without a budget in round {bare}"
-    line = next(one for one in remarks(summary(archive)) if one.startswith("privacy of facility-00"))
+    line = next(one for one in summary_remarks(summary(archive)) if one.startswith("privacy of facility-00"))
     assert line.endswith(words) and f"facility-00: {words}." in markdown(found)
     assert f"facility-00: {words}." in page(found)
     assert f"1 of them trained without a budget in some rounds (the first is round {bare}): nothing" in privacy(found)
@@ -114,7 +114,8 @@ def test_going_back_gives_nothing_of_a_budget_back(data: dict[str, Any], tmp_pat
     found = gather(archive, federation="made", settings={"rounds": 2})
     assert found["privacy"]["facilities"] == data["privacy"]["facilities"] and len(found["rounds"]) == 1
     before, now = (
-        [one for one in lines if one.startswith("privacy")] for lines in (data["rows"], remarks(summary(archive)))
+        [one for one in lines if one.startswith("privacy")]
+        for lines in (data["rows"], summary_remarks(summary(archive)))
     )
     assert len(now) == 2 and now == before
 
@@ -134,7 +135,7 @@ def test_rounds_of_sums_alone_are_told_beside_the_budget(tmp_path: Path, masked:
     found = gather(archive, federation="made", settings={"rounds": 2})
     least = 3 if masked == 1 else 1
     words = f"in {masked} of 2 rounds (16 bits): the coordinator learnt sums of {least} updates or more"
-    assert any(words in line for line in remarks(summary(archive)))
+    assert any(words in line for line in summary_remarks(summary(archive)))
     assert words in markdown(found) and f"sums of {least} updates or more, and no single one" in page(found)
     told = privacy(found)
     assert f"sums of {least} updates or more and no single one" in told and "ε = 2.5" in told

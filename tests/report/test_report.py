@@ -201,7 +201,7 @@ def test_every_kind_of_federation_has_a_page_of_its_own(
     assert not re.search(r"(src|href)=\"?(https?:)?//|<script|url\(|@import", page)
     assert "<script>alert(1)" not in page and "prefers-color-scheme: dark" in page and "width=device-width" in page
     assert page.count("<svg") >= (1 if events or rounds else 0)
-    assert ("nobody trained on" in page) == compared == ("bootstrap" in (tmp_path / "report.md").read_text())
+    assert ("no facility trained on" in page) == compared == ("bootstrap" in (tmp_path / "report.md").read_text())
     assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(data))
     if BROWSER is None:
         pytest.skip("no Chromium is installed to open the page with")
@@ -279,7 +279,7 @@ def test_the_matrix_says_first_for_how_many_facilities_the_global_model_is_bette
         assert sum(counts) == len(own) == 7
         told = "better at {}, worse at {}, not told apart at {}.".format(*counts)
         assert line == f"The global model against {what}, on the data of 7 facilities: {told}"
-    assert "nobody trained on" in verdicts[-1] and "nobody trained on" not in "".join(verdicts[:-1])
+    assert "no facility trained on" in verdicts[-1] and "no facility trained on" not in "".join(verdicts[:-1])
     html, text = page(data), markdown(data)
     assert html.index(alone) < html.index(verdicts[0]) and text.index(alone) < text.index(verdicts[0][:30])
 
@@ -293,7 +293,7 @@ def test_what_was_forgotten_is_told_whichever_of_both_models_was_evaluated_first
     ):
         (line,) = forgotten([one | {"held_out": True, "blocks": 200} for one in models], "wikitext")
         assert line == (
-            "wikitext, which nobody trained on: the global model is better than the initial one: "
+            "wikitext, which no facility trained on: the global model is better than the initial one: "
             "-0.9000 nats per token [-1.0000, -0.8000]."
         )
 

@@ -23,7 +23,7 @@ from coordinator.aggregation.settings import AggregationSettings
 from coordinator.aggregation.steps import add_products
 from coordinator.aggregation.streams import PIECE
 from facility.exchange.checkpoints import magnitudes
-from facility.exchange.masking.weights import capped
+from facility.exchange.masking.weights import cap_weights
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ class Server:
                 add_products(by_tensor[name], steps[name][:, piece])
                 add_products(self.gram, steps[name][:, piece])
         if len(names) >= settings.screen.minimum_updates:
-            shares = capped(shares, settings.maximum_share) if max(shares) > settings.maximum_share else shares
+            shares = cap_weights(shares, settings.maximum_share) if max(shares) > settings.maximum_share else shares
         found = screened(names, self.gram, settings.screen)
         kept = [i for i, name in enumerate(names) if name not in found.quarantined]
         if len(kept) < len(names):
@@ -82,7 +82,7 @@ class Server:
             total = math.fsum(weights[name] for name in names)
             shares = [weights[name] / total for name in names]
             if len(names) >= settings.screen.minimum_updates and max(shares) > settings.maximum_share:
-                shares = capped(shares, settings.maximum_share)
+                shares = cap_weights(shares, settings.maximum_share)
             steps = {name: block[kept] for name, block in steps.items()}
             self.gram = self.gram[np.ix_(kept, kept)]
             by_tensor = {name: one[np.ix_(kept, kept)] for name, one in by_tensor.items()}

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
-from facility.sync.connect import connect
+from facility.sync.connect import connect_replicas
 from facility.sync.protocol import ReplicaRank, Synchroniser
 from facility.sync.runtime.replica import Context
 from tests.reproductions.permission import Permission
@@ -21,7 +21,7 @@ from tests.reproductions.permission import Permission
 def connect_stage(
     settings: SyncSettings, *, place: ReplicaRank, store: dist.Store, namespace: str = "sync", **parts: Any
 ) -> Synchroniser:
-    """As `facility.sync.connect.connect`, among the ranks at this rank's position only.
+    """As `facility.sync.connect.connect_replicas`, among the ranks at this rank's position only.
 
     An exchange is on the way of every gradient here and weights are stashed, so nothing is relayed and nobody waits
     for a minimum. With a bound of 1, all wait for all in one order, as under all-reduce, and no permission is needed.
@@ -30,7 +30,7 @@ def connect_stage(
     stage = dist.PrefixStore(f"stage-{place.position}", shared)
     settings = dataclasses.replace(settings, minimum=1, relay=0.0)
     alone = ReplicaRank(replica=place.replica, replicas=place.replicas)
-    synchroniser = connect(Context(settings=settings, place=alone, store=stage, **parts))
+    synchroniser = connect_replicas(Context(settings=settings, place=alone, store=stage, **parts))
     service = getattr(synchroniser, "service", None)
     if service is not None and not settings.lockstep and settings.bound != 1:
         service.scheduler.may_hold = Permission(shared, str(place.position))

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from facility.sync.runtime.flat import local
+from facility.sync.runtime.flat import local_shard
 
 
 class WeightStash:
@@ -20,7 +20,7 @@ class WeightStash:
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._originals = tuple(parameters)
-        self._parameters = [local(p.detach()) for p in parameters]
+        self._parameters = [local_shard(p.detach()) for p in parameters]
         self._version = 0
         self._versions: dict[int, list[torch.Tensor]] = {}
         self._of: dict[int, int] = {}

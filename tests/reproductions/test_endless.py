@@ -6,7 +6,7 @@ import pytest
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.scheduling.draws import uniform
+from facility.exchange.scheduling.draws import uniform_draw
 from tests.reproductions.endless import _Run, simulate_endless
 
 
@@ -29,7 +29,7 @@ def test_stages_that_wait_for_connections_never_wait_in_a_circle(bound: int):
             SyncSettings(policy="partial_reduce", bound=bound, minimum=2),
             4,
             3,
-            lambda p, s, d, law=emulation: law.duration(p, 0.1 + 0.01 * uniform("pass", p, s, d), d, stage=s),
+            lambda p, s, d, law=emulation: law.duration(p, 0.1 + 0.01 * uniform_draw("pass", p, s, d), d, stage=s),
             20,
             0.01,
         )
@@ -40,7 +40,7 @@ def test_stages_that_wait_for_connections_never_wait_in_a_circle(bound: int):
 
 def test_with_a_bound_of_one_every_group_is_everybody():
     def seconds(pipeline: int, stage: int, draw: int) -> float:
-        return 0.1 + 0.1 * uniform("pass", pipeline, stage, draw)
+        return 0.1 + 0.1 * uniform_draw("pass", pipeline, stage, draw)
 
     partial, whole = (
         simulate_endless(SyncSettings(policy=policy, bound=1, progress="each"), 3, 2, seconds, steps=15)

@@ -22,7 +22,7 @@ from typing import Any
 from unittest import mock
 
 from coordinator.config.federation import Federation, read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.steps import aggregate, aggregate_masked, receive, report, roster, send, start, survivors
 from facility import keys, unmask
 from facility import round as facility_round
@@ -65,7 +65,7 @@ class BySteps:
     def run(self) -> str:
         """All rounds and the report; why the federation stopped, or nothing. Raises `Refused`."""
         with contextlib.redirect_stderr(io.StringIO()):
-            write(self.federation)
+            write_rendered(self.federation)
         following = self.started()
         for number in range(MOST_ROUNDS):
             if self.edited():

@@ -11,9 +11,9 @@ from typing import Any
 
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import Federation, read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.coordinator import check_here
 from coordinator.preflight.fitting import check_fitting
 from coordinator.rounds.acceptance import accept, changes_since
@@ -120,7 +120,7 @@ class Edited(BySteps):
             federation = read_federation(self.file)
             if reason := refusal_of(federation, edit.to.task, edit.to.names):
                 raise ConfigurationError(reason)
-            archive, now = Archive(federation.archive_path), described(federation)
+            archive, now = Archive(federation.archive_path), describe_federation(federation)
             if changes_since(archive, now):
                 accept(archive, now)
         except InputError as error:
@@ -128,4 +128,4 @@ class Edited(BySteps):
             self.file.write_text(before)
             return
         self.federation = federation
-        write(federation)
+        write_rendered(federation)

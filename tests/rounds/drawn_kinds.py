@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.task_words import Task
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.sources import Fields
 from tests.pico import save_pico
 from tests.preparing.chats import save_chat_tokenizer
@@ -69,7 +69,7 @@ def write_one(directory: Path, task: Task, number: int) -> int:
         records, later = pairs(10, 500 * number), pairs(4, 3000)
         if task == "chat":
             records, later = map(as_conversations, (records, later))
-        prepare(
+        prepare_dataset(
             Request(
                 inputs=[str(write_json_lines(directory.parent / "records.jsonl", records))],
                 validation=[str(write_json_lines(directory.parent / "validation.jsonl", later))],

@@ -141,8 +141,8 @@ def test_a_facility_that_masks_trains_alone_and_hands_out_no_model(tmp_path: Pat
     masking = {"bits": 32, "threshold": 2, "facilities": ["north", "south", "west"], "peer_signers": "/signers"}
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"masking": masking}))
     started: list[list[str]] = []
-    launch = jobs.launch
-    monkeypatch.setattr(jobs, "launch", lambda words, **more: (started.append(words), launch(words, **more))[1])
+    launch = jobs.launch_ranks
+    monkeypatch.setattr(jobs, "launch_ranks", lambda words, **more: (started.append(words), launch(words, **more))[1])
     out = job(
         tmp_path / "one", order(tmp_path / "sent", 1, model=pico_llama), write_dataset(tmp_path / "data"), settings
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator import evaluation_cache
-from coordinator.bundle import bundle, download
+from coordinator.bundle import download, make_bundle
 from coordinator.bundle_contents import SUMS
-from coordinator.evaluation_cache import OFFLINE, fill
+from coordinator.evaluation_cache import OFFLINE, fill_cache
 from facility.exchange.errors import InputError, TransientError
 from tests.rounds.test_evaluation import write_task
 
@@ -29,7 +29,7 @@ def test_the_data_are_in_the_bundle_under_its_digests(tmp_path: Path):
     pytest.importorskip("lm_eval")
     tasks = write_task(tmp_path / "tasks")
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
-    told = bundle(tmp_path / "out", **options, tasks=["count_up"], include=tasks, run=wheels_appear)  # type: ignore[arg-type]
+    told = make_bundle(tmp_path / "out", **options, tasks=["count_up"], include=tasks, run=wheels_appear)  # type: ignore[arg-type]
     assert told["tasks"] == ["count_up"]
     arrow = next((tmp_path / "out" / "evaluation").rglob("*.arrow"))
     assert str(arrow.relative_to(tmp_path / "out")) in (tmp_path / "out" / SUMS).read_text()
@@ -47,12 +47,12 @@ def test_tasks_that_cannot_be_had_are_found_before_a_package_comes(tmp_path: Pat
     def unknown(*_, **__):
         raise TransientError("no_such_task cannot be loaded")
 
-    monkeypatch.setattr("coordinator.bundle.fill", unknown)
+    monkeypatch.setattr("coordinator.bundle.fill_cache", unknown)
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu", "run": pytest.fail}
     with pytest.raises(TransientError if tasks else InputError, match="no_such_task" if tasks else "that --eval names"):
-        bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path)  # type: ignore[arg-type]
+        make_bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="--eval-include is .*nowhere', expected a folder"):
-        bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path / "nowhere")  # type: ignore[arg-type]
+        make_bundle(tmp_path / "out", **options, tasks=tasks, include=tmp_path / "nowhere")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("fails", [0, 1])
@@ -65,7 +65,7 @@ def test_a_cache_that_does_not_suffice_is_an_error_here_and_not_there(tmp_path: 
         return subprocess.CompletedProcess(command, code, stdout="a line\nCouldn't reach 'allenai/ai2_arc' on the Hub")
 
     with pytest.raises(TransientError, match=["with the network", "without a network"][fails] + ".*ai2_arc"):
-        fill(tmp_path, ["arc_easy"], run=run)
+        fill_cache(tmp_path, ["arc_easy"], run=run)
     assert [one["HF_HOME"] for one in asked] == [str(tmp_path / "evaluation")] * (fails + 1)
     offline = [all(one.get(name) == value for name, value in OFFLINE.items()) for one in asked]
     assert offline == [False, True][: fails + 1]
@@ -79,7 +79,7 @@ def test_an_error_that_is_known_is_told_as_it_is(tmp_path: Path, code: int, erro
         return subprocess.CompletedProcess(command, code, stdout="a warning\nerror: lm-eval knows no task arc_eazy")
 
     with pytest.raises(error, match="^lm-eval knows no task arc_eazy$"):
-        fill(tmp_path, ["arc_eazy"], run=run)
+        fill_cache(tmp_path, ["arc_eazy"], run=run)
 
 
 def test_a_hub_that_does_not_answer_is_told_before_anything_is_tried(tmp_path: Path):
@@ -94,12 +94,12 @@ def test_a_hub_that_does_not_answer_is_told_before_anything_is_tried(tmp_path: P
 
 
 def test_data_that_are_here_are_read_and_what_is_missing_is_told_with_why(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "the hub does not answer")
+    monkeypatch.setattr("facility.exchange.hub.why_hub_is_silent", lambda: "the hub does not answer")
     evaluation_cache.load(lambda: None)
     with pytest.raises(
         TransientError, match=r"^the hub does not answer, and not all data are here already \(no arc\): give"
     ):
         evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())
-    monkeypatch.setattr("facility.exchange.hub.silence", lambda: "")
+    monkeypatch.setattr("facility.exchange.hub.why_hub_is_silent", lambda: "")
     with pytest.raises(ConnectionError):
         evaluation_cache.load(lambda: (_ for _ in ()).throw(ConnectionError("no arc")).__next__())

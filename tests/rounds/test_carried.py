@@ -32,7 +32,7 @@ from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tenso
 from facility.exchange.errors import InputError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.manifest import Manifest, read_manifest, run_of, with_run, write_manifest
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 from tests.rounds.carried import Carried
@@ -241,7 +241,7 @@ def test_adapters_of_the_first_round_that_come_late_count_from_how_they_began(tm
 def test_adapters_begin_with_the_numbers_that_torch_draws_as_every_format_holds_them(shape: tuple[int, int]):
     name = f"base_model.model.layer{A}weight"
     for seed in (0, 3, 2**40):
-        generator = torch.Generator().manual_seed(derive(seed, "lora", name))
+        generator = torch.Generator().manual_seed(derive_seed(seed, "lora", name))
         drawn = (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(shape[1]))
         begun = torch.from_numpy(begun_factor(seed, name, shape))
         assert torch.equal(begun.bfloat16().float(), begun) and torch.equal(begun.half().float(), begun)

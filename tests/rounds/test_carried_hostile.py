@@ -18,7 +18,7 @@ from coordinator.archive.rounds import FacilityRow
 from coordinator.config.closing import ClosingSettings
 from coordinator.config.settings import CoordinatorSettings
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
 from tests.rounds.carried import Carried
@@ -73,7 +73,7 @@ class Hostile:
         write_update(directory, model, name, round=round, move=self.moved[name, round])
         if way != "unsigned":
             other = OTHERS[OTHERS.index(name) - 1] if way == "another's key" else name
-            sign(directory, self.keys / other, kind="update")
+            sign_manifest(directory, self.keys / other, kind="update")
         if way == "changed":
             weights = directory / "model.safetensors"
             content = bytearray(weights.read_bytes())

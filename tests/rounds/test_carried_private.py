@@ -29,7 +29,7 @@ from facility.exchange.messages.manifest import read_manifest, sha256_of
 from facility.exchange.messages.order import verify_order
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.messages.signatures import sign
+from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.rounds.models import Models, digest_of, note_kept_model
 from facility.rounds.privacy_ledger import Entry, ReleaseLedger
@@ -89,7 +89,7 @@ class Site:
         patterns = Patterns((), ())
         make_smaller(directory, model=here, state=state, round=round, settings=TRAINING, patterns=patterns)
         note_kept_model(directory, digest_of(read_manifest(received)))
-        sign(directory, self.keys / (signer or name), kind="update")
+        sign_manifest(directory, self.keys / (signer or name), kind="update")
         return directory
 
     def train_privately(self, name: str, round: int) -> None:
@@ -196,7 +196,7 @@ def test_a_late_update_under_another_signature_is_refused_and_costs_the_budget_n
     rows = {row.facility: row for row in federation.archive.read_round(1).facilities}
     assert rows["c"].status == "refused" and "sign" in rows["c"].reason
     assert rows["b"].status == "ok" and rows["b"].staleness == 1
-    sign(tmp_path / "jobs" / "c-0", keys / "c", kind="update")  # the same update, as its facility keeps it
+    sign_manifest(tmp_path / "jobs" / "c-0", keys / "c", kind="update")  # the same update, as its facility keeps it
     federation.at_work["c"] = 0
     federation.close("c")
     assert federation.used("c") == [0] and site.ledger("c").count("training") == STEPS

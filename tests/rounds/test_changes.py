@@ -14,15 +14,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.closing import EvenSettings
-from coordinator.config.described import described, digest_of
+from coordinator.config.described import describe_federation, digest_of
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, read_coordinator_settings
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.rounds import acceptance
 from coordinator.rounds.acceptance import NOTE, changes_since, take_over
 from coordinator.rounds.changes import Change, changes_of
@@ -136,7 +136,7 @@ def test_a_change_of_one_facility_names_it():
 
 
 def settings_of(path: Path) -> CoordinatorSettings:
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     return read_coordinator_settings(path.parent / "coordinator.json")
 
 
@@ -218,7 +218,7 @@ def _die() -> None:
 
 def test_a_setting_that_an_earlier_version_did_not_know_is_no_change_at_its_default(tmp_path: Path):
     """After an update of CrossFed, federation.yml was said to have changed, and the run asked for --accept."""
-    now = described(read_federation(write_federation(tmp_path, ["a", "b"])))
+    now = describe_federation(read_federation(write_federation(tmp_path, ["a", "b"])))
     before = copy.deepcopy(now)
     for key in ("aggregation.fisher_power", "evaluation.last_models", "aggregation.screen.norm_ratio"):
         del before["federation"][key]
@@ -271,7 +271,7 @@ def test_a_round_that_comes_after_a_rewind_says_so_and_the_next_one_does_not(tmp
     assert make(1) == []
     rewind(archive, 1)
     without = ["begun again by crossfed rewind, from its half-precision model and a fresh server optimizer"]
-    assert make(1) == without and f"from round 1 on: {without[0]}" in remarks(summary(archive))
+    assert make(1) == without and f"from round 1 on: {without[0]}" in summary_remarks(summary(archive))
     shutil.move(tmp_path / "state", archive.round_directory(0) / "state")
     rewind(archive, 1)
     assert make(1) == ["begun again by crossfed rewind"] and make(2) == []
@@ -279,7 +279,7 @@ def test_a_round_that_comes_after_a_rewind_says_so_and_the_next_one_does_not(tmp
 
 def test_the_same_file_describes_the_same(tmp_path: Path):
     path = write_federation(tmp_path, ["a", "b"])
-    one, two = described(read_federation(path)), described(read_federation(path))
+    one, two = describe_federation(read_federation(path)), describe_federation(read_federation(path))
     assert one == two and not changes_of(one, two, done=0)
     assert "host" not in str(one)
 
@@ -313,8 +313,8 @@ def test_what_was_late_when_rounds_began_to_wait_is_named_and_forgotten(
 def test_a_change_of_people_is_told_in_the_keys_of_the_file(tmp_path: Path):
     """It named a class of the program, and keys that nobody had given."""
     path = write_federation(tmp_path, ["a", "b"])
-    before = described(read_federation(path))
+    before = describe_federation(read_federation(path))
     path.write_text(path.read_text() + "\ncreators:\n  - {name: Josiah Carberry, affiliation: Brown}\n")
-    (change,) = changes_of(before, described(read_federation(path)), done=1)
+    (change,) = changes_of(before, describe_federation(read_federation(path)), done=1)
     assert "Creator" not in str(change) and "Josiah Carberry" in str(change) and not change.affects
-    assert described(read_federation(path))["federation"]["creators"][0]["affiliation"] == "Brown"
+    assert describe_federation(read_federation(path))["federation"]["creators"][0]["affiliation"] == "Brown"

@@ -14,10 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.config.federation import Facility, read_federation
-from coordinator.conformance import conformance as tried_at_the_coordinator
+from coordinator.conformance import check_conformance as tried_at_the_coordinator
 from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
-from coordinator.preflight.facility import probe
+from coordinator.preflight.facility import probe_facility
 from facility.conformance import main as conformance
 from facility.conforming.laws import refuses
 from facility.conforming.trial import Ended
@@ -30,7 +30,7 @@ from facility.exchange.messages.progress import read_progress
 from facility.exchange.messages.settings import FacilitySettings, read_facility_settings
 from facility.exchange.messages.trainer import TrainerSettings
 from facility.selfcheck import main as self_check
-from facility.selfcheck import material, trial_settings
+from facility.selfcheck import make_material, trial_settings
 from tests.conftest import ROOT
 from tests.engine.harms import flipped
 from tests.federations import write_federation
@@ -156,7 +156,7 @@ def test_a_self_check_that_cannot_be_made_leaves_nothing(word, said, tmp_path, m
 
 def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
     (tmp_path / "job").mkdir()
-    material(tmp_path, trial_settings(1))
+    make_material(tmp_path, trial_settings(1))
     settings = tmp_path / "settings.json"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"trainer": {"module": STAND_IN}}))
     words = ["--model", "../model", "--dataset", str(tmp_path / "data"), "--settings", "../settings.json"]
@@ -175,7 +175,7 @@ def test_a_round_runs_the_module_that_the_settings_name(tmp_path: Path):
 
 
 def test_a_trainer_may_report_a_loss_that_is_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    material(tmp_path, trial_settings(1))
+    make_material(tmp_path, trial_settings(1))
     monkeypatch.chdir(tmp_path)
     words = ["--model", "model", "--dataset", "data", "--settings", "settings.json", "--round", "0"]
     handlers = {number: signal.getsignal(number) for number in ENDING}
@@ -247,9 +247,9 @@ def test_the_probe_reports_a_trainer_that_is_not_installed():
     deployment = Facility(name="here", dataset="d").deployment
     answers = {}
     for module in (STAND_IN, "tests.no_such_trainer", "no_such_package.train"):
-        answer, wrong = probe(deployment, "/nowhere", "/tmp", 0, TrainerSettings(module=module))
+        answer, wrong = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings(module=module))
         assert wrong is None and answer is not None
         answers[module] = answer["trainer"]
     assert answers.pop(STAND_IN) == "" and all("No module named" in said for said in answers.values())
-    answer, _ = probe(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
+    answer, _ = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
     assert answer is not None and "trainer" not in answer and answer["clock"] == 0.0

@@ -23,7 +23,7 @@ from facility.round import main as run_round
 from facility.rounds import sealed
 from facility.rounds.dataset_check import RECORD, check_dataset
 from facility.rounds.kept import state_directory
-from facility.rounds.sealed import SEAL, UNCHANGED, check_kept, flaw, seal
+from facility.rounds.sealed import SEAL, UNCHANGED, check_kept, find_flaw, write_seal
 from tests.federations import write_dataset
 from tests.training.federation import write_settings
 
@@ -59,7 +59,7 @@ def kept(state: Path, *inner: str) -> Path:
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(b"numbers")
     (directory / "state.json").write_text("{}")
-    seal(directory)
+    write_seal(directory)
     return directory
 
 
@@ -74,7 +74,7 @@ def hurt(directory: Path, harm: str) -> Path:
 def test_damage_that_the_round_does_without_is_put_aside_by_name(inner: tuple[str, ...], harm: str, tmp_path: Path):
     sound, damaged = kept(tmp_path, "round-2"), kept(tmp_path, *inner)
     kept(tmp_path, "personal", "round-2")
-    assert check_kept(tmp_path, 3) == [] and flaw(sound) == ""
+    assert check_kept(tmp_path, 3) == [] and find_flaw(sound) == ""
     file = hurt(damaged, harm)
     (told,) = check_kept(tmp_path, 3)
     assert str(file) in told and "does without it" in told
@@ -116,7 +116,7 @@ def test_a_file_that_changed_since_it_was_sealed_is_read_again(how: str, tmp_pat
     file.write_bytes(b"numberz")
     if how == "with its times":
         os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert "altered" in flaw(directory)
+    assert "altered" in find_flaw(directory)
 
 
 @pytest.mark.parametrize("stated", ["as it was", "altered", "cut", "of before"])
@@ -125,17 +125,19 @@ def test_a_checksum_that_was_made_as_the_file_was_written_seals_as_a_digest_does
     directory.mkdir()
     (directory / "model.safetensors").write_bytes(b"numbers")
     made.update(b"numbers")
-    seal(directory, {"model.safetensors": made.hexdigest()})
+    write_seal(directory, {"model.safetensors": made.hexdigest()})
     (directory / UNCHANGED).unlink()
     if stated in ("altered", "cut"):
         (directory / "model.safetensors").write_bytes(b"numberz" if stated == "altered" else b"number")
-    assert flaw(directory) == (f"{directory / 'model.safetensors'} was altered" if stated in ("altered", "cut") else "")
+    assert find_flaw(directory) == (
+        f"{directory / 'model.safetensors'} was altered" if stated in ("altered", "cut") else ""
+    )
 
 
 def test_a_file_that_is_as_it_was_sealed_is_not_read(tmp_path: Path, monkeypatch):
     directory = kept(tmp_path, "round-1")
     monkeypatch.setattr(sealed, "checksum_of", lambda path: pytest.fail(f"{path} was read"))
-    assert flaw(directory) == ""
+    assert find_flaw(directory) == ""
 
 
 def test_state_from_before_seals_is_used_as_it_is(tmp_path: Path):

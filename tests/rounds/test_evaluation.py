@@ -22,7 +22,7 @@ from facility.exchange.messages.evaluation import SCORES, EvaluationSettings, Fa
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.rounds import evaluation
-from facility.rounds.evaluation import OFFLINE, evaluate, scores_in, tell_scores_of_models, whole
+from facility.rounds.evaluation import OFFLINE, evaluate_model, scores_in, tell_scores_of_models, whole
 from tests.aggregation.test_adapter_export import logits, round_model
 from tests.distributed import Started
 from tests.pico import save_pico
@@ -81,7 +81,7 @@ def test_scores_equal_those_of_the_command(tmp_path: Path):
     pytest.importorskip("lm_eval")
     tasks, model = write_task(tmp_path / "tasks"), write_model(tmp_path / "model")
     settings = EvaluationSettings(tasks=["count_up"], directory=str(tasks))
-    ours = evaluate(model, settings, dataset=tmp_path, device="cpu")
+    ours = evaluate_model(model, settings, dataset=tmp_path, device="cpu")
     assert {one.metric: (one.value, one.stderr) for one in ours} == by_command(model, tasks, tmp_path / "out")
 
 
@@ -105,7 +105,7 @@ def test_it_is_no_rank_of_a_job_and_asks_no_hub(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1")
     caplog.set_level("INFO")
-    (score,) = evaluate(tmp_path, EvaluationSettings(tasks=["any"]), dataset=tmp_path)
+    (score,) = evaluate_model(tmp_path, EvaluationSettings(tasks=["any"]), dataset=tmp_path)
     assert "lm-eval scores any, which may take up to" in caplog.text, "a job is not silent for as long as that takes"
     assert score.task.split() == [f"HF_{one}_OFFLINE" for one in ("DATASETS", "EVALUATE", "HUB")] + [
         "TRANSFORMERS_OFFLINE"
@@ -196,7 +196,7 @@ def test_scores_in_the_matrix_equal_those_of_the_command_model_by_model(tmp_path
 def test_an_evaluation_that_fails_says_why(tmp_path: Path):
     pytest.importorskip("lm_eval")
     with pytest.raises(TransientError, match="lm-eval ended with code"):
-        evaluate(tmp_path, EvaluationSettings(tasks=["no_such_task"]), dataset=tmp_path, device="cpu")
+        evaluate_model(tmp_path, EvaluationSettings(tasks=["no_such_task"]), dataset=tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("place", ["top", "text_config"])
@@ -207,7 +207,7 @@ def test_attention_of_the_hub_is_not_fetched_by_lm_eval_either(
     (tmp_path / "config.json").write_text(json.dumps(named if place == "top" else {place: named}))
     monkeypatch.setattr(evaluation, "command", lambda *_, **__: pytest.fail("it was loaded"))
     with pytest.raises(CheckpointError, match="may be fetched from the hub, and is code"):
-        evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+        evaluate_model(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
 
 
 def test_nor_does_lm_eval_load_adapters_that_name_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -217,7 +217,7 @@ def test_nor_does_lm_eval_load_adapters_that_name_a_module(tmp_path: Path, monke
     for changes, expected in (({}, pytest.fail.Exception), ({"megatron_config": {"x": 1}}, InputError)):
         (tmp_path / "adapter_config.json").write_text(json.dumps(plain | changes))
         with pytest.raises(expected):
-            evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+            evaluate_model(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -229,7 +229,7 @@ def test_what_lm_eval_said_leaves_only_where_a_jobs_output_may(
     says = [sys.executable, "-c", "raise SystemExit('the patient of bed 7')"]
     monkeypatch.setattr(evaluation, "command", lambda *_, **__: says)
     with pytest.raises(TransientError, match="lm-eval ended with code 1") as error:
-        evaluate(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
+        evaluate_model(tmp_path, EvaluationSettings(tasks=["a"]), dataset=tmp_path, device="cpu")
     assert ("bed 7" in str(error.value)) is not kept
     assert ("bed 7" in caplog.text) is kept, "the site itself can read it in the job's log"
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from coordinator.config import federation as federation_module
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import read_federation
 from coordinator.config.reference import Key, keys
 from coordinator.rounds.changes import RULES, changes_of
@@ -155,7 +155,7 @@ def read(path: Path, data: dict[str, Any]) -> dict[str, Any]:
     """As it is described. Raises `ConfigurationError`."""
     InMemory.data = data
     with mock.patch.object(federation_module, "Lined", InMemory):
-        return described(read_federation(path))
+        return describe_federation(read_federation(path))
 
 
 def test_every_key_that_is_changed_is_listed_or_refused(federation: Path):
@@ -174,7 +174,7 @@ def test_every_key_that_is_changed_is_listed_or_refused(federation: Path):
 
 
 def test_no_rule_is_of_a_key_that_does_not_exist(federation: Path):
-    one = described(read_federation(federation))
+    one = describe_federation(read_federation(federation))
     known = {*one["federation"], *one["facilities"]["a"], *(NESTED.sub("", key.path) for key in keys())}
     known |= {key.path.replace("rounds.", "closing.") for key in keys()} | {"limits.deadline", "even.steps"}
     known |= {"deployment.access", "deployment.job_script", "notify", "training.lora.rank"}

@@ -74,7 +74,7 @@ def test_a_plain_update_that_is_to_be_masked_never_lies_in_the_jobs_directory(
         started.append(words)
         return Ending(code=0, reason="")
 
-    monkeypatch.setattr(jobs, "launch", launch)
+    monkeypatch.setattr(jobs, "launch_ranks", launch)
     jobs.start_ranks(job, jobs.work_of_round(job))
     out = job_directory / started[0][started[0].index("--out") + 1]
     hidden = masked and number < ROUNDS

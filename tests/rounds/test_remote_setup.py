@@ -14,7 +14,7 @@ import pytest
 from coordinator.config.federation import read_federation
 from coordinator.preflight.row import fail, ok
 from coordinator.remote_setup import set_up
-from coordinator.share import share
+from coordinator.share import share_tokenizer
 from facility.exchange.errors import InputError, TransientError
 from tests.rounds.test_setup import make_tokenizer
 
@@ -145,7 +145,7 @@ def test_two_shares_at_once_both_send_the_whole_tokenizer(far: Path, tmp_path: P
     (tmp_path / "text").write_text("a small text\n")
     make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
-    ends = twice_at_once(tmp_path, lambda: list(share(federation, weights=False, only=["far"])))
+    ends = twice_at_once(tmp_path, lambda: list(share_tokenizer(federation, weights=False, only=["far"])))
     assert ends == ["", ""]
     shared = far / "it's a home" / "shared"
     assert [path.name for path in shared.iterdir()] == ["model"] and (shared / "model" / "tokenizer.json").is_file()
@@ -223,7 +223,7 @@ def test_a_tokenizer_in_a_hubs_cache_is_shared(far: Path, tmp_path: Path):
         (model / blob.name).symlink_to(blob)
     federation = read_federation(tmp_path / "workflow" / "federation.yml")
     for sent in (True, False):
-        (found,) = share(federation, weights=False, only=["far"])
+        (found,) = share_tokenizer(federation, weights=False, only=["far"])
         assert found.sent == sent
     there = far / "it's a home" / "shared" / "model"
     assert (there / "tokenizer.json").is_file() and not (there / "tokenizer.json").is_symlink()
@@ -234,7 +234,7 @@ def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: 
     make_tokenizer(tmp_path / "workflow" / "model", tmp_path / "text")
     file = tmp_path / "workflow" / "federation.yml"
     with pytest.raises(InputError, match="--facility names 'fra'; the facilities are here, far"):
-        next(share(read_federation(file), weights=False, only=["here", "fra"]))
+        next(share_tokenizer(read_federation(file), weights=False, only=["here", "fra"]))
     head, _, _ = FEDERATION.partition("  - name: far")
     access = (
         "{url: https://example.org, system: s, token_url: https://example.org/t, client_id: i, client_secret_file: f}"
@@ -243,7 +243,7 @@ def test_a_tokenizer_goes_to_no_facility_that_is_unknown_or_gives_no_shell(far: 
         f"{head}  - name: far\n    dataset: ~/data\n    deployment:\n      type: firecrest\n      workdir: /scratch\n"
         f"      template: slurm\n      fill: {{account: a, partition: p, home: /home/x}}\n      firecrest: {access}\n"
     )
-    assert [one.facility for one in share(read_federation(file), weights=False)] == ["here"]
+    assert [one.facility for one in share_tokenizer(read_federation(file), weights=False)] == ["here"]
     assert "far: it has FirecREST" in caplog.text
 
 
@@ -259,7 +259,7 @@ def test_a_facility_that_is_away_keeps_no_tokenizer_from_the_others(far: Path, t
     ssh.write_text(ssh.read_text().replace("\n", f"\n{away}\n", 1))
     found = []
     with pytest.raises(TransientError, match="^away did not take the tokenizer .*No route to host$"):
-        for one in share(read_federation(file), weights=False):
+        for one in share_tokenizer(read_federation(file), weights=False):
             found.append((one.facility, one.sent))
     assert found == [("here", False), ("far", True)]
     assert (far / "it's a home" / "shared" / "model" / "tokenizer.json").is_file()
@@ -273,7 +273,7 @@ def test_what_a_facility_answers_to_a_tokenizer_has_an_end(far: Path, tmp_path: 
     flood = 'case "${@: -1}" in *"tar xf"*) cat >/dev/null; head -c 30M /dev/zero >&2; exit 1 ;; esac'
     ssh.write_text(ssh.read_text().replace("\n", f"\n{flood}\n", 1))
     with pytest.raises(TransientError, match="^far did not take the tokenizer .*: more than 8 MiB for an answer$"):
-        list(share(read_federation(tmp_path / "workflow" / "federation.yml"), weights=False))
+        list(share_tokenizer(read_federation(tmp_path / "workflow" / "federation.yml"), weights=False))
 
 
 def test_what_setup_prints_at_a_facility_moves_no_cursor_here(

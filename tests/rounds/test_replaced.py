@@ -53,7 +53,7 @@ def test_what_a_person_keeps_is_not_removed(command: Callable[[str], int], tmp_p
 @pytest.mark.parametrize("out", ["a" * 300, "../data/thesis.tex/more", "/" + "a" * 5000])
 def test_a_path_that_cannot_be_is_one_error(command: Callable[[str], int], tmp_path: Path, out: str):
     theses(tmp_path / "data")
-    with pytest.raises(InputError, match="too long a name|is no folder"):
+    with pytest.raises(InputError, match="too long a name|is not a folder"):
         command(out)
 
 

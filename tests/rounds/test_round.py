@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from facility import round as round_module
-from facility.exchange.checkpoints.delta import decode
+from facility.exchange.checkpoints.delta import decode_update
 from facility.exchange.messages.manifest import (
     Manifest,
     read_manifest,
@@ -34,7 +34,7 @@ from facility.launching.supervise import Ending
 from facility.rounds.finished import key_of
 from facility.rounds.job import Job
 from facility.rounds.smaller import residual_path
-from facility.rounds.sweep import NOTE, forget_earlier, note_job, sweep, sweep_jobs
+from facility.rounds.sweep import NOTE, forget_earlier, note_job, remove_old_rounds, sweep_jobs
 from tests.aggregation.make import read_all
 from tests.distributed import Started
 from tests.pico import save_pico
@@ -115,7 +115,7 @@ def test_what_a_sparse_message_left_is_neither_lost_nor_counted_twice(site: Site
         result, update = site.run(model, round=number, real=real or number == 0)
         assert result.returncode == 0, result.stderr
         left.append(read_all(residual_path(state, number)))
-    decode(update, reference=model, out=site.root / "decoded")
+    decode_update(update, reference=model, out=site.root / "decoded")
     arrived, received = read_all(site.root / "decoded"), read_all(model)
     for name, before in left[0].items():
         assert before.any()
@@ -490,7 +490,7 @@ def test_the_sweep_removes_only_our_old_models_and_updates(tmp_path: Path, behin
     write_manifest(job / "model", Manifest(kind="model", federation="test", round=0))
 
     before = {path: sha256_of(path) for path in tmp_path.rglob("*") if path.is_file()}
-    removed = sweep(job, replace(SETTINGS, behind=behind), 5)
+    removed = remove_old_rounds(job, replace(SETTINGS, behind=behind), 5)
     assert sorted(removed) == sorted(old)
     assert not any(path.exists() for path in old)
     assert all(path.exists() for path in [*kept, broken, outside, linked / "model", job / "model"])
@@ -511,7 +511,7 @@ def test_the_sweep_keeps_the_model_that_is_evaluated_after_an_early_end(tmp_path
         directory.mkdir(parents=True)
         write_manifest(directory, Manifest(kind="model", federation=SETTINGS.federation, round=number))
         places[number] = directory
-    sweep(job, replace(SETTINGS, behind=behind), SETTINGS.rounds, read_manifest(places[done]))
+    remove_old_rounds(job, replace(SETTINGS, behind=behind), SETTINGS.rounds, read_manifest(places[done]))
     assert {number for number, path in places.items() if path.exists()} == set(range(max(0, done - behind), done + 1))
 
 
@@ -521,7 +521,7 @@ def test_the_sweep_does_nothing_where_no_engine_made_the_directory(tmp_path: Pat
     write_manifest(victim, Manifest(kind="model", federation="test", round=0))
     job = tmp_path / "by-hand"
     job.mkdir()
-    assert sweep(job, SETTINGS, 5) == [] and victim.exists()
+    assert remove_old_rounds(job, SETTINGS, 5) == [] and victim.exists()
 
 
 @pytest.mark.parametrize(

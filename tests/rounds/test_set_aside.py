@@ -16,7 +16,7 @@ from coordinator.steps.start import start
 from facility.exchange.messages.manifest import Manifest, read_manifest, with_extra
 from facility.exchange.messages.set_aside import KEY, set_aside
 from facility.rounds.kept import by_round, latest_before
-from facility.rounds.sealed import check_kept, seal
+from facility.rounds.sealed import check_kept, write_seal
 from facility.rounds.set_aside import forget_set_aside
 from tests.aggregation.updates import write_update
 from tests.pico import save_pico
@@ -35,7 +35,7 @@ def keep(state: Path, number: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(parents=True)
         (directory / "model.safetensors").write_bytes(b"%d" % number)
-        seal(directory)
+        write_seal(directory)
     (state / f"sync-{number}.0").mkdir(exist_ok=True)
     (state / "finished" / f"update-{number}" / "update").mkdir(parents=True, exist_ok=True)
 

@@ -19,12 +19,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from coordinator.bundle import COMPLETE, ask_index, bundle, download, run_pip
+from coordinator.bundle import COMPLETE, ask_index, download, make_bundle, run_pip
 from coordinator.bundle_contents import write_digests
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
-from coordinator.config.scaffold import init
-from coordinator.model import convert
+from coordinator.config.scaffold import write_scaffold
+from coordinator.model import convert_model
 from coordinator.remote_setup import _send
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.errors import CheckpointError, ConfigurationError, InputError, TransientError
@@ -269,7 +269,7 @@ def test_a_bundle_holds_what_a_facility_installs(tmp_path: Path):
         (tmp_path / "b/wheelhouse/torch-2.13.0-cp311-cp311-manylinux_2_28_x86_64.whl").write_bytes(b"wheel")
         return 0
 
-    what = bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="rocm", run=run)
+    what = make_bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="rocm", run=run)
     assert what["bytes"] == 5 and json.loads((tmp_path / "b/bundle.json").read_text()) == what
     ((command, index),) = asked
     assert "--only-binary=:all:" in command and "/rocm" in index and index not in command
@@ -416,7 +416,7 @@ def tiny_bundle(out: Path) -> list[str]:
         tiny_wheel(out / "wheelhouse")
         return 0
 
-    bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", sbom=True, run=run)
+    make_bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", sbom=True, run=run)
     return ["--home", str(out.parent / "home"), "--python", sys.executable, "--as-is", "--no-self-check"]
 
 
@@ -466,7 +466,7 @@ def test_a_bundle_holds_one_version_of_a_package(tmp_path: Path):
     tiny_wheel(out / "wheelhouse").rename(out / "wheelhouse/tiny_thing-1.3-py3-none-any.whl")
     tiny_wheel(out / "wheelhouse")
     with pytest.raises(InputError, match="holds tiny-thing 1.2 and 1.3"):
-        bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda *_: 0)
+        make_bundle(out, python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", run=lambda *_: 0)
 
 
 @pytest.mark.parametrize("kept", ["crossfed/env.sh", "crossfed/data/it/train.npy", "crossfed/git/x", "crossfed"])
@@ -497,7 +497,7 @@ def test_a_bundle_whose_making_anew_was_interrupted_is_none(
         monkeypatch.setattr("coordinator.bundle.copy_code", interrupted)
     with pytest.raises(KeyboardInterrupt):
         options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
-        bundle(out, **options, run=interrupted if during == "the packages come" else lambda *_: 0)  # type: ignore[arg-type]
+        make_bundle(out, **options, run=interrupted if during == "the packages come" else lambda *_: 0)  # type: ignore[arg-type]
     with pytest.raises(InputError, match=r"holds no bundle.json: `crossfed bundle --out .*` makes a bundle"):
         _send(Deployment(host="login.invalid", type="ssh", workdir="/w"), tmp_path, out)
 
@@ -515,9 +515,9 @@ def test_a_bundle_on_a_full_disk_says_so_and_keeps_no_half_of_a_wheel(tmp_path: 
 
     with monkeypatch.context() as context, pytest.raises(TransientError, match=r"ended with 2: \S+ is full: free some"):
         context.setattr("tempfile.TemporaryFile", lambda dir: open("/dev/full", "wb", buffering=0))
-        bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
+        make_bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
     with pytest.raises(TransientError, match="is there a network"):
-        bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
+        make_bundle(tmp_path / "b", **options, torch="cpu", run=cut_off)
     assert seen == [[], ["tiny_thing-1.2-py3-none-any.whl"]]
 
 
@@ -594,7 +594,7 @@ def test_a_bundle_is_refused_whatever_was_changed_lost_or_added(tmp_path: Path):
 @pytest.mark.parametrize(("python", "platform"), [("3.9", "manylinux_2_28_x86_64"), ("3.11", "windows")])
 def test_a_bundle_for_nowhere(tmp_path: Path, python: str, platform: str):
     with pytest.raises(InputError):
-        bundle(tmp_path, python=python, platform=platform, torch="cpu", run=lambda *_: 0)
+        make_bundle(tmp_path, python=python, platform=platform, torch="cpu", run=lambda *_: 0)
 
 
 def test_pip_understands_the_download(tmp_path: Path):
@@ -607,37 +607,37 @@ def test_pip_understands_the_download(tmp_path: Path):
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_models_are_converted_checked_and_recognised(tmp_path: Path, family: str):
     source = save_pico(tmp_path / "source", family)
-    told = convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    told = convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
     modes = {path.suffix: path.stat().st_mode for path in (tmp_path / "out").iterdir()}
     assert modes[".safetensors"] == modes[".json"], "weights are for those whom the umask lets read the rest"
     assert "loaded and evaluated" in told and set(open_checkpoint(tmp_path / "out").dtypes()) == {"BF16"}
     before = state(tmp_path / "out")
-    assert "is there already" in convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+    assert "is there already" in convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
     assert state(tmp_path / "out") == before
     with pytest.raises(InputError, match="was not made from"):
-        convert(str(source), tmp_path / "out", dtype="float16", revision="main")
+        convert_model(str(source), tmp_path / "out", dtype="float16", revision="main")
 
 
 def test_image_classifiers_are_converted_with_their_processor_and_can_get_a_new_head(tmp_path: Path):
     from transformers import AutoConfig
 
     source = save_image_model(tmp_path / "source", "vit")
-    told = convert(str(source), tmp_path / "same", dtype="float32", revision="main")
+    told = convert_model(str(source), tmp_path / "same", dtype="float32", revision="main")
     assert "loaded and evaluated" in told and "new head" not in told
     processor = "preprocessor_config.json"
     assert (tmp_path / "same" / processor).read_bytes() == (source / processor).read_bytes()
     given, made = open_checkpoint(source), open_checkpoint(tmp_path / "same")
     assert given.tensors.keys() == made.tensors.keys()
     assert all(given.read(name).equal(made.read(name)) for name in given.tensors)
-    told = convert(str(source), tmp_path / "other", dtype="float32", revision="main", classes=["a", "b"])
+    told = convert_model(str(source), tmp_path / "other", dtype="float32", revision="main", classes=["a", "b"])
     assert "a new head of 2 classes" in told
     assert AutoConfig.from_pretrained(tmp_path / "other").id2label == {0: "a", 1: "b"}
     assert open_checkpoint(tmp_path / "other").tensors["classifier.weight"].shape[0] == 2
     with pytest.raises(InputError, match="was not made from"):
-        convert(str(source), tmp_path / "other", dtype="float32", revision="main")
+        convert_model(str(source), tmp_path / "other", dtype="float32", revision="main")
     (source / processor).unlink()
     with pytest.raises(InputError, match="holds no preprocessor_config.json"):
-        convert(str(source), tmp_path / "third", dtype="float32", revision="main")
+        convert_model(str(source), tmp_path / "third", dtype="float32", revision="main")
 
 
 def test_models_that_cannot_be_used(tmp_path: Path):
@@ -646,28 +646,28 @@ def test_models_that_cannot_be_used(tmp_path: Path):
 
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match="holds no config.json"):
-        convert(str(tmp_path / "empty"), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(tmp_path / "empty"), tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(InputError, match="does not exist"):
-        convert(str(tmp_path / "nothing"), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(tmp_path / "nothing"), tmp_path / "out", dtype="float32", revision="main")
     model = AutoModelForCausalLM.from_pretrained(save_pico(tmp_path / "source"))
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
     model.save_pretrained(tmp_path / "nan")
     with pytest.raises(CheckpointError, match="not finite"):
-        convert(str(tmp_path / "nan"), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(tmp_path / "nan"), tmp_path / "out", dtype="float32", revision="main")
     assert not (tmp_path / "out").exists() and [p.name for p in tmp_path.iterdir() if p.name.startswith(".")] == []
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "two words", "x:y", "https://huggingface.co/org/name", "ü/name"])
 def test_what_no_hub_can_have_is_refused_without_asking_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """It was a transient error, behind the words of a library, and to be tried again."""
-    monkeypatch.setattr("coordinator.model.hub", lambda: pytest.fail("the hub is asked"))
+    monkeypatch.setattr("coordinator.model.offline_if_silent", lambda: pytest.fail("the hub is asked"))
     with pytest.raises(InputError, match=f"'{name}' is neither a folder here nor a name of the hub"):
-        convert(name, tmp_path / "out", dtype="float32", revision="main")
+        convert_model(name, tmp_path / "out", dtype="float32", revision="main")
 
 
 def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
-    file = init(tmp_path, "two", ["a=leonardo", "lumi", "here=local", "c=pbs"])
+    file = write_scaffold(tmp_path, "two", ["a=leonardo", "lumi", "here=local", "c=pbs"])
     text = file.read_text()
     assert "docs.hpc.cineca.it" in text and "type: pbs" in text and "fill: {account: <account>}" in text
     with pytest.raises(
@@ -675,9 +675,9 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
     ):
         read_federation(file)
     with pytest.raises(InputError, match="exists already"):
-        init(tmp_path, "two", ["lumi"])
+        write_scaffold(tmp_path, "two", ["lumi"])
     with pytest.raises(InputError, match="there is no template 'lmi'; there are local, deucalion"):
-        init(tmp_path / "other", "two", ["lmi"])
+        write_scaffold(tmp_path / "other", "two", ["lmi"])
     assert not (tmp_path / "other").exists()
 
 
@@ -695,13 +695,13 @@ def test_a_first_federation_is_refused_until_it_is_filled_in(tmp_path: Path):
 )
 def test_a_first_federation_has_names_that_are_read_back(tmp_path: Path, name: str, facilities: list[str], words: str):
     with pytest.raises(InputError) as caught:
-        init(tmp_path, name, facilities)
+        write_scaffold(tmp_path, name, facilities)
     assert words in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_names_that_yaml_takes_for_numbers_are_written_as_text(tmp_path: Path):
-    written = yaml.safe_load(init(tmp_path, "2026", ["on=local", "1e3.0=slurm"]).read_text())
+    written = yaml.safe_load(write_scaffold(tmp_path, "2026", ["on=local", "1e3.0=slurm"]).read_text())
     assert [written["name"], *(one["name"] for one in written["facilities"])] == ["2026", "on", "1e3.0"]
 
 
@@ -977,7 +977,7 @@ def test_an_index_that_does_not_answer_is_asked_once(silent_index: str, monkeypa
 
 def test_an_index_that_is_none_leaves_no_folder(tmp_path: Path):
     with pytest.raises(InputError, match="--torch-index is"):
-        bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", index="nonsense")
+        make_bundle(tmp_path / "b", python="3.11", platform="manylinux_2_28_x86_64", torch="cpu", index="nonsense")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -1008,7 +1008,7 @@ def test_a_bundle_of_a_silent_index_ends_before_pip_begins(tmp_path: Path, monke
     monkeypatch.setenv("no_proxy", "*")
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cpu"}
     with pytest.raises(TransientError, match="does not answer"):
-        bundle(tmp_path / "b", **options, index="http://127.0.0.1:9/simple")  # type: ignore[arg-type]
+        make_bundle(tmp_path / "b", **options, index="http://127.0.0.1:9/simple")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("deaf", [False, True], ids=["cleans up", "does not hear"])

@@ -12,8 +12,8 @@ from facility.exchange.checkpoints.delta_parts import FILE
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import TrainingSettings
-from facility.rounds.sealed import flaw, seal
-from facility.rounds.smaller import drop_pending, make_smaller, pending_residual, residual_path, unsent
+from facility.rounds.sealed import find_flaw, write_seal
+from facility.rounds.smaller import drop_pending, make_smaller, pending_residual, residual_path, residual_to_resume
 from facility.rounds.sweep import forget_earlier
 
 SETTINGS = TrainingSettings(encoding="delta-int8", export_dtype="float32")
@@ -42,7 +42,7 @@ def written_by_the_trainer(tmp_path: Path, round: int, left_out: bytes) -> Path:
     (message / FILE).write_bytes(b"a difference")
     pending.mkdir(parents=True)
     (pending / "model.safetensors").write_bytes(left_out)
-    seal(pending)
+    write_seal(pending)
     return message
 
 
@@ -62,12 +62,12 @@ def test_what_a_message_leaves_out_counts_once_its_round_is_complete(tmp_path: P
     state = tmp_path / "state"
     for round in range(3):
         message = written_by_the_trainer(tmp_path, round, b"%d" % round)
-        before = unsent(state, round, SETTINGS)
+        before = residual_to_resume(state, round, SETTINGS)
         assert (before.name if before else None) == (f"round-{round - 1}" if round else None)
-        assert unsent(state, round + 1, SETTINGS) == before, "the trainer may have died: nothing was sent"
+        assert residual_to_resume(state, round + 1, SETTINGS) == before, "the trainer may have died: nothing was sent"
         finish(tmp_path, message, round)
-        kept = unsent(state, round + 1, SETTINGS)
-        assert kept == residual_path(state, round) and flaw(kept) == ""
+        kept = residual_to_resume(state, round + 1, SETTINGS)
+        assert kept == residual_path(state, round) and find_flaw(kept) == ""
         assert (kept / "model.safetensors").read_bytes() == b"%d" % round
     assert sorted(path.name for path in (state / "residual").iterdir()) == ["round-1", "round-2"]
 
@@ -95,7 +95,7 @@ def test_what_rounds_that_were_set_aside_left_out_is_sent_with_no_later_one(tmp_
     state = tmp_path / "state"
     for round in (3, 4, 1):
         finish(tmp_path, written_by_the_trainer(tmp_path, round, b"%d" % round), round)
-    assert unsent(state, 5, SETTINGS) == residual_path(state, 1)
+    assert residual_to_resume(state, 5, SETTINGS) == residual_path(state, 1)
 
 
 def test_what_was_left_unsent_is_sent_once_where_updates_travel_whole_again(tmp_path: Path):
@@ -103,17 +103,17 @@ def test_what_was_left_unsent_is_sent_once_where_updates_travel_whole_again(tmp_
     state, full = tmp_path / "state", dataclasses.replace(SETTINGS, encoding="full")
     finish(tmp_path, written_by_the_trainer(tmp_path, 0, b"rest"), 0)
     for attempt in range(2):
-        assert unsent(state, 1, full) == residual_path(state, 0), attempt
-        assert unsent(state, 1, full, built_in=False) is None, "a trainer of one's own does not know of it"
+        assert residual_to_resume(state, 1, full) == residual_path(state, 0), attempt
+        assert residual_to_resume(state, 1, full, built_in=False) is None, "a trainer of one's own does not know of it"
         update = tmp_path / f"whole-{attempt}"
         update.mkdir()
         more = {"model": tmp_path, "state": state, "round": 1, "settings": full, "patterns": Patterns()}
         assert make_smaller(update, **more) is None
     for settings in (full, SETTINGS):
-        assert unsent(state, 2, settings) is None
+        assert residual_to_resume(state, 2, settings) is None
     forget_earlier(state, 2)
     assert [path.name for path in (state / "residual").iterdir()] == ["round-1"]
-    assert flaw(residual_path(state, 1)) == ""
+    assert find_flaw(residual_path(state, 1)) == ""
 
 
 def test_a_round_whose_update_is_masked_keeps_what_is_unsent_for_the_masks(tmp_path: Path):

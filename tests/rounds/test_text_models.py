@@ -13,13 +13,13 @@ import torch
 import transformers
 
 from coordinator.archive.rounds import Archive
-from coordinator.model import convert
+from coordinator.model import convert_model
 from coordinator.models.adapter_export import load_base, write_merged
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import copy_companions
 from facility.exchange.checkpoints.task_class import model_of
 from facility.exchange.errors import CrossFedError, InputError
-from facility.training.model import Attention, build, read_config
+from facility.training.model import Attention, build_base_model, read_config
 from tests.cases import slow_but
 from tests.distributed import Started
 from tests.pico import pico_config, save_pico
@@ -34,7 +34,7 @@ CLASSES = ["it", "de", "fr"]
 
 
 def made(source: Path, out: Path, **more: object) -> str:
-    return convert(str(source), out, **({"dtype": "float32", "revision": "main"} | more))  # type: ignore[arg-type]
+    return convert_model(str(source), out, **({"dtype": "float32", "revision": "main"} | more))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", list(FACTORIES))
@@ -95,7 +95,7 @@ def test_layers_without_end_are_refused_before_one_of_them_is_made(
     (source / "config.json").write_text(json.dumps(changed))
     monkeypatch.setattr("coordinator.model.kind_of", lambda *_: pytest.fail("it went on to load the model"))
     with pytest.raises(InputError, match="source has .*: .*, expected 0 to 10,000"):
-        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+        convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
     with pytest.raises(CrossFedError, match="source/config.json has .*, expected 0 to 10,000"):
         read_config(source)
 
@@ -105,7 +105,7 @@ def test_architectures_that_are_no_names_are_one_error(tmp_path: Path):
     changed = json.loads((source / "config.json").read_text()) | {"architectures": 4}
     (source / "config.json").write_text(json.dumps(changed))
     with pytest.raises(InputError, match="source cannot be used: TypeError.*; expected a config.json that fits"):
-        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+        convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
     assert not (tmp_path / "out").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_configuration_that_fits_no_model_is_one_error_wherever_it_is_read(tmp
     with pytest.raises(
         InputError, match="source: .* expected a config.json that fits|is not a causal|source cannot be"
     ):
-        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+        convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
     assert not (tmp_path / "out").exists()
     for use in (built, model_of)[: 1 if odd == "a size beyond all memory" else 2]:  # the last takes no memory
         with pytest.raises(CrossFedError, match="cannot (be used|build)"):
@@ -128,7 +128,7 @@ def test_a_configuration_that_fits_no_model_is_one_error_wherever_it_is_read(tmp
 def built(source: Path) -> object:
     """As a facility's job builds the model that it received."""
     attention = Attention(name="eager", reason="")
-    return build(read_config(source), transformers.AutoModelForCausalLM, attention)
+    return build_base_model(read_config(source), transformers.AutoModelForCausalLM, attention)
 
 
 def test_a_quantized_checkpoint_is_refused_with_what_to_take(tmp_path: Path):
@@ -137,7 +137,7 @@ def test_a_quantized_checkpoint_is_refused_with_what_to_take(tmp_path: Path):
     quantized = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     (source / "config.json").write_text(json.dumps(json.loads((source / "config.json").read_text()) | quantized))
     with pytest.raises(InputError, match="is quantized .bitsandbytes.* take the checkpoint that it was made from"):
-        convert(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
+        convert_model(str(source), tmp_path / "out", dtype="bfloat16", revision="main")
 
 
 @pytest.mark.parametrize("family", slow_but(["llama"], ["llama", "gpt2", "bert"]))

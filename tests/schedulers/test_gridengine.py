@@ -18,12 +18,12 @@ from streamflow.deployment.connector import connector_classes
 
 from coordinator.config.deployments import Deployment
 from coordinator.schedulers.gridengine import SCHEDULER
-from coordinator.schedulers.registry import scheduler
+from coordinator.schedulers.registry import scheduler_named
 from coordinator.schedulers.scheduler import FORGOTTEN
 from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.shell_queue import ShellQueue
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from facility.launching.place import read_tasks
 from tests.schedulers.recordings import recorded
 
@@ -43,10 +43,10 @@ def asked(line: str, answers: dict[str, str], folder: Path) -> subprocess.Comple
 
 
 def test_it_is_found_by_its_file_alone():
-    assert scheduler("gridengine") is SCHEDULER
-    assert parse(Deployment, {"type": "gridengine", "template": "gridengine"}, where="d").type == "gridengine"
+    assert scheduler_named("gridengine") is SCHEDULER
+    assert parse_dataclass(Deployment, {"type": "gridengine", "template": "gridengine"}, where="d").type == "gridengine"
     with pytest.raises(ConfigurationError, match="gridengine"):
-        parse(Deployment, {"type": "gridengines", "template": "gridengine"}, where="d")
+        parse_dataclass(Deployment, {"type": "gridengines", "template": "gridengine"}, where="d")
     assert connector_for(SCHEDULER).__mro__[1].__name__ == "AheadQueue"
 
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_ours_are_found():
     assert set(registry.schedulers()) == {"slurm", "pbs", "flux", "gridengine", "firecrest", "ssh"}
     with pytest.raises(ConfigurationError, match="expected one of .*slurm"):
-        registry.scheduler("slrum")
+        registry.scheduler_named("slrum")
 
 
 def test_the_reference_lists_every_one_with_its_manual():
@@ -43,7 +43,7 @@ def test_one_from_another_package_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [Entry()] if group == registry.GROUP else [])
     registry.schedulers.cache_clear()
     try:
-        assert registry.scheduler("elsewhere").title == "Elsewhere"
+        assert registry.scheduler_named("elsewhere").title == "Elsewhere"
         monkeypatch.setattr(Entry, "load", lambda self: "text")
         registry.schedulers.cache_clear()
         with pytest.raises(ConfigurationError, match="is a str"):

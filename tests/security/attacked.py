@@ -17,7 +17,7 @@ import yaml
 
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from facility.exchange.files.paths import CHECKOUT
 from tests.federations import write_federation
 from tests.ports import free_port
@@ -117,7 +117,7 @@ def attacked_federation(
         if deployment is not None and name != HONEST:
             facility |= {"deployment": deployment, "dataset": str(dataset)}
     path.write_text(yaml.safe_dump(described, sort_keys=False))
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     tool = root / "cwl" / "tools" / "train.cwl"
     text = (CHECKOUT / "cwl" / "tools" / "train.cwl").read_text()
     assert "facility.round" in text

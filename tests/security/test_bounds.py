@@ -19,9 +19,9 @@ from streamflow.deployment.connector.queue_manager import SlurmConnector
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.engine.place import login_place
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.login import _leave_word
-from coordinator.preflight.last_check import remember
+from coordinator.preflight.last_check import remember_failures
 from coordinator.preflight.row import Row
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin import bounded_reader, copied, lanes, ssh
@@ -30,9 +30,9 @@ from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.tree import read_listing
 from facility.exchange.checkpoints.checkpoint import save_tensors
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.storage import private, unwritable
+from facility.exchange.files.storage import make_private_folder, why_unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
-from facility.preparing.output import published
+from facility.preparing.output import publish_directory
 from facility.preparing.resuming import part_of
 from facility.rounds.finished import Finished
 from tests.federations import write_federation
@@ -63,7 +63,7 @@ def test_checkpoints_are_as_private_as_the_umask_says(tmp_path: Path):
 
 
 def test_archive_and_work_directory_are_private(tmp_path: Path):
-    assert unwritable([tmp_path / "work"]) == ""
+    assert why_unwritable([tmp_path / "work"]) == ""
     assert (tmp_path / "work").stat().st_mode & 0o777 == 0o700
     archive = Archive(tmp_path / "archive")
     with pytest.raises(Exception):  # noqa: B017 (no model is there; the directory was made before)
@@ -76,7 +76,7 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
     federation = read_federation(write_federation(tmp_path, ["a"]))
     row = Row(subject="a", check="dataset", verdict="fail", found="none", fix="make one")
     makers = (
-        lambda: remember(federation, "0" * 64, [row]),
+        lambda: remember_failures(federation, "0" * 64, [row]),
         lambda: _leave_word(login_place(federation.workdir_path), "a"),
     )
     before = os.umask(0o022)
@@ -92,25 +92,25 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
 def test_what_a_facility_keeps_is_its_owners_alone(tmp_path: Path):
     """Residuals, local parameters and optimizer state come of its data; all of a site could read them at umask 022."""
     file = write_federation(tmp_path, ["a"])
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     command = [sys.executable, "-m", "facility.round", "--settings", str(file.parent / "facilities" / "a.json")]
     command += ["--model", str(tmp_path / "absent"), "--dataset", str(tmp_path / "sites" / "a" / "dataset")]
     job = tmp_path / "job"
     job.mkdir()
     subprocess.run([*command, "--round", "0", "--out", str(job / "update")], cwd=job, umask=0o022, capture_output=True)
     assert mode_of(tmp_path / "sites" / "a" / ".crossfed" / "pico" / "a") == 0o700
-    assert mode_of(private(tmp_path / "b" / "state")) == 0o700
+    assert mode_of(make_private_folder(tmp_path / "b" / "state")) == 0o700
 
 
 def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
     for mode in (0o750, 0o770):
         (opened := tmp_path / f"{mode:o}").mkdir()
         opened.chmod(mode)
-        assert mode_of(private(opened)) == mode
-        with published(opened) as directory:  # a data set in an empty folder, then one in its place
+        assert mode_of(make_private_folder(opened)) == mode
+        with publish_directory(opened) as directory:  # a data set in an empty folder, then one in its place
             (directory / "dataset.json").touch()
         assert mode_of(opened) == mode
-        with published(opened) as directory:
+        with publish_directory(opened) as directory:
             (directory / "dataset.json").touch()
         assert mode_of(opened) == mode
 
@@ -118,7 +118,7 @@ def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
 def test_a_new_dataset_is_its_owners_alone(tmp_path: Path):
     before = os.umask(0o022)
     try:
-        with published(tmp_path / "data") as directory:
+        with publish_directory(tmp_path / "data") as directory:
             assert mode_of(directory) == 0o700
         with part_of(tmp_path / "more", {}, known=True) as part:
             assert mode_of(part.directory) == 0o700

@@ -20,7 +20,7 @@ import pytest
 
 from facility import gate
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.audit_log import verify
+from facility.exchange.files.audit_log import verify_log
 from facility.exchange.messages.manifest import Manifest, sha256_of, with_run, write_manifest
 from facility.exchange.messages.order import sign_order
 from facility.exchange.messages.report import read_failure
@@ -51,7 +51,7 @@ class Gate:
         self.policy()
         self.calls: list[tuple[list[str], str | None]] = []
         self.active = ""
-        monkeypatch.setattr(queue, "call", self.call)
+        monkeypatch.setattr(queue, "run_program", self.call)
         monkeypatch.setenv("CROSSFED_HOME", str(self.home))
 
     def policy(self, **changes) -> None:
@@ -122,7 +122,7 @@ class Gate:
 
     def log(self) -> list[dict]:
         path = self.home / "gate" / "audit.jsonl"
-        assert verify(path).broken == 0
+        assert verify_log(path).broken == 0
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -51,7 +51,7 @@ def named(site: Gate, id: str) -> None:
         code, told = site.call(command, text, cwd)
         return (code, f"{id}\n" if command[0] == "sbatch" else told)
 
-    site.monkeypatch.setattr("facility.gating.queue.call", call)
+    site.monkeypatch.setattr("facility.gating.queue.run_program", call)
 
 
 def handing(site: Gate, request: str, directory: str = "next", job: str = "18") -> str:

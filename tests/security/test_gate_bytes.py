@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from facility.gating import log_share, slots, transfers
-from facility.gating.ledger import DAY, Ledger, changed, read_ledger
+from facility.gating.ledger import DAY, Ledger, ledger_locked, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import ENTRY, STEP, Incoming, Session
@@ -53,7 +53,7 @@ def test_no_more_comes_in_within_a_day_than_the_policy_says(site: Gate):
         code, _, error = site.ask(f"crossfed-gate {request}", data)
         assert code == 77 and f"bytes_in_per_day is {most}" in error, request
     assert sum(path.stat().st_size for path in w.rglob("*") if path.is_file()) <= 10_000
-    with changed(site.home / "gate" / "ledger.json") as (ledger, _):
+    with ledger_locked(site.home / "gate" / "ledger.json") as (ledger, _):
         ledger.into = {str(int(hour) - 25): count for hour, count in ledger.into.items()}
     assert site.ask(f"crossfed-gate put-file {w}/b 600", b"x" * 5_000)[0] == 0
 

@@ -208,7 +208,7 @@ def test_lm_eval_sees_no_path_of_the_coordinators_making(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t").write_text("task: t")
     with pytest.raises(TransientError, match="started"):
-        evaluation.evaluate(model, EvaluationSettings(tasks=["t"]), dataset=tmp_path)
+        evaluation.evaluate_model(model, EvaluationSettings(tasks=["t"]), dataset=tmp_path)
     ((words, _),) = calls
     assert not any("," in word for word in words)
 
@@ -224,7 +224,7 @@ def test_no_task_is_called_as_what_lies_beside_lm_eval(tmp_path: Path, name: str
     (model / "x.yaml").write_text("task: x\ndoc_to_text: !function evil.f\n")
     (model / "evil.py").write_text(f"open({str(tmp_path / 'owned')!r}, 'w').close()\ndef f(doc): return ''\n")
     with pytest.raises(TransientError, match=f"Tasks not found: {name}"):
-        evaluation.evaluate(model, EvaluationSettings(tasks=[name]), dataset=tmp_path)
+        evaluation.evaluate_model(model, EvaluationSettings(tasks=[name]), dataset=tmp_path)
     assert not (tmp_path / "owned").exists()
 
 

@@ -14,7 +14,7 @@ from facility.exchange.messages import order
 from facility.exchange.messages.manifest import read_manifest, with_run, write_manifest
 from facility.gating import approval, jobs, queue, transfers
 from facility.gating.held import Target
-from facility.gating.ledger import changed, read_ledger
+from facility.gating.ledger import ledger_locked, read_ledger
 from facility.gating.policy import read_policy
 from facility.gating.refusal import Refused
 from facility.gating.session import Session
@@ -103,12 +103,12 @@ def queue_job(site: Gate, request: str) -> bool:  # noqa: F811
 def test_a_job_that_a_killed_gate_never_submitted_holds_nothing_for_ever(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
     submitted(site)
     ledger = site.home / "gate" / "ledger.json"
-    with changed(ledger) as (found, _):
+    with ledger_locked(ledger) as (found, _):
         found.jobs[0].id = "reserved-1.0"
     remove = f"crossfed-gate remove {site.workdir}/in/model"
     site.active = ""
     assert site.ask(remove)[0] == 77, "it may be about to be submitted"
-    with changed(ledger) as (found, _):
+    with ledger_locked(ledger) as (found, _):
         found.jobs[0].submitted -= 700
     site.active = "18\n"
     assert site.ask(remove)[0] == 77, "it was submitted, and the gate killed before it could note its name"
@@ -129,12 +129,12 @@ def test_a_job_whose_gate_was_killed_as_it_submitted_is_one_of_ours_once_it_is_l
     def killed(*_: object) -> str:
         raise Killed
 
-    request, enqueue = site.round(), queue.enqueue
+    request, enqueue = site.round(), queue.submit_script
     name = "crossfed-heron-alpha"
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(queue, "enqueue", killed)
+        patch.setattr(queue, "submit_script", killed)
         site.ask(request)
-    assert queue.enqueue is enqueue and read_ledger(site.home / "gate" / "ledger.json").jobs[0].unnamed(name)
+    assert queue.submit_script is enqueue and read_ledger(site.home / "gate" / "ledger.json").jobs[0].unnamed(name)
     site.active = ""
     assert site.ask(f"crossfed-gate jobs {name}")[0] == 0 and site.ask("crossfed-gate states 18")[0] == 77
     site.active = "18\n"
@@ -161,17 +161,17 @@ def test_a_job_that_a_killed_gate_never_submitted_uses_no_hours_of_the_day(
     site.active, there = "18\n", [1]
     monkeypatch.setattr(queue, "processes", lambda name: there)
     site.policy(node_hours_per_day=3.0, scheduler=scheduler)
-    with changed(site.home / "gate" / "ledger.json") as (found, _):
+    with ledger_locked(site.home / "gate" / "ledger.json") as (found, _):
         found.jobs[0].id, found.jobs[0].submitted = "reserved-1.0", found.jobs[0].submitted - 700
     session = Session(policy=read_policy(site.home / "policy.yml"), key=KEY, state=site.home / "gate")
     name = session.job_name("heron")
     with pytest.raises(Refused, match="2.00 were used or reserved"):
-        jobs.reserve(session, name, site.workdir)
+        jobs.reserve_job(session, name, site.workdir)
     site.active = ""
     there.clear()
-    assert jobs.reserve(session, name, site.workdir).id.startswith("reserved-")
+    assert jobs.reserve_job(session, name, site.workdir).id.startswith("reserved-")
     with pytest.raises(Refused, match="2.19 were used or reserved"):
-        jobs.reserve(session, name, site.workdir)  # the one just entered may be about to be submitted
+        jobs.reserve_job(session, name, site.workdir)  # the one just entered may be about to be submitted
 
 
 def test_on_a_host_without_a_queue_processes_say_whether_it_is_over(site: Gate, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
@@ -179,7 +179,7 @@ def test_on_a_host_without_a_queue_processes_say_whether_it_is_over(site: Gate, 
     site.policy(scheduler="ssh")
     there = [1]
     monkeypatch.setattr(queue, "processes", lambda name: there)
-    with changed(site.home / "gate" / "ledger.json") as (found, _):
+    with ledger_locked(site.home / "gate" / "ledger.json") as (found, _):
         found.jobs[0].id, found.jobs[0].submitted = "reserved-1.0", found.jobs[0].submitted - 700
     assert site.ask(f"crossfed-gate remove {model}")[0] == 77
     there.clear()
@@ -200,7 +200,7 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
     with_run(model, "b" * 32)
     site.sign()
     signed = (model / "manifest.json").read_bytes()
-    real, check = order.verify, approval.check_settings
+    real, check = order.verify_signature, approval.check_settings
 
     def exchange(*arguments, **options):
         found = real(*arguments, **options)
@@ -211,7 +211,7 @@ def test_a_manifest_that_is_exchanged_while_it_is_verified_is_the_one_that_was_v
         (model / "manifest.json").write_bytes(signed)
         return check(*arguments, **options)
 
-    monkeypatch.setattr(order, "verify", exchange)
+    monkeypatch.setattr(order, "verify_signature", exchange)
     monkeypatch.setattr(approval, "check_settings", restore)
     code, _, error = site.ask(request)
     assert code == 77 and "not among the policy's models" in error, error

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from facility.gating import jobs, queue
-from facility.gating.ledger import DAY, RESERVED_SECONDS, JobEntry, Ledger, changed, read_ledger
+from facility.gating.ledger import DAY, RESERVED_SECONDS, JobEntry, Ledger, ledger_locked, read_ledger
 from tests.conftest import ROOT
 from tests.security import test_gate
 from tests.security.test_gate import Gate
@@ -27,7 +27,7 @@ def ledger_of(site: Gate) -> Path:
 
 
 def at(path: Path, now: float) -> Ledger:
-    with changed(path, lambda: now):
+    with ledger_locked(path, lambda: now):
         pass
     return read_ledger(path)
 
@@ -35,7 +35,7 @@ def at(path: Path, now: float) -> Ledger:
 def test_what_was_used_by_a_clock_that_was_ahead_counts_for_a_day_once_it_is_set_back(tmp_path: Path):
     """It counted until that later time had come: the day's share was lost for years."""
     path, now = tmp_path / "ledger.json", 1000 * DAY
-    with changed(path, lambda: now + 10 * YEAR) as (book, ahead):
+    with ledger_locked(path, lambda: now + 10 * YEAR) as (book, ahead):
         book.let_out(70, ahead)
         book.let_in(80, ahead)
         book.count_command(ahead)
@@ -53,10 +53,10 @@ def test_what_was_used_by_a_clock_that_was_ahead_counts_for_a_day_once_it_is_set
 @pytest.mark.parametrize("jump", [-10 * YEAR, -DAY, -3600.0, -1.0])
 def test_a_clock_that_is_set_back_gives_nobody_another_share(tmp_path: Path, jump: float):
     path, now = tmp_path / "ledger.json", 10_000 * DAY + 1800
-    with changed(path, lambda: now) as (book, _):
+    with ledger_locked(path, lambda: now) as (book, _):
         book.let_out(70, now)
         book.jobs.append(JobEntry(id="1", name="n", directory="/d", submitted=now, hours=2.0))
-    with changed(path, lambda: now + jump) as (book, then):
+    with ledger_locked(path, lambda: now + jump) as (book, then):
         assert book.bytes_out(then) == 70 and book.node_hours(then) == 2.0
         book.let_out(5, then)
         assert book.bytes_out(then) == 75
@@ -70,12 +70,12 @@ def test_a_job_that_another_gate_submits_while_the_queue_is_asked_is_not_taken_f
 
     def call(command, text=None, cwd=None):
         if command[0] == "squeue" and read_ledger(ledger_of(site)).job("99") is None:
-            with changed(ledger_of(site)) as (book, now):
+            with ledger_locked(ledger_of(site)) as (book, now):
                 book.jobs.append(JobEntry(id="99", name=NAME, directory="/d", submitted=now, hours=2.0))
             return 0, "17\n"  # as the scheduler saw it before
         return real(command, text, cwd)
 
-    site.monkeypatch.setattr(queue, "call", call)
+    site.monkeypatch.setattr(queue, "run_program", call)
     code, _, error = site.ask(site.round())
     assert code == 77 and "node_hours_per_day is 5" in error
     site.active = "17\n99\n"
@@ -90,7 +90,7 @@ def test_a_gate_that_waited_until_it_was_taken_for_a_killed_one_submits_nothing(
 
     def late(session, job, *rest) -> None:
         real(session, job, *rest)
-        with changed(session.ledger) as (book, _):
+        with ledger_locked(session.ledger) as (book, _):
             book.jobs[-1].submitted -= RESERVED_SECONDS + 1
         queue.note_ends(session)
 
@@ -107,7 +107,7 @@ def test_a_job_that_the_scheduler_may_have_taken_counts_though_it_did_not_answer
     site.policy(node_hours_per_day=2.0)
     silent = lambda command, text=None, cwd=None: (queue.UNANSWERED, "sbatch did not answer within 120 s\n")  # noqa: E731
     with monkeypatch.context() as patch:
-        patch.setattr(queue, "call", silent)
+        patch.setattr(queue, "run_program", silent)
         code, out, error = site.ask(site.round())
     assert (code, out) == (2, b"") and "did not answer" in error
     (job,) = read_ledger(ledger_of(site)).jobs
@@ -121,7 +121,7 @@ def test_a_job_that_the_scheduler_may_have_taken_counts_though_it_did_not_answer
 
 def test_a_program_that_is_silent_has_a_code_of_its_own(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(queue, "SECONDS", 0.1)
-    assert queue.call(["sleep", "60"])[0] == queue.UNANSWERED
+    assert queue.run_program(["sleep", "60"])[0] == queue.UNANSWERED
 
 
 def test_what_runs_on_a_host_without_a_queue_ends_in_time_though_its_gate_was_killed(tmp_path: Path):

@@ -102,8 +102,10 @@ def site(tmp_path, monkeypatch, capfdbinary) -> MaskingGate:
 def test_keys_are_signed_where_no_request_leads(site: MaskingGate, monkeypatch: pytest.MonkeyPatch):
     """A coordinator that writes beside `--out` could have keys of its own signed in this facility's name."""
     site.round()
-    places, real = [], rosters.sign
-    monkeypatch.setattr(rosters, "sign", lambda place, key, **kind: (places.append(place), real(place, key, **kind)))
+    places, real = [], rosters.sign_manifest
+    monkeypatch.setattr(
+        rosters, "sign_manifest", lambda place, key, **kind: (places.append(place), real(place, key, **kind))
+    )
     out, settings = site.workdir / "update", read_facility_settings(site.workdir / "in" / "alpha.json")
     keys.draw_keys(settings, site.home / "data", site.home / "state", 0, out)
     assert places and not places[0].resolve().is_relative_to(site.workdir)
@@ -170,7 +172,7 @@ def masks_with(**changes) -> Callable[[MaskingGate], str]:
 
 REFUSALS: dict[str, tuple[Callable[[MaskingGate], str], dict[str, object], str]] = {
     "no peers in the policy": (keys_with(), {"peer_signers": None}, "names no peer_signers"),
-    "a file of the coordinator's": (masks_with(peer_signers="/tmp/peers"), {}, "keys of its own in between"),
+    "a file of the coordinator's": (masks_with(peer_signers="/tmp/peers"), {}, "put its own keys in between"),
     "small sums": (keys_with(), {"minimum_sum": 4}, "sums over 4 updates or more"),
     "unmasked settings": (keys_with(masking=None), {}, "ask for no secure aggregation"),
     "another facility": (keys_with(facility="beta"), {}, "the policy allows 'alpha'"),

@@ -13,7 +13,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.masking.roster import AGREEMENT
 from facility.exchange.masking.unmasking import REQUEST, ROSTER, SHARES
 from facility.gating import ledger, queue
-from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.ledger import JobEntry, ledger_locked, read_ledger
 from facility.gating.policy import read_policy
 from tests.security import test_gate, test_gate_masking
 from tests.security.test_gate import Gate
@@ -132,7 +132,7 @@ def test_a_job_whose_directory_is_there_or_that_is_not_over_is_not_forgotten(tmp
     """Else its output could be read by checksums, and its model altered, after four hundred short jobs and a day."""
     path, now = tmp_path / "ledger.json", 10 * ledger.DAY
     (tmp_path / "there").mkdir()
-    with changed(path, lambda: now) as (book, _):
+    with ledger_locked(path, lambda: now) as (book, _):
         book.jobs.append(JobEntry(id="a", name="n", directory=str(tmp_path / "there"), submitted=1.0, ended=2.0))
         book.jobs.append(JobEntry(id="b", name="n", directory=str(tmp_path / "gone"), submitted=1.0))
         for number in range(2 * ledger.KEPT):

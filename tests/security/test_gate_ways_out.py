@@ -10,7 +10,7 @@ import pytest
 
 from facility.exchange.errors import ConfigurationError
 from facility.gating import grammar, jobs, ledger, transfers
-from facility.gating.ledger import JobEntry, changed, read_ledger
+from facility.gating.ledger import JobEntry, ledger_locked, read_ledger
 from facility.gating.policy import read_policy
 from tests.conftest import ROOT
 from tests.security import test_gate
@@ -74,7 +74,7 @@ def test_a_gate_is_closed_where_every_user_may_write_what_it_goes_by(site: Gate,
 
 def test_what_no_longer_counts_is_forgotten(tmp_path: Path):
     path, now = tmp_path / "ledger.json", 10 * ledger.DAY
-    with changed(path, lambda: now) as (book, _):
+    with ledger_locked(path, lambda: now) as (book, _):
         for number in range(3 * ledger.KEPT):
             id = str(number) if number % 2 else ""
             book.jobs.append(JobEntry(id=id, name="n", directory="/d", submitted=float(number), ended=number + 1.0))
@@ -92,7 +92,7 @@ def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.Mo
     assert site.ask(site.round())[0] == 0
     (place / "slurm-17.out").write_bytes(SECRET)
     site.active = ""
-    with changed(site.home / "gate" / "ledger.json", lambda: 1e10) as (book, _):
+    with ledger_locked(site.home / "gate" / "ledger.json", lambda: 1e10) as (book, _):
         book.jobs[0].ended = 1.0
     for _ in range(12):
         assert site.ask(site.round().replace(f"{site.home}/data", "/etc"))[0] == 77
@@ -110,17 +110,17 @@ def test_no_checksum_is_of_a_file_that_came_to_lie_there_after_the_look(site: Ga
     """A link to the folder that holds a job's directory, made in place of a folder once the path through it was
     checked, by a request of its own."""
     site.policy(job_output=False, bytes_out_per_day=0)
-    w, real = site.workdir, transfers.sent
+    w, real = site.workdir, transfers.confined_source
     assert site.ask(in_job(site, "x/job", site.round()))[0] == 0
     (w / "x/job/slurm-17.out").write_bytes(SECRET)
     assert site.ask(f"crossfed-gate put-file {w}/folder/job/slurm-17.out 600", b"sent")[0] == 0
 
     def sent(word, session):
         found = real(word, session)
-        assert transfers.link(session, grammar.parse(f"crossfed-gate link {w}/x {w}/folder")) == 0
+        assert transfers.link(session, grammar.parse_request(f"crossfed-gate link {w}/x {w}/folder")) == 0
         return found
 
-    monkeypatch.setattr(transfers, "sent", sent)
+    monkeypatch.setattr(transfers, "confined_source", sent)
     code, out, error = site.ask(f"crossfed-gate sha1 {w}/folder/job/slurm-17.out")
     assert (code, out) == (77, b"") and "was exchanged while it was read" in error, out
 
@@ -281,14 +281,14 @@ def test_no_link_comes_into_a_jobs_directory_while_it_is_approved(site: Gate, mo
     """Nor does that directory become one: it is looked at again once the ledger holds the job."""
     request, w = site.round(), site.workdir
     (w / "other").mkdir()
-    real = jobs.approve
+    real = jobs.approve_job
 
     def approve(session, request):
         if changes:
             changes.pop()()
         return real(session, request)
 
-    monkeypatch.setattr(jobs, "approve", approve)
+    monkeypatch.setattr(jobs, "approve_job", approve)
     for change in (
         lambda: os.symlink(w / "out", w / "job/slurm-17.out"),
         lambda: (os.rename(w / "job", w / "was"), os.symlink(w / "other", w / "job")),

@@ -14,11 +14,11 @@ import transformers
 from coordinator import bundle, evaluation_cache
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
-from coordinator.model import convert
+from coordinator.model import convert_model
 from coordinator.models.adapter_export import load_base
 from coordinator.preflight.coordinator import failing_here
 from coordinator.quickstart import equip
-from coordinator.share import share
+from coordinator.share import share_tokenizer
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
 from facility.exchange.checkpoints.companions import TENSORS, refuse_links_elsewhere
 from facility.exchange.errors import CheckpointError, InputError
@@ -53,7 +53,7 @@ def linked(model: Path, link: str, key: Path) -> Path:
 def test_no_command_takes_a_model_with_a_link_out_of_its_folder(tmp_path: Path, key: Path, link: str):
     model = linked(save_pico(tmp_path / "models" / "evil", dtype="float32"), link, key)
     with pytest.raises(InputError, match=f"{link} is a link to .*expected the files themselves"):
-        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(model), tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(InputError, match="is a link to"):
         load_base(model)
     assert not (tmp_path / "out").exists()
@@ -67,7 +67,7 @@ def test_no_federation_begins_with_one_or_shares_it(tmp_path: Path, key: Path, l
     (row,) = failing_here(federation)
     assert row.check == "model" and f"{link} is a link to" in row.found
     with pytest.raises(InputError, match="is a link to"):
-        list(share(federation, weights=False))
+        list(share_tokenizer(federation, weights=False))
     Archive(federation.archive_path).model_for(0).mkdir(parents=True)
     assert not [row for row in failing_here(federation) if "link" in row.found], f"{model} is sent no more"
 
@@ -90,7 +90,7 @@ def test_no_index_names_weights_of_another_folder(tmp_path: Path):
     write_json(model / "model.safetensors.index.json", {"metadata": {}, "weight_map": names})
     transformers.AutoModelForCausalLM.from_pretrained(model)
     with pytest.raises(CheckpointError, match=r"names the shard '\.\./own/"):
-        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(model), tmp_path / "out", dtype="float32", revision="main")
     with pytest.raises(CheckpointError, match=r"names the shard '\.\./own/"):
         load_base(model)
 
@@ -121,7 +121,7 @@ def test_no_module_of_the_folder_that_a_command_is_given_in_is_run(tmp_path: Pat
     equip.prepare_here(words)
     monkeypatch.undo()
     loaded = subprocess.CompletedProcess([], 0, "", "")
-    evaluation_cache.fill(tmp_path / "b", ["t"], run=lambda command, _: started.append(command) or loaded)
+    evaluation_cache.fill_cache(tmp_path / "b", ["t"], run=lambda command, _: started.append(command) or loaded)
     for name in ("pip", "argparse"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit(77)\n")
     for command in started[:3]:

@@ -45,7 +45,7 @@ from facility.masking.mask_update import mask_update
 from facility.masking.masked_piece import Masker, Stored
 from facility.masking.private_keys import PrivateKeys
 from facility.masking.site_rules import SiteRules, site_rules
-from facility.rounds.masked import Masked, masked
+from facility.rounds.masked import Masked, read_masking
 from tests.aggregation import make
 from tests.cases import slow_but
 from tests.masking.conftest import signers  # noqa: F401 (a fixture)
@@ -312,7 +312,7 @@ def test_a_site_checks_peers_keys_against_its_own_file_alone(tmp_path: Path, fed
     received = {name: federation.masked(name, roster, federation.plain(name, told[name])) for name in federation.names}
     request = federation.settle(roster, received)
     federation.rules = SiteRules(peer_signers=tmp_path / "peers")
-    with pytest.raises(InputError, match="keys of its own in between"):
+    with pytest.raises(InputError, match="put its own keys in between"):
         federation.answer("alpha", request)
     (tmp_path / "peers").symlink_to(federation.signers)
     federation.answer("alpha", request)
@@ -465,7 +465,7 @@ def forged_roster(federation: Masking, keys: dict[str, Path]) -> Path:
 @pytest.mark.parametrize(
     ("claimed", "taken", "told", "words"),
     [
-        (100, 10, "a", "was told other settings of training than"),
+        (100, 10, "a", "was sent other training settings than"),
         (1700, 10, "0", "trains on (100|1700) sequences in round 0 and .* expected at most 16 times as many"),
         (100, 41, "0", "takes (10|41) steps in round 0 and .* (10|41), expected at most 4 times as many"),
     ],
@@ -530,10 +530,10 @@ def test_a_facility_masks_nothing_where_it_is_asked_for_other_steps_than_it_sign
     if asked != 10:
         with_extra(model, STEPS, {"alpha": asked})
     if (asked, batch) == (10, 10):
-        assert masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path) is not None
+        assert read_masking(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path) is not None
         return
     with pytest.raises(InputError, match=f"asks 'alpha' for {asked} steps and .* its signed keys say 10 and 100"):
-        masked(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
+        read_masking(told, federation.state("alpha"), roster, model, 0, dataset=tmp_path)
 
 
 @pytest.mark.parametrize(("skipped", "refused"), [(None, False), (1, False), (2, True), (16, True)])
@@ -575,7 +575,7 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
         masking=federation.masking,
     )
     roster = federation.roster([federation.keys(name, walk=walk_of(told)) for name in federation.names])
-    honest, real = federation.read(roster), roster_file.verify
+    honest, real = federation.read(roster), roster_file.verify_signature
     own = X25519PrivateKey.generate().public_key().public_bytes_raw().hex()
 
     def exchange(directory: Path, signer: str, allowed: Path) -> str:
@@ -584,8 +584,8 @@ def test_keys_that_are_exchanged_once_their_signature_is_verified_mask_nothing(
             keys.write_text(json.dumps(json.loads(keys.read_text()) | {"public_key": own}))
         return found
 
-    monkeypatch.setattr(roster_file, "verify", exchange)
-    found = masked(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
+    monkeypatch.setattr(roster_file, "verify_signature", exchange)
+    found = read_masking(told, federation.state("alpha"), roster, federation.model(0), 0, dataset=tmp_path)
     assert found is not None and found.member.roster.keys == honest.keys
 
 

@@ -22,8 +22,8 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.hints import keys_of
 from facility.exchange.messages.settings import FacilitySettings
 from facility.exchange.messages.signatures import _run
-from facility.exchange.messages.strict_json import printable
-from facility.gating.queue import call
+from facility.exchange.messages.strict_json import is_printable
+from facility.gating.queue import run_program
 from tests.federations import write_federation
 
 DATASET: dict[str, Any] = {
@@ -112,7 +112,7 @@ def assert_told(rows: list[Any], answers: dict[str, dict[str, Any]]) -> None:
     rows = [*rows, *check_alike({name: one.get("dataset", {}) for name, one in answers.items()})]
     rows += check_same_base({name: one.get("base_model", {}) for name, one in answers.items()})
     for row in rows:
-        assert printable(row.found) and len(row.found) < 2000, row
+        assert is_printable(row.found) and len(row.found) < 2000, row
 
 
 def test_an_honest_answer_is_read(federation: Any, monkeypatch: pytest.MonkeyPatch):
@@ -219,7 +219,7 @@ def test_a_program_that_is_not_there_is_told_whatever_folders_of_path_may_not_be
         (tmp_path / name).touch(mode=0o600)
     answer = answer_of(["no-such-program"], data=b"", seconds=200)
     assert answer.code == 127 and "there is no no-such-program command on this machine" in answer.error
-    code, said = call(["no-such-program"])
+    code, said = run_program(["no-such-program"])
     assert code == 127 and said.startswith("there is no no-such-program command")
     with pytest.raises(ConfigurationError, match="ssh-keygen is not on the PATH"):
         _run(["-Y", "sign"], b"", "signing")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from coordinator.model import convert
+from coordinator.model import convert_model
 from facility import prepare
 from facility.dataset import DatasetError
 from facility.exchange.checkpoints import tokenizer as read_tokenizer
@@ -57,7 +57,7 @@ def test_a_model_that_comes_with_one_is_refused(tmp_path: Path):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "tokenizer" / name).rename(model / name)
     with pytest.raises(InputError, match=f"the tokenizer of {model} cannot be used: "):
-        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(model), tmp_path / "out", dtype="float32", revision="main")
     assert not (tmp_path / "out").exists()
 
 
@@ -88,7 +88,7 @@ def test_one_that_takes_all_memory_or_time_as_it_is_loaded_is_refused(tmp_path: 
     with pytest.raises(InputError, match="cannot be loaded in 1 s and 4 GiB"):
         load_tokenizer(hostile)
     with pytest.raises(InputError, match="cannot be loaded in 1 s and 4 GiB"):
-        convert(str(model), tmp_path / "out", dtype="float32", revision="main")
+        convert_model(str(model), tmp_path / "out", dtype="float32", revision="main")
     monkeypatch.setattr(read_tokenizer, "LOAD_SECONDS", 60)
     monkeypatch.setattr(read_tokenizer, "LOAD_BYTES", 1 << 27)
     with pytest.raises(InputError, match="cannot be loaded"):

@@ -163,7 +163,7 @@ def test_many_small_files_are_not_in_memory_together(tmp_path: Path, monkeypatch
         made = subprocess.run(["bash", "-c", command], input=text, stdout=subprocess.PIPE, check=True)
         return made.stdout.removeprefix(BEGINS)
 
-    monkeypatch.setattr(tree, "output", output)
+    monkeypatch.setattr(tree, "read_output", output)
     small = [Entry(path=path.name, size=SMALL_BYTES) for path in sorted(place.iterdir())]
     (tmp_path / "update").mkdir()
     asyncio.run(tree._pull_small(None, str(place), tmp_path / "update", small, False, ShellDialect()))  # type: ignore[arg-type]
@@ -186,12 +186,12 @@ def test_more_large_files_than_may_be_open_come_one_after_the_other(tmp_path: Pa
     async def without(wanted: int) -> AsyncIterator[list[Any]]:
         yield []
 
-    monkeypatch.setattr(tree, "output", output)
+    monkeypatch.setattr(tree, "read_output", output)
     monkeypatch.setattr(tree.Lane, "get", get)
     moved: list[int] = []
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 50, soft_and_hard[1]))
-        size = asyncio.run(tree.pull([None], without, "update", tmp_path / "update", moved.append))  # type: ignore[list-item]
+        size = asyncio.run(tree.pull_tree([None], without, "update", tmp_path / "update", moved.append))  # type: ignore[list-item]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, soft_and_hard)
     assert size == sum(moved) == count * (SMALL_BYTES + 1)

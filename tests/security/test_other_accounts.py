@@ -16,7 +16,7 @@ import pytest
 
 import facility.measure
 import facility.train
-from coordinator.bundle import bundle
+from coordinator.bundle import make_bundle
 from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import check_here, failing_here
 from coordinator.preflight.disk import Disk
@@ -35,10 +35,10 @@ from facility.exchange.messages.progress import FILE, JobProgress, write_progres
 from facility.exchange.messages.settings import read_facility_settings
 from facility.exchange.messages.strict_json import Fields
 from facility.gating.policy import read_policy
-from facility.preparing.output import finish_replacement, published
+from facility.preparing.output import finish_replacement, publish_directory
 from facility.preparing.resuming import part_of
 from facility.probe import disk
-from facility.rounds.evaluation import evaluate
+from facility.rounds.evaluation import evaluate_model
 from facility.rounds.kept import state_directory
 from facility.rounds.workdir_check import check_workdir
 from tests.federations import write_dataset, write_federation
@@ -168,7 +168,7 @@ def test_what_is_prepared_does_not_grow_in_a_folder_of_another_account(tmp_path:
 def test_a_folder_that_another_account_made_does_not_say_who_reads_a_new_data_set(tmp_path: Path):
     os.chown(strangers(tmp_path / "it"), -1, STRANGER)
     for _ in range(2):  # in an empty folder, then in place of a data set that is there
-        with published(tmp_path / "it") as directory:
+        with publish_directory(tmp_path / "it") as directory:
             (directory / "dataset.json").touch()
         found = (tmp_path / "it").stat()
         assert (stat.S_IMODE(found.st_mode), found.st_uid, found.st_gid) == (0o700, 0, os.getegid())
@@ -191,7 +191,7 @@ def test_nothing_is_bundled_in_a_folder_of_another_account(tmp_path: Path, place
     (their / "evil-1.0-py3-none-any.whl").write_bytes(b"evil")
     options = {"python": "3.11", "platform": "manylinux_2_28_x86_64", "torch": "cuda", "run": wheels_appear}
     with pytest.raises(InputError, match=f"{their} belongs to .*user {STRANGER}.*choose another --out"):
-        bundle(out, **options)  # type: ignore[arg-type]
+        make_bundle(out, **options)  # type: ignore[arg-type]
     assert not (out / "bundle.json").exists() and len(list(their.iterdir())) == 1
 
 
@@ -337,7 +337,7 @@ def asked_to_measure() -> None:
 
 
 def asked_to_evaluate() -> None:
-    evaluate(save_pico(Path(tempfile.mkdtemp()) / "model"), EvaluationSettings(tasks=["t"]), dataset=Path("x"))
+    evaluate_model(save_pico(Path(tempfile.mkdtemp()) / "model"), EvaluationSettings(tasks=["t"]), dataset=Path("x"))
 
 
 @pytest.mark.parametrize("asked", [asked_to_train, asked_to_measure, asked_to_evaluate])

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from coordinator.engine.queues import Queue, at_all
-from coordinator.engine.stuck_jobs import present
+from coordinator.engine.stuck_jobs import current_jobs
 from coordinator.schedulers.firecrest import SCHEDULER as FIRECREST
-from coordinator.schedulers.registry import scheduler, schedulers
+from coordinator.schedulers.registry import scheduler_named, schedulers
 from coordinator.schedulers.scheduler import BatchScheduler
 from coordinator.schedulers.slurm import SCHEDULER as SLURM
 from tests.conftest import ROOT
@@ -55,7 +55,7 @@ ANSWERS = [
 
 @pytest.mark.parametrize("name", sorted(schedulers()))
 def test_no_answer_of_a_queue_is_an_option_a_fault_or_a_terminal_command(name: str):
-    queue, begun = scheduler(name), time.process_time()
+    queue, begun = scheduler_named(name), time.process_time()
     for text in ANSWERS:
         told: list[tuple[str, ...]] = [
             (job.id, job.state, job.reason, queue.what_to_do(job)) for job in queue.read_listing(text)
@@ -87,7 +87,7 @@ def test_one_queue_whose_answers_make_no_sense_leaves_the_others_theirs(monkeypa
     found = at_all(both, lambda one: one.jobs())
     assert [job.id for job in found.jobs["sound"]] == ["7"]
     assert len(found.silent) == 1 and found.silent[0].startswith("odd: ") and found.silent[0].isprintable()
-    assert {entry["facility"] for entry in present(both)} == {"sound", ""}
+    assert {entry["facility"] for entry in current_jobs(both)} == {"sound", ""}
 
 
 QUEUE = {

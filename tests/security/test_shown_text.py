@@ -26,12 +26,12 @@ from coordinator.engine.history import History
 from coordinator.engine.live import Snapshot, live_table
 from coordinator.engine.progress import Progress
 from coordinator.engine.run import Run, _picture
-from coordinator.events.event import Event, quoted
+from coordinator.events.event import Event, quote_for_display
 from coordinator.plan import read_profile
 from coordinator.problem.read import read_problem
 from coordinator.report import data as report_data
 from coordinator.report.write import write_report
-from coordinator.shown_text import shown
+from coordinator.shown_text import safe_line
 from coordinator.simulation.described import read_scenario
 from coordinator.steps import report as report_step
 from facility.exchange.errors import ConfigurationError
@@ -109,14 +109,19 @@ UNSEEN = {"filler": "\u3164" * 100, "blank": "\u2800" * 100, "joiner": "\u200b\u
 @pytest.mark.parametrize("text", (MARKS | UNSEEN).values(), ids=(MARKS | UNSEEN).keys())
 def test_no_letter_grows_over_the_lines_of_others_or_is_not_seen(text: str):
     live = Progress(["odd", "sound"], 2)
-    line = live.feed(Event(kind="refused", fields={"facility": "odd", "round": 0, "reason": quoted(text)}))
-    told = {"facility": "sound", "host": "h", "reason": quoted(text)}
-    pages = [line, live.feed(Event(kind="login_refused", fields=told)), shown(text), printed(live_table(_now(live)))]
+    line = live.feed(Event(kind="refused", fields={"facility": "odd", "round": 0, "reason": quote_for_display(text)}))
+    told = {"facility": "sound", "host": "h", "reason": quote_for_display(text)}
+    pages = [
+        line,
+        live.feed(Event(kind="login_refused", fields=told)),
+        safe_line(text),
+        printed(live_table(_now(live))),
+    ]
     for page in pages:
         assert page is not None and not re.search("[\u3164\u2800\ufe0f\u200b\u2060\ufeff\u202e]", page)
         runs = re.sub("[^\u0300-\u036f\u0489]+", " ", page).split()
         assert max(map(len, runs), default=0) <= 3
-    assert shown("Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京") == "Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京"
+    assert safe_line("Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京") == "Zür\u0301ich \u05e9\u05c1\u05bc ไม่ได้ 東京"
 
 
 def _now(live: Progress) -> Snapshot:

@@ -13,7 +13,7 @@ import torch
 
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.privacy import told_privacy
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
@@ -27,7 +27,7 @@ from coordinator.steps.masked_round import survivors_of
 from coordinator.steps.receive import receive
 from coordinator.steps.start import start
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, read_header
-from facility.exchange.checkpoints.delta import FILE, encode
+from facility.exchange.checkpoints.delta import FILE, encode_update
 from facility.exchange.checkpoints.mean_walk import has_mean_walk
 from facility.exchange.messages import drift, report
 from facility.exchange.messages.drift import DriftReport
@@ -126,7 +126,7 @@ def test_a_message_that_cannot_be_decoded_is_the_absence_of_its_facility(begun: 
     messages = []
     for name in "abc":
         full = write_update(tmp_path / f"full-{name}", model, name, move=0.02)
-        encode(full=full, reference=model, out=tmp_path / name, encoding="delta-int8", norms=True)
+        encode_update(full=full, reference=model, out=tmp_path / name, encoding="delta-int8", norms=True)
         if name == "b":
             damage(tmp_path / name)
         told = receive(
@@ -243,7 +243,7 @@ def test_a_round_that_a_facility_misses_moves_by_the_present_share(
     following, _, _ = close(archive, model, alone, settings, 1)
     found = [archive.read_round(number) for number in (0, 1)]
     assert [one.present for one in found] == [1.0, share]
-    told = [line for line in remarks(summary(archive)) if "facilities missed" in line]
+    told = [line for line in summary_remarks(summary(archive)) if "facilities missed" in line]
     assert told == ([] if share == 1 else ["rounds that facilities missed: 1, at 0.62 of the server learning rate"])
     assert [one.aggregation["settings"]["server_learning_rate"] for one in found] == [1.0, share]
     for name, old in open_checkpoint(model).tensors.items():

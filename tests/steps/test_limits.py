@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 
 from coordinator.archive.best import best_round
 from coordinator.archive.journal import Entry
-from coordinator.archive.remarks import remarks
+from coordinator.archive.remarks import summary_remarks
 from coordinator.archive.rounds import Archive, FacilityRow, RoundFile
 from coordinator.archive.summary import summary
 from coordinator.config.closing import LimitSettings
 from coordinator.config.evaluation import ComparisonSettings
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
+from coordinator.durations import format_duration
 from coordinator.report.timeline import segments
-from coordinator.spans_and_sizes import span
 from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError, InputError
@@ -71,7 +71,7 @@ def test_the_rule_by_hand():
     assert exceeded(limits, history, NOON - 111, evaluates=False) is None
     found = exceeded(limits, history, NOON - 109, evaluates=False)
     assert found is not None and found.limit == "deadline"
-    assert span(110) in found.reason and span(109) in found.reason
+    assert format_duration(110) in found.reason and format_duration(109) in found.reason
     slow = [entry(number, seconds=100, evaluate=60) for number in range(3)]
     assert exceeded(limits, slow, NOON - 120, evaluates=False) is None, "there is time for the round"
     assert exceeded(limits, slow, NOON - 120, evaluates=True) is not None, "but not for an evaluation of 30 s too"
@@ -260,7 +260,7 @@ def test_ended_by_its_budget_it_ends_at_the_best_model_and_says_so(limited: tupl
     assert data["model"] == str(archive.model_for(1)), "received by round 1 with loss 2, better than the last with 3"
     assert archive.model_for(1).is_dir(), "kept though keep_rounds is 1"
     assert data["stopped"] is None, "an end in order"
-    assert any("best model, which is that of round 0" in line for line in remarks(data))
+    assert any("best model, which is that of round 0" in line for line in summary_remarks(data))
     assert start(archive, archive.path.parent / "model", settings)[2] is False, "nothing left to do"
 
 

@@ -128,7 +128,7 @@ def test_check_says_that_one_facility_waits_for_nobody_and_nothing_of_steps_that
     rounds = {"count": 3, "steps": "elastic"}
     alone = read_federation(write_federation(tmp_path / "one", ["a"], rounds=rounds))
     (row,) = check_elastic(alone, outlook_if_elastic(alone))
-    assert row.verdict == "warning" and "waits for nobody" in row.found
+    assert row.verdict == "warning" and "waits for no other" in row.found
     fixed = read_federation(write_federation(tmp_path / "two", ["a", "b"], rounds=3))
     assert outlook_if_elastic(fixed) is None
     assert check_elastic(fixed, None) == [] and check_elastic_steps(None, "a", 1.0) is None

@@ -17,7 +17,7 @@ from coordinator.archive.rewind import rewind
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings, SendingSettings
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.steps.aggregate import close_round
 from coordinator.steps.arrived import CollectedRound, sort_out
 from coordinator.steps.incomplete import number_of_attempt
@@ -294,7 +294,7 @@ def test_signed_rounds_encoded_both_ways_and_a_facility_that_lost_its_models(tmp
     for name in "ab":
         text = text.replace(f"- name: {name}\n", f"- name: {name}\n  training: {{signing_key: {tmp_path / name}}}\n")
     path.write_text(text)
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     states = {name: tmp_path / "sites" / name / ".crossfed" / "pico" / name / "models" for name in "ab"}
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")
     assert process.stdout is not None

@@ -81,7 +81,7 @@ def test_scores_that_nobody_asked_for_are_left_out_by_name(
     assert [row["scores"] for row in rows] == [RESULTS if one else {} for one in taken]
     for row, one in zip(rows, taken, strict=True):
         said = note_of(row)
-        assert not said if one else "mmlu_anatomy" in said and "that a told are left out" in said and why in said
+        assert not said if one else "mmlu_anatomy" in said and "that a reported are left out" in said and why in said
     data = gather(archive, federation="pico", settings={})
     assert [one["round"] for one in data["tasks"]] == [number for number, one in enumerate(taken) if one]
     listed = [(one["round"], one["facility"]) for one in data["failures"] if one["status"] == "not asked for"]
@@ -112,7 +112,7 @@ def test_so_are_those_of_compared_models_but_for_accuracies_on_the_data(
     account = read_account(world.archive)
     assert account is not None and account.over
     assert account.tasks == {"a": of_data, "b": [*of_data, {"model": "global"} | score]}
-    assert set(account.gaps) == {"a"} and "that a told are left out: no task was asked of it" in account.gaps["a"]
+    assert set(account.gaps) == {"a"} and "that a reported are left out: no task was asked of it" in account.gaps["a"]
     assert all(len(figures) == 6 for figures in account.figures.values())
 
 

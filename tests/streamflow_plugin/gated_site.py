@@ -82,5 +82,5 @@ def gated(site: Any, gate: Gate) -> Any:
 
     site.__class__ = GatedSite
     gate.policy(ahead_seconds=300.0, node_hours_per_day=1000.0)
-    gate.monkeypatch.setattr(queue, "call", site.answer)
+    gate.monkeypatch.setattr(queue, "run_program", site.answer)
     return site

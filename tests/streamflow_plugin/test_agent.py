@@ -9,7 +9,7 @@ import asyncssh
 import pytest
 from streamflow.deployment.connector.ssh import SSHContext
 
-from coordinator.streamflow_plugin.openssh import Login, command
+from coordinator.streamflow_plugin.openssh import Login, openssh_command
 from coordinator.streamflow_plugin.ssh import CarefulContext
 from tests.streamflow_plugin.logins import logged_in
 
@@ -57,13 +57,13 @@ def test_a_host_key_is_checked_whatever_file_of_known_hosts_the_user_names(
 
 def test_the_systems_ssh_checks_the_key_of_this_machine_too():
     """Another user can listen at the port of a tunnel that has ended."""
-    words = command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
+    words = openssh_command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
     assert "NoHostAuthenticationForLocalhost=no" in words
     proxy = next(word for word in words if word.startswith("ProxyCommand="))
     assert proxy.count("NoHostAuthenticationForLocalhost=no") == 1
 
 
 def test_the_systems_ssh_forwards_none_either():
-    words = command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
+    words = openssh_command(Login(host="h", jump=Login(host="j")), connect_seconds=1)
     assert "ForwardAgent=no" in words
     assert next(word for word in words if word.startswith("ProxyCommand=")).count("ForwardAgent=no") == 1

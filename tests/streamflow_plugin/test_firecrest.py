@@ -108,7 +108,7 @@ def test_a_copy_that_the_facility_cannot_store_fails_with_its_words(server, tmp_
     def full(*_: Any, **__: Any) -> int:
         raise Rejected("No space left on device")
 
-    monkeypatch.setattr(firecrest_files, "push", full)
+    monkeypatch.setattr(firecrest_files, "push_tree", full)
     with pytest.raises(TransferFailed, match="copying model to facility-a-api failed: No space left on device"):
         act(server, tmp_path, lambda one: one.copy_local_to_remote(str(tmp_path / "model"), "/there", [PLACE]))
 

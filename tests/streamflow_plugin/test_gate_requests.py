@@ -12,7 +12,7 @@ from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.registry import schedulers
 from coordinator.streamflow_plugin.dialect import GateDialect
 from coordinator.streamflow_plugin.gate import job_of, request_of
-from facility.gating.grammar import FORMS, parse
+from facility.gating.grammar import FORMS, parse_request
 from facility.gating.queue import TABLE
 from facility.gating.refusal import Refused
 
@@ -39,11 +39,11 @@ JOB = (
 
 @pytest.mark.parametrize("command", RECORDED)
 def test_every_recorded_command_of_the_engine_is_a_request(command: str):
-    assert parse(request_of(command)).verb == RECORDED[command]
+    assert parse_request(request_of(command)).verb == RECORDED[command]
 
 
 def test_a_recorded_training_job_is_a_request_with_the_same_values():
-    request = parse(job_of(JOB, "submit"))
+    request = parse_request(job_of(JOB, "submit"))
     assert request.given == {
         "directory": PLACE,
         "temporary": f"{PLACE}-tmp",
@@ -60,7 +60,7 @@ def test_a_recorded_training_job_is_a_request_with_the_same_values():
 )
 def test_another_command_is_an_error_here_or_refused_there(command: str):
     with pytest.raises((WorkflowExecutionException, Refused)):
-        parse(request_of(command))
+        parse_request(request_of(command))
 
 
 LOGIN = JOB.replace("facility.round", "facility.{0}").replace(f"--model {PLACE}/model", "{1}")
@@ -71,7 +71,7 @@ LOGIN = JOB.replace("facility.round", "facility.{0}").replace(f"--model {PLACE}/
     ("module", "verb", "more"), [("keys", "keys", ""), ("unmask", "unmask", f"--request {PLACE}/r")]
 )
 def test_commands_of_secure_aggregation_are_requests_and_no_jobs(module: str, verb: str, more: str):
-    request = parse(job_of(LOGIN.format(module, more), "run"))
+    request = parse_request(job_of(LOGIN.format(module, more), "run"))
     assert request.verb == verb and request["directory"] == PLACE and request["round"] == "0"
     assert request.given.get("request", "") == more.removeprefix("--request ")
     with pytest.raises(WorkflowExecutionException):
@@ -80,14 +80,15 @@ def test_commands_of_secure_aggregation_are_requests_and_no_jobs(module: str, ve
 
 def test_a_masked_training_job_carries_its_roster():
     assert (
-        parse(job_of(JOB.replace("--round 0", f"--roster {PLACE}/ro --round 0"), "submit"))["roster"] == f"{PLACE}/ro"
+        parse_request(job_of(JOB.replace("--round 0", f"--roster {PLACE}/ro --round 0"), "submit"))["roster"]
+        == f"{PLACE}/ro"
     )
 
 
 @pytest.mark.parametrize("job", ["python3 -m os", JOB.replace("facility.round", "facility.train"), JOB + " ; id"])
 def test_another_job_is_no_request(job: str):
     with pytest.raises((WorkflowExecutionException, Refused)):
-        parse(job_of(job, "submit"))
+        parse_request(job_of(job, "submit"))
 
 
 def test_every_request_of_a_transfer_is_known():
@@ -95,7 +96,7 @@ def test_every_request_of_a_transfer_is_known():
     lines = [gate.nothing, gate.hold, gate.sizes, gate.put_tree(PLACE), gate.put_file(PLACE, 0o644, empty=True)]
     lines += [gate.put_piece(PLACE, 0, 5), gate.confirmed(gate.put_piece(PLACE, 7, 5)), gate.listing(PLACE)]
     lines += [gate.get_piece(PLACE, 0, 5), gate.get_file(PLACE), gate.get_tree(PLACE)]
-    assert {parse(line).verb for line in lines} <= set(FORMS)
+    assert {parse_request(line).verb for line in lines} <= set(FORMS)
 
 
 @pytest.mark.parametrize("name", sorted(schedulers()))
@@ -104,7 +105,7 @@ def test_every_request_to_a_queue_is_known_and_the_gate_has_the_schedulers_comma
     ids = {"slurm": ["17", "18"], "pbs": ["17.server", "18.server"], "flux": ["ƒ2JSnREKh", "f2J"]}.get(name, ["17"])
     lines = [gated.listing("crossfed-a-b"), gated.cancel("crossfed-a-b"), gated.cancel_waiting("crossfed-a-b")]
     lines += [gated.cancel_ids(ids), gated.query(ids), gated.query_ending(ids[0]), gated.end_of_output(ids[0], "/x")]
-    assert [parse(gated.line(line)).verb for line in lines] == [
+    assert [parse_request(gated.line(line)).verb for line in lines] == [
         "jobs",
         "cancel",
         "cancel-waiting",
@@ -115,7 +116,7 @@ def test_every_request_to_a_queue_is_known_and_the_gate_has_the_schedulers_comma
     ]
     assert name == "ssh" or (name in TABLE) == (name in GATED)
     if name in TABLE and (line := gated.query_begin(ids[0])):
-        assert parse(line).verb == "begins"
+        assert parse_request(line).verb == "begins"
         assert shlex.split(schedulers()[name].query_begin("ID")) == list(TABLE[name].begins)
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from coordinator.streamflow_plugin.job_progress import JobWatch, watched
+from coordinator.streamflow_plugin.job_progress import JobWatch, run_watch
 from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
 
 
@@ -27,7 +27,7 @@ def test_a_cancellation_that_is_lost_in_a_look_keeps_no_job_from_ending(
                 raise end from None
 
     async def job() -> None:
-        async with watched(JobWatch(step="/rounds/train_a", directory="/there", ask=ask)):
+        async with run_watch(JobWatch(step="/rounds/train_a", directory="/there", ask=ask)):
             while not looks:
                 await asyncio.sleep(0.001)
 

@@ -10,7 +10,7 @@ import pytest
 from streamflow.cwl import utils
 from streamflow.cwl.utils import LoadListing
 
-from coordinator.streamflow_plugin.listings import unlisted
+from coordinator.streamflow_plugin.listings import without_listing
 
 TOKEN = {"class": "Directory", "path": "/scratch/update", "location": "file:///scratch/update", "basename": "update"}
 
@@ -35,12 +35,12 @@ def update(function, token, load_listing: LoadListing):
 
 @pytest.mark.parametrize("listing", [{}, {"listing": [{"class": "File", "path": "/scratch/update/model"}]}])
 def test_without_a_listing_to_load_nothing_is_asked(listing: dict):
-    assert update(unlisted(utils.update_file_token), TOKEN | listing, LoadListing.no_listing) == TOKEN
+    assert update(without_listing(utils.update_file_token), TOKEN | listing, LoadListing.no_listing) == TOKEN
 
 
 def test_a_listing_that_is_wanted_is_asked_for():
     with pytest.raises(Asked):
-        update(unlisted(utils.update_file_token), dict(TOKEN), LoadListing.shallow_listing)
+        update(without_listing(utils.update_file_token), dict(TOKEN), LoadListing.shallow_listing)
 
 
 def test_streamflow_itself_asks_though_none_is_to_be_loaded():

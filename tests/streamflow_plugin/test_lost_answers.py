@@ -196,7 +196,7 @@ def test_a_submission_whose_answer_was_lost_is_looked_for_and_not_given_twice(mo
 
     more = {"_submit": submit, "_jobs_named": jobs_named, "_name": lambda _: "cf-a", "pollingInterval": 0}
     more |= {"_outputs": {}, "_steps": {}, "_watch": lambda *_: None, "connector": SimpleNamespace()}
-    monkeypatch.setattr(patient, "tell", lambda *_: None)
+    monkeypatch.setattr(patient, "report_problem", lambda *_: None)
     made = queue(None, **more)
     assert asyncio.run(made._run_batch_command("job", None, "/rounds/train_a/0", HERE)) == "41"
     assert submitted == [1]

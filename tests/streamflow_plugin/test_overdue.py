@@ -16,6 +16,7 @@ import pytest
 from streamflow.core.exception import WorkflowExecutionException
 
 from coordinator.config.federation import read_federation
+from coordinator.durations import format_duration
 from coordinator.engine.render import coordinator_settings
 from coordinator.report.advice import advice_for
 from coordinator.rounds.late import forget_all
@@ -23,7 +24,6 @@ from coordinator.rounds.lost import read_lost
 from coordinator.schedulers.firecrest import SCHEDULER as FIRECREST
 from coordinator.schedulers.gated import Gated
 from coordinator.schedulers.scheduler import FORGOTTEN, BatchScheduler
-from coordinator.spans_and_sizes import span
 from coordinator.steps.expectation import Expected
 from coordinator.steps.receive import receive
 from coordinator.streamflow_plugin import overdue, patient, problems
@@ -156,7 +156,9 @@ def test_a_job_that_runs_for_ever_ends_alone_is_cancelled_and_is_its_facilitys_a
     title = world.wording.scheduler.title
     said = f"job {overdue_job} of facility-b was taken for lost: {title} says that it still runs 2:3"
     text = next(one["text"] for one in events if one["kind"] == "problem" and "lost" in one["text"])
-    assert text.startswith(said) and text.endswith(f" h after it was seen to begin, though it asked for {span(HOUR)}")
+    assert text.startswith(said) and text.endswith(
+        f" h after it was seen to begin, though it asked for {format_duration(HOUR)}"
+    )
     ended = next(one for one in events if one["kind"] == "ended")
     assert ended["step"] == "/rounds/train_b" and "site's staff" in advice_for("left no update", ended["problem"])
     assert (reason := read_lost(tmp_path / "work" / "a-job", 3, "b")) == text

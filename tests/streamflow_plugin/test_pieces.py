@@ -17,9 +17,9 @@ from coordinator.streamflow_plugin.pieces import (
     SMALL_BYTES,
     TAR_BYTES,
     Entry,
-    batches,
     piece_size,
-    split,
+    split_files,
+    tar_batches,
 )
 from coordinator.streamflow_plugin.tree import _tar, local_entries, read_listing
 
@@ -29,7 +29,7 @@ sizes = st.lists(st.integers(0, 40 * SMALL_BYTES), max_size=8)
 @given(sizes, st.integers(SMALL_BYTES, 8 * SMALL_BYTES))
 def test_every_byte_is_in_exactly_one_place(numbers: list[int], piece_bytes: int):
     entries = [Entry(path=f"f{number}", size=size) for number, size in enumerate(numbers)]
-    small, large, pieces = split(entries, piece_bytes)
+    small, large, pieces = split_files(entries, piece_bytes)
     assert sorted((*small, *large), key=lambda e: e.path) == entries
     assert all(entry.size <= SMALL_BYTES for entry in small)
     for entry in large:
@@ -49,7 +49,7 @@ def test_every_stream_has_work_unless_the_model_is_small(streams: int, megabytes
     entries = [Entry(path="a", size=megabytes * 500_000), Entry(path="b", size=megabytes * 500_000)]
     size = piece_size(entries, streams)
     assert LEAST_BYTES <= size <= MOST_BYTES
-    assert megabytes < 40 or len(split(entries, size)[2]) >= streams
+    assert megabytes < 40 or len(split_files(entries, size)[2]) >= streams
 
 
 def test_a_directory_with_odd_names_and_links_is_listed_and_packed(tmp_path: Path):
@@ -100,7 +100,7 @@ def test_a_listing_is_read_and_paths_that_leave_the_directory_are_refused():
 @given(st.lists(st.integers(SMALL_BYTES // 4, SMALL_BYTES), min_size=130, max_size=200))
 def test_small_files_come_in_tars_of_limited_size(numbers: list[int]):
     entries = [Entry(path=f"f{number}", size=size) for number, size in enumerate(numbers)]
-    found = batches(entries)
+    found = tar_batches(entries)
     assert len(found) > 1, "there is more than one holds"
     assert [entry for batch in found for entry in batch] == entries and all(found)
     assert all(sum(entry.size for entry in batch) <= TAR_BYTES for batch in found)

@@ -22,7 +22,7 @@ from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin import connection, lanes, sessions, ssh
 from coordinator.streamflow_plugin.connection import CarefulContext
 from coordinator.streamflow_plugin.lanes import TransferFailed
-from coordinator.streamflow_plugin.openssh import address
+from coordinator.streamflow_plugin.openssh import parse_address
 from coordinator.streamflow_plugin.sessions import Given, Sessions
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
@@ -279,7 +279,7 @@ def below(parent: int) -> list[int]:
 )
 def test_addresses_of_both_kinds(host: str, found: tuple[str, int]):
     """StreamFlow's own reading of the last two is a ValueError."""
-    assert address(host) == found
+    assert parse_address(host) == found
 
 
 @real
@@ -300,7 +300,7 @@ def test_what_a_command_prints_beside_its_answer_is_bounded(site, kind):
         )
         try:
             with pytest.raises(TransferFailed, match="more than 1048576 bytes beside its answer"):
-                await asyncio.wait_for(lanes.send(lane, "cat > piece", [b"model"]), 200)
+                await asyncio.wait_for(lanes.feed_input(lane, "cat > piece", [b"model"]), 200)
         finally:
             await one.undeploy(False)
             await parallel.undeploy(False)
@@ -349,7 +349,7 @@ def test_the_distance_of_a_host_is_measured_once_and_anew_where_that_failed(monk
             await asyncio.sleep(3600)
         return 3
 
-    monkeypatch.setattr(ssh, "worth", worth)
+    monkeypatch.setattr(ssh, "lane_count", worth)
 
     async def act() -> None:
         with pytest.raises(WorkflowExecutionException, match="away"):

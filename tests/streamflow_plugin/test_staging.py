@@ -17,7 +17,7 @@ from streamflow.cwl.hardware import CWLHardwareRequirement
 from coordinator.events.event import VARIABLE
 from coordinator.events.follow import EventFile
 from coordinator.streamflow_plugin.facility_steps import making_directories
-from coordinator.streamflow_plugin.staging import AtOnce, scheduling
+from coordinator.streamflow_plugin.staging import AtOnce, schedule_at_once
 
 
 def test_more_facilities_on_this_machine_than_cores_all_begin():
@@ -40,12 +40,12 @@ def test_more_facilities_on_this_machine_than_cores_all_begin():
     for number in range(3):
         job = Job("train_a/0." + str(number), 0, {}, "/in", "/out", "/tmp")
         with pytest.raises(LookupError):
-            asyncio.run(scheduling(None)(step, job))
+            asyncio.run(schedule_at_once(None)(step, job))
         assert left.satisfies(asked[job.name]), "no core and no memory is left, and it begins"
     assert AtOnce(None).eval(job).cores == 0.0
 
 
-@pytest.mark.parametrize("make", [making_directories, scheduling])
+@pytest.mark.parametrize("make", [making_directories, schedule_at_once])
 def test_a_step_of_the_coordinators_that_gets_no_directory_is_reported(
     make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -7,15 +7,15 @@ import asyncio
 
 import pytest
 
-from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, spread
-from coordinator.streamflow_plugin.within import within
+from coordinator.streamflow_plugin.lanes import CHANNELS, TransferFailed, spread_work
+from coordinator.streamflow_plugin.within import with_timeout
 from tests.conftest import ROOT
 
 
 def test_a_cancellation_is_not_lost_when_the_answer_comes_in_the_same_moment():
     async def cancelled() -> bool:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        task = asyncio.create_task(within(10, answer))
+        task = asyncio.create_task(with_timeout(10, answer))
         await asyncio.sleep(0)
         answer.set_result(1)
         task.cancel()
@@ -38,11 +38,11 @@ def test_what_takes_too_long_is_cancelled_and_told_and_an_answer_or_error_comes_
         raise KeyError("x")
 
     with pytest.raises(TimeoutError):
-        asyncio.run(within(0.01, for_ever()))
+        asyncio.run(with_timeout(0.01, for_ever()))
     assert ended == [True]
     with pytest.raises(KeyError):
-        asyncio.run(within(1, fails()))
-    assert asyncio.run(within(None, asyncio.sleep(0, "answer"))) == "answer"
+        asyncio.run(with_timeout(1, fails()))
+    assert asyncio.run(with_timeout(None, asyncio.sleep(0, "answer"))) == "answer"
 
 
 def test_no_lane_takes_another_piece_after_one_has_failed():
@@ -60,7 +60,7 @@ def test_no_lane_takes_another_piece_after_one_has_failed():
             pass
 
     with pytest.raises(TransferFailed, match="refused"):
-        asyncio.run(spread(["a"], range(50), move))
+        asyncio.run(spread_work(["a"], range(50), move))
     assert len(moved) == CHANNELS
 
 

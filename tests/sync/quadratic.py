@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from facility.sync.connect import connect
+from facility.sync.connect import connect_replicas
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.replica import Context
 
@@ -65,7 +65,7 @@ def solve(
         optimizer=optimizer,
         log=log,
     )
-    sync = connect(context, namespace=namespace)
+    sync = connect_replicas(context, namespace=namespace)
     weight = 1.0 if samples is None else samples[replica]
     step = 0
     while sync.wants_more():

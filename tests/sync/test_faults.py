@@ -198,7 +198,7 @@ def test_a_scheduler_that_falls_silent_is_noticed():
         store = torch.distributed.HashStore()
         store.set("scheduler", f"127.0.0.1 {server.getsockname()[1]} token")
         answering = ThreadPoolExecutor(1).submit(server.accept)
-        answering.add_done_callback(lambda accepted: accepted.result()[0].sendall(wire.encode(welcome)))
+        answering.add_done_callback(lambda accepted: accepted.result()[0].sendall(wire.encode_line(welcome)))
         link = client.SchedulerClient(store, settings, ReplicaRank(replica=0, replicas=1))
         with pytest.raises(TransientError, match="not heard for 0.4 s"):
             link.ask("ready")
@@ -216,14 +216,14 @@ def test_a_stranger_is_refused():
     try:
         guesses = ({"t": "hello", "token": "guess", "replica": 1, "position": 0}, {"no": 1}, {"t": "ready"})
         odd = (b"[" * 500_000 + b"\n", b'{"token": "\\ud800"}\n', b"\xff\n", b"x" * 2 * wire.LINE_BYTES, b"\n")
-        for line in (*map(wire.encode, guesses), *odd):
+        for line in (*map(wire.encode_line, guesses), *odd):
             with socket.create_connection((service.host, service.port), timeout=60) as stranger:
                 with suppress(ConnectionError):  # of what comes behind the longest line nothing is read
                     stranger.sendall(line)
                     assert stranger.recv(100) == b""
         good = {"t": "hello", "token": service.token, "replica": 7, "position": 0}
         with socket.create_connection((service.host, service.port), timeout=60) as stranger:
-            stranger.sendall(wire.encode(good))
+            stranger.sendall(wire.encode_line(good))
             assert stranger.recv(100) == b"", "there is no replica 7"
     finally:
         service.stop()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from facility.exchange.scheduling.policies import POLICIES
-from facility.sync.connect import connect
+from facility.sync.connect import connect_replicas
 from facility.sync.protocol import ReplicaRank
 from facility.sync.runtime.replica import Context
 from tests.sync.fleet import run_fleet, settings_of
@@ -221,7 +221,7 @@ def test_a_single_replica_is_no_sync():
         steps=3,
         store=None,  # type: ignore[arg-type]
     )
-    sync = connect(context)
+    sync = connect_replicas(context)
     before = [p.detach().clone() for p in parameters]
     steps = 0
     while sync.wants_more():

@@ -19,7 +19,7 @@ from coordinator.engine.render import render
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.job_names import MARK
 from facility.exchange.messages.job_template import Environment, fill_template
-from facility.exchange.messages.template_inheritance import find_template, read_template, unfilled
+from facility.exchange.messages.template_inheritance import find_template, read_template, unfilled_placeholders
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATES = sorted((ROOT / "templates").glob("*.sh"))
@@ -31,7 +31,7 @@ names = pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem)
 
 def filled(path: Path, home: str = "~/crossfed", **environment) -> str:
     text = read_template(path)
-    fill = {word: f"my-{word}" for word in unfilled(text, {})}
+    fill = {word: f"my-{word}" for word in unfilled_placeholders(text, {})}
     return fill_template(
         text, fill=fill, environment=Environment(home=home, **environment), workdir="/scratch/me", name=path.name
     )
@@ -91,7 +91,7 @@ def test_accounts_and_names_are_never_shipped(path: Path):
     text = read_template(path)
     for found in re.findall(r"(?:--account=|--bank=|#PBS -A )(\S+)", text):
         assert re.fullmatch(r"<[a-z]+>", found)
-    words = unfilled(text, {})
+    words = unfilled_placeholders(text, {})
     assert (path.stem == "ssh") == (words == [])
     if words:
         with pytest.raises(ConfigurationError, match=f"<{words[0]}>"):
@@ -298,7 +298,7 @@ def test_jump_host_transfer_host_and_plain_ssh(tmp_path: Path):
 @pytest.mark.parametrize("kind", ["slurm", "pbs", "flux", "ssh", "local"])
 def test_streamflow_accepts_what_is_rendered(tmp_path: Path, kind: str):
     """By StreamFlow's own schema, which refuses unknown properties."""
-    words = unfilled(read_template(ROOT / "templates" / f"{kind}.sh"), {}) if kind != "local" else []
+    words = unfilled_placeholders(read_template(ROOT / "templates" / f"{kind}.sh"), {}) if kind != "local" else []
     fill = f"      fill: {{{{{', '.join(f'{word}: x' for word in words)}}}}}\n" if words else ""
     text = FACILITY.replace("type: slurm", f"type: {kind}").replace("slurm.sh", f"{kind}.sh")
     text = text.replace("      fill: {{account: proj42, partition: gpu}}\n", fill)

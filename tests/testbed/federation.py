@@ -12,7 +12,7 @@ from pathlib import Path
 from coordinator.archive.rounds import Archive
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import read_queues
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.engine.run import engine_command
 from coordinator.engine.supervise import Limits, Supervisor
 from coordinator.events.event import VARIABLE
@@ -144,7 +144,7 @@ def federate(
         polling_seconds=polling,
         **({"training": training} if training else {}),
     )
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     behind_gates(testbed, file, gated_sites() if gated is None else gated, home=gates_home)
     return Run(testbed=testbed, file=file)
 

@@ -27,7 +27,7 @@ from pathlib import Path
 import yaml
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.testbed.layout import Site, Testbed
 from coordinator.testbed.rehearsal import ssh
 
@@ -133,7 +133,7 @@ def behind_gates(testbed: Testbed, file: Path, names: list[str], *, home: str = 
         if facility["name"] in names:
             _put_behind(testbed, raw["name"], facility, folder=file.parent, keys=keys, home=home)
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
 
 
 def _put_behind(testbed: Testbed, federation: str, facility: dict, *, folder: Path, keys: Keys, home: str) -> None:

@@ -16,7 +16,7 @@ import yaml
 
 from coordinator.archive.journal import Journal
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.testbed.layout import Site
 from facility.exchange.job_names import job_name, waiting_name
 from tests.testbed.conftest import ssh
@@ -43,7 +43,7 @@ def queued(run: Run, *, wait: int, ahead: Any) -> Run:
             facility["deployment"]["options"] = {"begin": f"now+{wait}"}
     content["submit_ahead"] = ahead
     run.file.write_text(yaml.safe_dump(content))
-    write(read_federation(run.file))
+    write_rendered(read_federation(run.file))
     return run
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.bundle import bundle
+from coordinator.bundle import make_bundle
 from coordinator.testbed import namespaces
 from coordinator.testbed.rehearsal import job_template
 
@@ -29,7 +29,7 @@ def made(tmp_path_factory) -> Path:
     machine = sysconfig.get_platform().rpartition("-")[2]
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     index = os.environ.get("CROSSFED_TORCH_INDEX", "")
-    bundle(out, python=version, platform=f"manylinux_2_28_{machine}", torch="cpu", index=index)
+    make_bundle(out, python=version, platform=f"manylinux_2_28_{machine}", torch="cpu", index=index)
     return out
 
 

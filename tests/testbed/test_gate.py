@@ -13,12 +13,12 @@ import yaml
 
 from coordinator.archive.audit import VARIABLE, heads_of
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.events.follow import read_event
 from coordinator.preflight.check import check
 from coordinator.streamflow_plugin.names import PROGRESS_SECONDS
 from coordinator.testbed.layout import Site, Testbed
-from facility.exchange.files.audit_log import verify
+from facility.exchange.files.audit_log import verify_log
 from tests.testbed.federation import Run, federate, jobs
 from tests.testbed.gates import open_gate, policy, put
 
@@ -41,7 +41,7 @@ class Gates:
 
     def log(self, site: Site) -> list[dict]:
         path = site.home / "gated" / "gate" / "audit.jsonl"
-        assert verify(path).broken == 0
+        assert verify_log(path).broken == 0
         return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -73,7 +73,7 @@ def gated(gates: Gates, folder: Path, model: Path, datasets: dict[str, str], nam
             del deployment[key]
         deployment |= {"gate": True, "key": str(gates.key), "workdir": f"{site.home}/gated-work"}
     run.file.write_text(yaml.safe_dump(raw, sort_keys=False))
-    write(read_federation(run.file))
+    write_rendered(read_federation(run.file))
     return run
 
 
@@ -107,9 +107,9 @@ def test_the_facilities_know_what_was_asked_and_the_coordinator_what_they_logged
         assert not [entry for entry in entries if entry["what"] in ("refused", "failed")]
         heads = heads_of(finished.archive.path, site.name)
         path = site.home / "gated" / "gate" / "audit.jsonl"
-        assert len(set(heads)) == 2 and verify(path, heads).broken == 0
+        assert len(set(heads)) == 2 and verify_log(path, heads).broken == 0
         theirs = [entry["coordinators_head"] for entry in entries if entry["what"] == "approved"]
-        assert verify(finished.archive.path / "audit.jsonl", [head for head in theirs if head]).broken == 0
+        assert verify_log(finished.archive.path / "audit.jsonl", [head for head in theirs if head]).broken == 0
 
 
 def test_progress_is_seen_through_the_gate(finished: Run, gates: Gates):

@@ -17,12 +17,12 @@ import torch
 import yaml
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.check import check
 from coordinator.testbed.layout import Testbed
 from coordinator.testbed.rehearsal import copy_to, prepare_sites, write_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
-from facility.exchange.files.audit_log import verify
+from facility.exchange.files.audit_log import verify_log
 from tests.masking.federation import ssh_keys
 from tests.testbed.federation import Run, jobs
 from tests.testbed.gates import open_gate, policy, put
@@ -90,7 +90,7 @@ def federated(
             facility["deployment"].pop(key, None)
         facility["deployment"] |= {"gate": True, "key": str(gate), "workdir": f"{site.home}/gated-work"}
     file.write_text(yaml.safe_dump(raw, sort_keys=False))
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     return Run(testbed=three, file=file)
 
 
@@ -144,7 +144,7 @@ def test_behind_gates_whichever_phase_a_facility_is_killed_in_the_round_is_of_th
     for name in NAMES[:2]:
         assert len(jobs(run, three.site(name))) == 3, "keys and answers took no queue"
     for site in three.sites:
-        assert verify(site.home / "gated" / "gate" / "audit.jsonl").broken == 0
+        assert verify_log(site.home / "gated" / "gate" / "audit.jsonl").broken == 0
         for place in (site.home / "gated-work").glob("*/update/manifest.json"):
             manifest = json.loads(place.read_text())
             if manifest["kind"] == "update" and manifest["parameters"]:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from coordinator.config.described import described
+from coordinator.config.described import describe_federation
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.rounds.acceptance import accept
 from coordinator.rounds.late import LateJob, remembered_job
 from tests.testbed.federation import ROOT, Run, federate, jobs
@@ -28,8 +28,8 @@ def change(run: Run, **changes: Any) -> None:
     data = yaml.safe_load(run.file.read_text()) | changes
     run.file.write_text(yaml.safe_dump(data, sort_keys=False))
     federation = read_federation(run.file)
-    write(federation)
-    accept(run.archive, described(federation))
+    write_rendered(federation)
+    accept(run.archive, describe_federation(federation))
 
 
 def used(run: Run, name: str) -> list[int]:

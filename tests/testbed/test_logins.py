@@ -18,7 +18,7 @@ from streamflow.core.deployment import ExecutionLocation
 
 from coordinator.config.federation import read_federation
 from coordinator.engine.queues import read_queues
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.preflight.remote import run_there
 from coordinator.streamflow_plugin.lanes import FEWEST
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
@@ -235,7 +235,7 @@ def test_stopping_ends_a_job_without_queue_and_the_next_run_trains_once(testbed,
         one["deployment"] |= {"type": "ssh", "template": "plain.sh"}
         del one["deployment"]["fill"]
     run.file.write_text(yaml.safe_dump(described))
-    write(read_federation(run.file))
+    write_rendered(read_federation(run.file))
     behind_gates(testbed, run.file, gated_sites())
     queues = read_queues(run.file.parent / "streamflow.yml")
     assert [queue.kind for queue in queues] == ["ssh", "ssh"]

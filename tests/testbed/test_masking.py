@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.testbed.layout import Testbed
 from coordinator.testbed.rehearsal import copy_to, prepare_sites, ssh, write_federation
 from facility.exchange.checkpoints.checkpoint import open_checkpoint
@@ -47,7 +47,7 @@ def test_rounds_are_masked_and_go_on_when_a_facility_is_lost(
         privacy={"secure_aggregation": True, "minimum_sum": 2, "peer_signers": "~/masking/signers"},
         final_evaluation=False,
     )
-    write(read_federation(file))
+    write_rendered(read_federation(file))
     run = Run(testbed=three, file=file)
 
     class Losing(list):

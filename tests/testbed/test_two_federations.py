@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.testbed import daemons
 from coordinator.testbed.layout import Site
-from facility.exchange.files.audit_log import verify
+from facility.exchange.files.audit_log import verify_log
 from tests.testbed.conftest import ssh
 from tests.testbed.federation import Run, federate, jobs
 from tests.testbed.gates import gated_sites, keys_of
@@ -107,7 +107,7 @@ def asked(testbed, site: Site, federation: str, request: str) -> subprocess.Comp
 
 def gate_log(site: Site, federation: str) -> list[dict]:
     path = site.home / HOME / "gates" / federation / "gate" / "audit.jsonl"
-    assert verify(path).broken == 0
+    assert verify_log(path).broken == 0
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -19,8 +19,8 @@ from facility.exchange.checkpoints.adapters import A, is_adapter, is_magnitude
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
-from facility.exchange.validation import parse
-from facility.training.lora import inject
+from facility.exchange.validation import parse_dataclass
+from facility.training.lora import inject_adapters
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
 from tests.pico import save_pico
@@ -111,7 +111,7 @@ def test_their_mean_goes_on_and_loads_with_peft(tmp_path: Path, kind: str):
         ]
     )
     updates = {name: tmp_path / name / "out" for name in ("north", "south")}
-    told = parse(LoraSettings, lora)
+    told = parse_dataclass(LoraSettings, lora)
     settings = AggregationSettings(rule="mean", weights="equal", **make.UNBOUNDED)
     aggregate(base=model, updates=[*updates.values()], out=tmp_path / "next", settings=settings, adapters=told)
     first, second, mean = (weights(one) for one in (*updates.values(), tmp_path / "next"))
@@ -177,7 +177,7 @@ def test_pefts_classes_that_find_the_base_by_themselves_load_all_that_is_given_o
 )
 def test_what_peft_cannot_do_is_refused(lora: dict[str, Any], why: str):
     with pytest.raises(ConfigurationError, match=why):
-        parse(LoraSettings, lora)
+        parse_dataclass(LoraSettings, lora)
 
 
 def test_experts_that_a_model_does_not_have_are_refused(tmp_path: Path):
@@ -195,7 +195,7 @@ def injected(**settings: Any) -> Any:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=32, tie_word_embeddings=True, **sizes))
     model.tie_weights()
-    inject(model, parse(LoraSettings, {"rank": 2} | settings), classifies=False)
+    inject_adapters(model, parse_dataclass(LoraSettings, {"rank": 2} | settings), classifies=False)
     return model
 
 

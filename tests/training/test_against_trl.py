@@ -213,12 +213,12 @@ def test_training_with_a_models_own_template_is_trls(tmp_path: Path, name: str):
 
 
 def write_and_prepare(place: Path, tokenizer: Path, records: list[Any], loss: Any) -> PreparedDataset:
-    from facility.preparing.build import Request, prepare
+    from facility.preparing.build import Request, prepare_dataset
     from facility.preparing.sources import Fields
     from tests.preparing.corpora import write_json_lines
 
     place.mkdir()
-    return prepare(
+    return prepare_dataset(
         Request(
             inputs=[str(write_json_lines(place / "train.jsonl", records))],
             validation=[str(write_json_lines(place / "validation.jsonl", chats(4, turns=1, start=4000)))],

@@ -16,7 +16,7 @@ from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import ENDING, Outcome
 from facility.exchange.messages.report import read_report
 from facility.rounds import sealed
-from facility.rounds.sealed import check_kept, flaw, replace_directory, seal
+from facility.rounds.sealed import check_kept, find_flaw, replace_directory, write_seal
 from facility.training import finish
 from facility.training.state import state
 from facility.training.stop import Stop
@@ -142,12 +142,12 @@ def test_a_kill_as_one_state_takes_the_place_of_another_leaves_a_whole_one(
     for name in ("paused", "paused.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
-        seal(tmp_path / name)
+        write_seal(tmp_path / name)
     monkeypatch.setattr(sealed.shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         replace_directory(tmp_path / "paused", tmp_path / "paused.new")
     assert (tmp_path / "paused/model.safetensors").read_text() == "paused.new"
-    assert not flaw(tmp_path / "paused") and check_kept(tmp_path, 0) == []
+    assert not find_flaw(tmp_path / "paused") and check_kept(tmp_path, 0) == []
     monkeypatch.undo()
     state.drop_checkpoint(tmp_path)
     assert not list(tmp_path.iterdir())
@@ -158,7 +158,7 @@ def test_a_kill_between_the_two_moves_of_a_state_loses_neither(tmp_path: Path, m
     for name in ("paused", "paused.new"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.safetensors").write_text(name)
-        seal(tmp_path / name)
+        write_seal(tmp_path / name)
     rename = sealed.os.rename
 
     def killed(source: Path, target: Path) -> None:

@@ -24,14 +24,14 @@ from facility.exchange.messages.comparison import (
     Interval,
     figures_of,
     missing_of,
-    perplexities,
+    perplexity_interval,
     tasks_of,
 )
 from facility.exchange.messages.evaluation import SCORES, scores_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import read_report
 from facility.training import comparison
-from facility.training.bootstrap import BlockLosses, difference, interval
+from facility.training.bootstrap import BlockLosses, loss_difference, mean_loss_interval
 from facility.training.comparison import Data, accuracy_score, unbelievable
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -97,7 +97,7 @@ def test_intervals_are_those_of_the_textbook_for_many_blocks():
     draw = np.random.Generator(np.random.PCG64(3))
     losses = draw.normal(30.0, 4.0, 4000)
     one = BlockLosses(losses=losses, predictions=np.full(4000, 10))
-    told = interval(one)
+    told = mean_loss_interval(one)
     error = 1.96 * losses.std() / 10 / math.sqrt(4000)
     assert told.value == pytest.approx(losses.mean() / 10)
     assert (told.value - told.low, told.high - told.value) == pytest.approx((error, error), rel=0.12)
@@ -108,19 +108,19 @@ def test_a_difference_on_the_same_blocks_is_narrower_than_both_and_turns_its_sig
     hard, predictions = draw.normal(30.0, 8.0, 200), draw.integers(5, 15, 200)
     one = BlockLosses(losses=hard + draw.normal(0.5, 0.1, 200), predictions=predictions)
     other = BlockLosses(losses=hard, predictions=predictions)
-    told, turned = difference(one, other), difference(other, one)
+    told, turned = loss_difference(one, other), loss_difference(other, one)
     assert told.low > 0 and (turned.low, turned.value, turned.high) == pytest.approx(
         (-told.high, -told.value, -told.low)
     )
-    width = interval(one).high - interval(one).low
+    width = mean_loss_interval(one).high - mean_loss_interval(one).low
     assert told.high - told.low < width / 10
-    assert interval(one) == interval(one)  # the draws are fixed
+    assert mean_loss_interval(one) == mean_loss_interval(one)  # the draws are fixed
 
 
 def test_one_block_has_an_interval_without_width():
-    told = interval(BlockLosses(losses=np.array([6.0]), predictions=np.array([3])))
+    told = mean_loss_interval(BlockLosses(losses=np.array([6.0]), predictions=np.array([3])))
     assert (told.value, told.low, told.high) == (2.0, 2.0, 2.0)
-    assert perplexities(told) == pytest.approx((math.exp(2.0),) * 3)
+    assert perplexity_interval(told) == pytest.approx((math.exp(2.0),) * 3)
 
 
 GOOD = {
@@ -191,8 +191,8 @@ def test_every_evaluation_of_a_comparison_is_a_sign_of_life(monkeypatch: pytest.
     monkeypatch.setattr(comparison, "models_of", lambda *_: {"a": Path("a"), "b": Path("b")})
     request = SimpleNamespace(bundle=Path("models"), state=Path("state"), settings=SimpleNamespace(seed=1))
     ranks = SimpleNamespace(first=False, world=1)
-    monkeypatch.setattr(comparison, "together", lambda _: contextlib.nullcontext())
-    comparison.compare(
+    monkeypatch.setattr(comparison, "agree_on_failure", lambda _: contextlib.nullcontext())
+    comparison.compare_models(
         cast(Any, SimpleNamespace(request=request, ranks=ranks, engine=engine, inputs=None, show=seen.append))
     )
     assert seen == ["evaluating", "blocks"] * 4
@@ -216,7 +216,7 @@ def test_a_model_without_a_loss_costs_the_others_no_figure(tmp_path: Path, pico_
 def test_what_no_message_can_tell_is_known_before():
     for losses, predictions in (([math.nan, 1.0], [1, 1]), ([2e4, 0.0], [1, 1]), ([0.0, 0.0], [0, 0])):
         one = BlockLosses(losses=np.array(losses), predictions=np.array(predictions))
-        told = Figure(model="update.b", loss=interval(one), blocks=2, predictions=2)
+        told = Figure(model="update.b", loss=mean_loss_interval(one), blocks=2, predictions=2)
         assert "expected a number up to 10000" in unbelievable(told)
     assert not unbelievable(
         Figure(model="global", loss=Interval(value=1.0, low=0.0, high=1e4), blocks=2, predictions=2)

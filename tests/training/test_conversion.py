@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from coordinator.model import convert
+from coordinator.model import convert_model
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.conversion import check_names, conversion_of
 from facility.exchange.errors import CheckpointError
@@ -141,7 +141,7 @@ def test_every_converted_family_trains_alike_in_every_layout(tmp_path: Path):
 @pytest.mark.parametrize("family", ["gpt_neox", "mixtral"])
 def test_the_coordinators_copy_keeps_the_published_names_and_is_checked(tmp_path: Path, family: str):
     source = save_tiny(tmp_path / "source", family)
-    told = convert(str(source), tmp_path / "out", dtype="float32", revision="main")
+    told = convert_model(str(source), tmp_path / "out", dtype="float32", revision="main")
     assert "every tensor has its place" in told and re.search(r"parameters, [1-9][\d.]* [kM]B in float32", told), told
     assert weights(tmp_path / "out").keys() == weights(source).keys()
     assert largest_difference(source, tmp_path / "out") == 0

@@ -18,7 +18,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.loss_curve import loss_curve_of
 from facility.exchange.messages.report import read_report
 from facility.exchange.task_words import Task
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.sources import Fields
 from facility.training.data.documents import advice, check_lengths, trial
 from facility.training.model import read_config
@@ -47,7 +47,7 @@ def prepare_chats(place: Path, family: str = "chatml", *, count: int = 20, **cha
         task="chat",
         fields=Fields(chat=True),
     )
-    return prepare(dataclasses.replace(request, **changes)).dataset
+    return prepare_dataset(dataclasses.replace(request, **changes)).dataset
 
 
 def whole_batch(dataset: PreparedDataset, **training: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def test_plain_text_keeps_its_documents_apart_too(tmp_path: Path):
         block_tokens=64,
         documents="separate",
     )
-    dataset = prepare(request).dataset
+    dataset = prepare_dataset(request).dataset
     model = save_pico(tmp_path / "model", "llama", **SIZE)
     rounds_in([("r", arguments(tmp_path / "r", model, dataset.directory))])
     net = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

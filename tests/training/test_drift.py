@@ -16,7 +16,7 @@ import torch
 from coordinator.aggregation.settings import AggregationSettings
 from facility.dataset import open_dataset
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
-from facility.exchange.checkpoints.mean_walk import FOLDER, has_mean_walk, open_mean_walk, values
+from facility.exchange.checkpoints.mean_walk import FOLDER, byte_values, has_mean_walk, open_mean_walk
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.drift import DriftReport, drift_of
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
@@ -90,7 +90,7 @@ def read(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 
 
 def as_received(sent: Checkpoint, name: str) -> torch.Tensor:
-    return torch.from_numpy(values()[sent.read(name).view(torch.uint8).numpy()])
+    return torch.from_numpy(byte_values()[sent.read(name).view(torch.uint8).numpy()])
 
 
 shared = pytest.mark.xdist_group("three rounds with a drift correction")
@@ -298,7 +298,7 @@ def test_noised_steps_are_corrected_too(tmp_path: Path):
     [{"keep_optimizer": False}, {"sync": {"policy": "local"}}, {"lora": {"rank": 4, "trained_rank": 2}}],
 )
 def test_what_excludes_the_correction_is_refused(changes: dict[str, Any]):
-    from facility.exchange.validation import parse
+    from facility.exchange.validation import parse_dataclass
 
     with pytest.raises(ConfigurationError, match="drift_correction"):
-        parse(TrainingSettings, {"drift_correction": True} | changes)
+        parse_dataclass(TrainingSettings, {"drift_correction": True} | changes)

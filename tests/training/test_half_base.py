@@ -86,7 +86,7 @@ def test_only_frozen_layers_of_the_blocks_that_are_stored_so(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(pico_config(), dtype=torch.float32)
     if training.lora.rank:
-        lora.inject(model, training.lora, classifies=False)
+        lora.inject_adapters(model, training.lora, classifies=False)
     assert hold_in_half(model, open_checkpoint(bases["bfloat16"]), training) == count
     halved = [name for name, one in model.named_parameters() if one.dtype == torch.bfloat16]
     assert len(halved) == count and all("_proj" in name and "layers" in name for name in halved)

@@ -19,7 +19,7 @@ from facility.exchange.messages.images import ImageSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.scheduling.policies import POLICIES
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.training.data.images import augmented
 from facility.training.data.order import SampleOrder
 from facility.training.schedule import learning_rate
@@ -81,7 +81,7 @@ def loop(
         optimizers.append(torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=EPSILON, weight_decay=0.0))
     for step in range(steps):
         indices = order.take(step * BATCH, BATCH)
-        seeds = [derive(7, "draw", step * BATCH + i) for i in range(BATCH)]
+        seeds = [derive_seed(7, "draw", step * BATCH + i) for i in range(BATCH)]
         images = [
             augmented(torch.from_numpy(values[i].copy()), settings, s).numpy()
             for i, s in zip(indices, seeds, strict=True)

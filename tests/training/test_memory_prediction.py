@@ -14,7 +14,7 @@ from facility.exchange.memory.units import Dimensions, UnitMemory, products
 from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from facility.training import lora
 from facility.training.memory import predicted_bytes
 from tests.bench.predictions import CASES, run
@@ -35,7 +35,7 @@ def predicted(*, family: str = "llama", adapters: LoraSettings | None = None, **
         model = AutoModelForCausalLM.from_config(config)
     settings = TrainingSettings(**training)
     if adapters is not None:
-        lora.inject(model, adapters, classifies=False)
+        lora.inject_adapters(model, adapters, classifies=False)
     return predicted_bytes(model, None, RankLayout(sequences=10, tokens=16), settings, config)
 
 
@@ -213,7 +213,7 @@ def test_replicas_with_weights_of_their_own_hold_what_they_exchange(
     sync: dict[str, Any], device: str, vectors: int, state: bool
 ):
     """DiLoCo needed twice what was predicted; the policy's vectors, and with them the moments where both travel."""
-    chosen = parse(SyncSettings, sync)
+    chosen = parse_dataclass(SyncSettings, sync)
     assert exchanged_vectors(chosen, device) == vectors and exchanges_state(chosen) == state
     layout = RankLayout(sequences=1, tokens=3, shards=2, sharded=True, exchanged=vectors, exchanges_state=state)
     units = (unit(10, 0), unit(4, 7), unit(20, 0))

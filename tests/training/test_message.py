@@ -15,8 +15,8 @@ from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
 from facility.exchange.messages.manifest import Manifest, read_manifest, verify_manifest, write_manifest
 from facility.exchange.messages.settings import TrainingSettings, read_facility_settings
-from facility.rounds.sealed import flaw
-from facility.rounds.smaller import left, make_smaller, pending_residual, residual_path, unsent
+from facility.rounds.sealed import find_flaw
+from facility.rounds.smaller import make_smaller, pending_residual, residual_path, residual_to_add, residual_to_resume
 from facility.training.state.save import all_finite
 from tests.pico import save_pico
 from tests.training.federation import write_dataset
@@ -75,7 +75,7 @@ def test_every_bit_is_that_of_an_update_encoded_from_disk(tmp_path: Path, receiv
     assert one == other and len(one[FILE]) > 1000
     kept = [residual_path(root / "state", 0) for root in (first, second)]
     assert tensor_files(kept[0]) == tensor_files(kept[1]) and sum(map(len, tensor_files(kept[0]).values())) > 1000
-    assert flaw(kept[1]) == "" and not pending_residual(second / "state").exists()
+    assert find_flaw(kept[1]) == "" and not pending_residual(second / "state").exists()
     assert {path.name for path in (first / "out").iterdir()} == {path.name for path in (second / "out").iterdir()}
     manifests = [read_manifest(root / "out") for root in (first, second)]
     assert dataclasses.replace(manifests[0], files={}) == dataclasses.replace(manifests[1], files={})
@@ -105,10 +105,10 @@ def test_what_a_message_left_is_added_to_the_next_one_as_from_disk(tmp_path: Pat
         write_manifest(model, Manifest(kind="model", federation="pico", round=number))
         cases = []
         for root in roots:
-            rest = unsent(root / "state", number, settings)
+            rest = residual_to_resume(root / "state", number, settings)
             more = ["--unsent", str(rest)] if rest is not None else []
             cases.append((root.name, arguments(root, model, dataset, number, **sparse, **CODED) + more))
-        before = left(roots[1] / "state", number, settings)
+        before = residual_to_add(roots[1] / "state", number, settings)
         assert (before is None) == (number == 0)
         cases[1][1].extend(straight(roots[1]) + (["--left", str(before)] if before is not None else []))
         rounds_in(cases)
@@ -163,7 +163,7 @@ def test_shards_of_several_ranks_are_written_whole_and_encoded_afterwards(tmp_pa
     assert set(open_checkpoint(root / "out").tensors) == set(open_checkpoint(model).tensors)
     assert not pending_residual(root / "state").exists()
     smaller(root, model)
-    assert (root / "out" / FILE).is_file() and flaw(residual_path(root / "state", 0)) == ""
+    assert (root / "out" / FILE).is_file() and find_flaw(residual_path(root / "state", 0)) == ""
 
 
 def test_weights_that_are_not_finite_leave_no_update(tmp_path: Path, received):

@@ -62,14 +62,14 @@ def resumed(monkeypatch: pytest.MonkeyPatch, engine: Any, at: state.ReplicaProgr
     monkeypatch.setattr(resume, "replica_share", lambda *_, **__: 1)
     request: Any = SimpleNamespace(training=TrainingSettings(compute_dtype=dtype), state=Path())
     saved = resume.SavedState(previous=None, reason="", checkpoint=pause)
-    resume.restore(request, saved, engine, replica=0, replicas=1)
+    resume.restore_state(request, saved, engine, replica=0, replicas=1)
     return engine
 
 
 @pytest.mark.parametrize("events", ["g" * 499, "o" * 3 + "g" * 499, "gng" + "n" * 7], ids=["doubled", "late", "bad"])
 def test_a_pause_changes_no_counter(monkeypatch: pytest.MonkeyPatch, events: str):
     """The loss scale doubles after 500 good steps in a row, whether or not a scheduler's limit came between."""
-    monkeypatch.setattr(resume, "together", lambda _: nullcontext())
+    monkeypatch.setattr(resume, "agree_on_failure", lambda _: nullcontext())
     quiet, stopped = engine_after("float16", events + "g" * 3), engine_after("float16", events)
     progress = state.ReplicaProgress(
         steps=len(events),
@@ -92,7 +92,7 @@ def test_a_pause_changes_no_counter(monkeypatch: pytest.MonkeyPatch, events: str
 @pytest.mark.parametrize(("before", "now", "scale"), [("float32", "float16", 2.0**15), ("float16", "bfloat16", 1.0)])
 def test_a_loss_scale_of_another_dtype_is_of_no_use(monkeypatch, before: Any, now: Any, scale: float):
     """An attempt in float32 left the scale 1: in fp16, gradients below 6e-8 were zero from then on."""
-    monkeypatch.setattr(resume, "together", lambda _: nullcontext())
+    monkeypatch.setattr(resume, "agree_on_failure", lambda _: nullcontext())
     left = 1.0 if before == "float32" else 2.0**13
     progress = state.ReplicaProgress(
         steps=3, position=0, optimizer_steps=3, losses=[], scale=left, skipped=0, samples=0.0

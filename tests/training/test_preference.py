@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, DatasetError, PreparedDataset
 from facility.exchange.messages.report import read_report
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.preparing.conversations import preference_of
 from facility.preparing.sources import Fields
 from tests.pico import save_pico
@@ -61,7 +61,7 @@ def prepare_pairs(place: Path, records: list[Any], **changes: Any) -> PreparedDa
         "task": "preference",
         "fields": Fields(chat=True, pairs=True),
     }
-    return prepare(Request(**(values | changes))).dataset
+    return prepare_dataset(Request(**(values | changes))).dataset
 
 
 def answers(dataset: PreparedDataset, split: str) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:

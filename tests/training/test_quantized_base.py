@@ -15,7 +15,7 @@ from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
 from facility.exchange.messages.settings import TrainingSettings, check_differential
 from facility.exchange.scheduling.policies import POLICIES
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from tests.cases import slow_but
 from tests.pico import save_pico
 from tests.training.adapter_step import check_step_is_pefts
@@ -140,14 +140,14 @@ def test_the_update_is_that_of_plain_adapters(tmp_path: Path):
 )
 def test_what_excludes_it_is_refused(lora: dict[str, Any], why: str):
     with pytest.raises(ConfigurationError, match=why):
-        parse(LoraSettings, lora)
+        parse_dataclass(LoraSettings, lora)
 
 
 def test_what_was_never_compared_is_refused():
     with pytest.raises(ConfigurationError, match="layout.compile is true beside lora.quantize_base"):
-        parse(TrainingSettings, {"lora": LORA, "layout": {"compile": True}})
+        parse_dataclass(TrainingSettings, {"lora": LORA, "layout": {"compile": True}})
     with pytest.raises(ConfigurationError, match="lora.quantize_base is 'nf4', expected none with privacy"):
-        check_differential(parse(TrainingSettings, {"lora": LORA, "layout": {"sharding": "NO_SHARD"}}))
+        check_differential(parse_dataclass(TrainingSettings, {"lora": LORA, "layout": {"sharding": "NO_SHARD"}}))
 
 
 @pytest.mark.parametrize(

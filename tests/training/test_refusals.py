@@ -14,7 +14,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.settings import FacilitySettings
 from facility.training.data.inputs import check_inputs
 from facility.training.data.tasks import check_family
-from facility.training.model import Attention, build
+from facility.training.model import Attention, build_base_model
 from tests.pico import pico_config, save_pico
 from tests.training.federation import write_dataset
 from tests.training.layouts import arguments, rounds_in
@@ -41,7 +41,9 @@ def test_a_model_that_cannot_be_built_is_refused_with_what_transformers_says(err
         raise error
 
     with pytest.raises(InputError, match=f"cannot build a llama model here with sdpa attention: {error}"):
-        build(pico_config("llama"), SimpleNamespace(from_config=from_config), Attention(name="sdpa", reason=""))
+        build_base_model(
+            pico_config("llama"), SimpleNamespace(from_config=from_config), Attention(name="sdpa", reason="")
+        )
 
 
 def test_a_model_of_several_parts_with_too_few_entries_is_refused_before_a_document_fails_on_one(tmp_path: Path):

@@ -34,10 +34,10 @@ from pathlib import Path
 import torch, torch.distributed as dist
 from facility.training.processes.exchange import all_gather_json
 from facility.training.processes.ranks import from_environment
-from facility.training.processes.rendezvous import further_store, start
+from facility.training.processes.rendezvous import further_store, join_ranks
 from datetime import timedelta
 ranks = from_environment("cpu")
-start(ranks, threads=1, timeout_seconds=200)
+join_ranks(ranks, threads=1, timeout_seconds=200)
 store = further_store("more", ranks, timedelta(seconds=20))
 store.set(f"here/{ranks.rank}", "yes"); store.wait([f"here/{other}" for other in range(ranks.world)])
 shared = Path(sys.argv[1])
@@ -343,7 +343,7 @@ def test_a_rank_that_is_interrupted_says_so_without_a_traceback(
 
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit) as stop:
-        ranks.end(interrupted)
+        ranks.run_and_exit(interrupted)
     assert stop.value.code == 130 and capsys.readouterr().err == "interrupted\n"
 
 

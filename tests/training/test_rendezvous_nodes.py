@@ -26,8 +26,8 @@ from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 from facility.training.processes.exchange import all_gather_json
-from facility.training.processes.ranks import end, from_environment
-from facility.training.processes.rendezvous import further_store, start
+from facility.training.processes.ranks import from_environment, run_and_exit
+from facility.training.processes.rendezvous import further_store, join_ranks
 
 def main():
     ranks = from_environment("cpu")
@@ -35,7 +35,7 @@ def main():
     (place / f"there-{name}-{ranks.rank}").touch()
     while name == "late" and ranks.rank == 1 and not (place / "go").exists():
         time.sleep(0.1)
-    start(ranks, threads=1, timeout_seconds=float(sys.argv[2]))
+    join_ranks(ranks, threads=1, timeout_seconds=float(sys.argv[2]))
     store = further_store("more", ranks, timedelta(seconds=200))
     store.set(f"here/{ranks.rank}", "yes")
     store.wait([f"here/{other}" for other in range(ranks.world)])
@@ -45,7 +45,7 @@ def main():
     dist.barrier()
     return 0
 
-end(main)
+run_and_exit(main)
 """
 Start = Callable[[int], subprocess.Popen[str]]
 
@@ -156,11 +156,13 @@ def test_torchrun_on_several_nodes_is_refused_without_a_directory(tmp_path: Path
 def test_a_directory_of_an_earlier_start_is_refused_and_one_that_stays_empty_waited_for_in_vain(tmp_path: Path):
     told: dict[str, str] = {}
     with pytest.raises(TransientError, match="do all nodes see it"):
-        torchrun.announced(tmp_path, 0.1, told)
-    torchrun.announce(tmp_path, "10.0.0.1", 2345, told)
-    assert torchrun.announced(tmp_path, 0, told) == ("10.0.0.1", 2345)
+        torchrun.find_store(tmp_path, 0.1, told)
+    torchrun.announce_store(tmp_path, "10.0.0.1", 2345, told)
+    assert torchrun.find_store(tmp_path, 0, told) == ("10.0.0.1", 2345)
     assert (tmp_path / SECRET).stat().st_mode & 0o777 == 0o600
     with pytest.raises(ConfigurationError, match="earlier start"):
-        torchrun.announce(tmp_path, "10.0.0.1", 2345, told)
-    torchrun.announce(tmp_path, "10.0.0.1", 2346, {torchrun.RESTARTS: "1"})  # torchrun starts the ranks again itself
-    assert torchrun.announced(tmp_path, 0, {torchrun.RESTARTS: "1"}) == ("10.0.0.1", 2346)
+        torchrun.announce_store(tmp_path, "10.0.0.1", 2345, told)
+    torchrun.announce_store(
+        tmp_path, "10.0.0.1", 2346, {torchrun.RESTARTS: "1"}
+    )  # torchrun starts the ranks again itself
+    assert torchrun.find_store(tmp_path, 0, {torchrun.RESTARTS: "1"}) == ("10.0.0.1", 2346)

@@ -17,7 +17,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
 from facility.exchange.messages.report import read_report
 from facility.sync.policies import partial_reduce
-from facility.sync.runtime.flat import gradients
+from facility.sync.runtime.flat import local_gradients
 from facility.sync.runtime.gradient_buckets import GradientBuckets
 from facility.training.trained_rank import trained_whole
 from tests.distributed import run_distributed
@@ -60,7 +60,7 @@ class SentAtOnce:
 
     def __init__(self, work: Callable[..., None], samples: float, filling: GradientBuckets) -> None:
         parameters = [parameter for bucket in filling.buckets for parameter in bucket]
-        self.sent = [(gradient, gradient.clone()) for gradient in gradients(parameters)]
+        self.sent = [(gradient, gradient.clone()) for gradient in local_gradients(parameters)]
         self.work = functools.partial(work, samples, filling)
 
     def result(self) -> None:

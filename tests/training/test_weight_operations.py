@@ -49,7 +49,7 @@ def test_an_embedding_multiplies_where_it_is_the_output_layer_too(tied: bool):
 def test_a_frozen_weight_has_no_gradient_to_be_made():
     model = build("llama", tie_word_embeddings=False)
     model.enable_input_require_grads()  # as torch would go on to the first block where adapters stand below it
-    lora.inject(model, LoraSettings(rank=2), classifies=False)
+    lora.inject_adapters(model, LoraSettings(rank=2), classifies=False)
     with torch.no_grad():
         for name, one in model.named_parameters():
             if one.is_meta:

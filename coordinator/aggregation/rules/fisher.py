@@ -25,7 +25,7 @@ import numpy as np
 from coordinator.aggregation.moment_limits import LEAST_FACILITIES
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -99,7 +99,7 @@ def plan(updates: RoundUpdates, *, fisher_power: float, fisher_tensors: str, fis
     @functools.lru_cache(maxsize=KEPT_TENSORS)
     def by_row(tensor: str) -> tuple[Array, int] | None:
         """The weights by row of a tensor, and how many values a row has; None where it is averaged plainly."""
-        if not matches(tensor, patterns) or (found := squares.of(tensor)) is None:
+        if not matches_any(tensor, patterns) or (found := squares.of(tensor)) is None:
             return None
         return row_weights(found.values, np.array(plain), power=fisher_power, largest=largest), found.width
 

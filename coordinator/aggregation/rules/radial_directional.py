@@ -15,7 +15,7 @@ import numpy as np
 
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -54,7 +54,7 @@ def plan(updates: RoundUpdates, *, plain_mean: str) -> Plan:
     assert updates.tensor_products is not None
     weights, patterns = np.array(updates.weights), plain_mean.split()
     chosen: Mapping[str, list[float]] = {
-        name: weights.tolist() if matches(name, patterns) else coefficients(gram, weights).tolist()
+        name: weights.tolist() if matches_any(name, patterns) else coefficients(gram, weights).tolist()
         for name, gram in updates.tensor_products.items()
     }
     return Plan(tensor_coefficients=chosen.__getitem__)

@@ -16,7 +16,7 @@ import numpy as np
 
 from coordinator.aggregation.rules.contract import AggregationRule, Plan, RoundUpdates
 from facility.exchange.checkpoints.floats import Array
-from facility.exchange.checkpoints.magnitudes import threshold
+from facility.exchange.checkpoints.magnitudes import threshold_for
 from facility.exchange.registry import Parameter
 
 DECLARATION = AggregationRule(
@@ -52,7 +52,7 @@ def combine(steps: Array, weights: Sequence[float], thresholds: Sequence[float],
 def plan(updates: RoundUpdates, *, density: float) -> Plan:
     """The threshold of each update."""
     assert updates.histograms is not None
-    thresholds = [threshold(counts, density) for counts in updates.histograms]
+    thresholds = [threshold_for(counts, density) for counts in updates.histograms]
     factors = updates.clip_factors or [1.0] * updates.count
     return Plan(
         combine=lambda steps, tensor, offset: combine(steps, updates.weights, thresholds, factors),

@@ -30,7 +30,7 @@ import numpy as np
 from coordinator.planning.placement.cost import spanning_tree
 from coordinator.problem.objective import weights
 from coordinator.problem.problem import Problem
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 
 _NAMES = ("pouring", "passing", "agreeing", "streaming")
 
@@ -81,7 +81,7 @@ class _Facts:
         speed = float(self.speeds[: stages * replicas].sum())
         batches, work = self.micro_batches, self.work
         rest = max(0, batches - replicas) * work / speed
-        if any(interleaved(schedule) for schedule in self.problem.schedules):
+        if any(is_interleaved(schedule) for schedule in self.problem.schedules):
             rest = 0.0
         return batches * work / speed, work, rest + self._agreeing(stages, replicas), self._streaming(stages, replicas)
 

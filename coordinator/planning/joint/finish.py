@@ -8,14 +8,14 @@ from coordinator.planning.emit import plan_on
 from coordinator.planning.joint.incumbent import Best
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 
 
 def interleave(problem: Problem, best: Best, stop: Stop) -> None:
     """Try several chunks per device on the best grid, where allowed; cuts give equal shares of each device's work."""
     base = best.plan
     assert base is not None
-    names = [s for s in problem.schedules if interleaved(s)]
+    names = [s for s in problem.schedules if is_interleaved(s)]
     if not names or base.stages < 2:
         return
     samples = base.micro_batch_samples

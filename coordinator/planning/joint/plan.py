@@ -34,7 +34,7 @@ from coordinator.problem.chain import chain_of
 from coordinator.problem.objective import objective_figure
 from coordinator.problem.problem import Problem
 from facility.exchange.messages.plan import Plan
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.text import number_of
 
@@ -114,7 +114,7 @@ def one_pipeline(problem: Problem, *, seconds: float = 1.0) -> list[tuple[Plan, 
     for name, spans in layouts.items():
         if problem.stages and len(spans) not in problem.stages:
             continue
-        for schedule in [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]:
+        for schedule in [s for s in problem.schedules if not is_interleaved(s)] or ["1f1b"]:
             plan = plan_on(
                 problem,
                 [(device,) for device, _, _ in spans],

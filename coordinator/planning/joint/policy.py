@@ -51,5 +51,6 @@ def policy_of(problem: Problem, plan: Plan) -> tuple[Plan, str]:
         return plan, f"replicas wait for each other: updates a second over all-reduce would be {listed}"
     return (
         replace(plan, sync=Sync(name=best)),
-        f"replicas go on without waiting for all: updates a second over all-reduce under the stalls told are {listed}",
+        "replicas go on without waiting for all: updates a second over all-reduce, under the stalls given, are "
+        f"{listed}",
     )

@@ -12,7 +12,7 @@ from coordinator.planning.joint.starts import grids, starts
 from coordinator.planning.stop import Stop
 from coordinator.problem.problem import Problem
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 
 POOL, OUTSIDE = 32, 8
 """Layouts that a shape keeps at most, and those of them that exceed a memory."""
@@ -54,7 +54,7 @@ def shapes_of(problem: Problem, stop: Stop) -> list[Shape]:
     """All allowed shapes that have a layout within memory (or close to it), with their structured layouts."""
     devices, units = len(problem.devices), len(problem.units)
     sizes = problem.whole_sizes
-    schedules = [s for s in problem.schedules if not interleaved(s)] or ["1f1b"]
+    schedules = [s for s in problem.schedules if not is_interleaved(s)] or ["1f1b"]
     depths = problem.stages or range(1, min(devices, units) + 1)
     found: list[Shape] = []
     for stages in depths:

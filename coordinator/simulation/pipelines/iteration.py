@@ -17,7 +17,7 @@ from coordinator.simulation.pipelines.longest import Costs, times
 from coordinator.simulation.pipelines.orders import order
 from coordinator.simulation.pipelines.result import SimulationResult, Span
 from coordinator.simulation.pipelines.steady import Lengths
-from facility.exchange.schedules.ops import Kind, peak
+from facility.exchange.schedules.ops import Kind, peak_bytes
 from facility.exchange.scheduling.policies import POLICIES
 
 Stall = Callable[[int, int, int], float]
@@ -124,11 +124,11 @@ def _peaks(layout: Layout, bytes_of_chunk: Array, *, continued: bool) -> dict[in
 def _peaks_of(schedule: str, stages: int, virtual: int, micro_batches: int, by_chunk: tuple[float, ...]) -> list[float]:
     ranks = order(schedule, stages, virtual, micro_batches)
     if virtual > 1:
-        return [peak(ops, by_chunk) for ops in ranks]
+        return [peak_bytes(ops, by_chunk) for ops in ranks]
     if min(by_chunk) != max(by_chunk) or by_chunk[0] != 1.0:  # one chunk a device: a count times its bytes
         counts = _peaks_of(schedule, stages, virtual, micro_batches, (1.0,) * stages)
         return [count * size for count, size in zip(counts, by_chunk, strict=True)]
-    return [peak(ops, by_chunk) for ops in ranks]
+    return [peak_bytes(ops, by_chunk) for ops in ranks]
 
 
 def _busy(layout: Layout) -> dict[int, float]:

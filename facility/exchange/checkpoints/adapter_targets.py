@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from facility.exchange.checkpoints.adapters import targeted
+from facility.exchange.checkpoints.adapters import is_targeted
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.messages.layout import LoraSettings
@@ -74,7 +74,7 @@ def targets_of(model: nn.Module, settings: LoraSettings) -> list[str]:
             f"layer, which adapters need: they are {', '.join(kinds)}; train the whole model (lora.rank 0)"
         )
     linear = _without_refused(linear, settings, family)
-    chosen = [name for name in linear if not settings.targets or targeted(name, settings.targets)]
+    chosen = [name for name in linear if not settings.targets or is_targeted(name, settings.targets)]
     _check_state_space(chosen, settings, family)
     odd = [target for target in settings.targets if not targeted_any(linear, target)]
     if odd or not chosen:
@@ -97,8 +97,8 @@ def _without_refused(linear: list[str], settings: LoraSettings, family: str) -> 
             f"training.lora.targets name {named}: peft takes {', '.join(sorted(taken))} of a {family} model for its "
             "fused experts; name other layers"
         )
-    lost = [name for name in linear if targeted(name.rpartition(".")[0], RENAMED.get(family, ()))]
-    if named := [name for name in lost if settings.targets and targeted(name, settings.targets)]:
+    lost = [name for name in linear if is_targeted(name.rpartition(".")[0], RENAMED.get(family, ()))]
+    if named := [name for name in lost if settings.targets and is_targeted(name, settings.targets)]:
         raise ConfigurationError(
             f"training.lora.targets fit {named[0]!r} ({len(named)} in all), whose adapters peft could not load: "
             f"transformers changes such names of a {family} model when it loads; name other layers"
@@ -128,9 +128,9 @@ def parameters_of(model: nn.Module, settings: LoraSettings) -> list[str]:
                 f"training.lora.parameters names {wanted!r}, which fits no fused experts of the model; it has "
                 f"{ends or 'none'}"
             )
-    return [name for name in found if targeted(name, settings.parameters)]
+    return [name for name in found if is_targeted(name, settings.parameters)]
 
 
 def targeted_any(names: Sequence[str], target: str) -> bool:
     """Whether a target, an end of a name, fits one of the names."""
-    return any(targeted(name, [target]) for name in names)
+    return any(is_targeted(name, [target]) for name in names)

@@ -53,15 +53,15 @@ def adapts_parameter(layer: str, parameters: Iterable[str]) -> bool:
     peft nests one adapter in the other where a module holds several.
     """
     module = layer.replace(".base_layer", "")
-    return targeted(module, [name.rpartition(".")[0] for name in parameters])
+    return is_targeted(module, [name.rpartition(".")[0] for name in parameters])
 
 
-def targeted(module: str, targets: Iterable[str]) -> bool:
+def is_targeted(module: str, targets: Iterable[str]) -> bool:
     """Whether the layer of that name is among the `targets`, which are ends of names."""
     return any(module == target or module.endswith("." + target) for target in targets)
 
 
-def saves(module: str, wanted: Iterable[str]) -> bool:
+def is_saved_module(module: str, wanted: Iterable[str]) -> bool:
     """Whether the module of that name, or one that holds it, ends in a name of `modules_to_save`.
 
     As peft has it: `classifier` names DistilBERT's `pre_classifier` too.
@@ -134,5 +134,5 @@ def write_adapter_config(
 def saved_modules(modules: Iterable[str], wanted: Iterable[str]) -> list[str]:
     """The names of `wanted` by which these modules, or parts of such modules, were chosen; of others, their own."""
     held = list(modules)
-    chosen = {name for name in wanted for module in held if saves(module, [name])}
-    return sorted(chosen | {module for module in held if not saves(module, chosen)})
+    chosen = {name for name in wanted for module in held if is_saved_module(module, [name])}
+    return sorted(chosen | {module for module in held if not is_saved_module(module, chosen)})

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from facility.exchange.checkpoints.adapters import B
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 
 MANTISSA = 24
 """Random bits of a float32 in [0, 1)."""
@@ -31,7 +31,7 @@ def begun_factor(seed: int, name: str, shape: Sequence[int]) -> npt.NDArray[np.f
     """The first value of the factor `name`; `seed`: the federation's."""
     if B in name:
         return np.zeros(shape, np.float32)
-    draws = np.random.RandomState(derive(seed, "lora", name) & 0xFFFFFFFF)
+    draws = np.random.RandomState(derive_seed(seed, "lora", name) & 0xFFFFFFFF)
     raw = draws.randint(0, 2**32, size=tuple(shape), dtype=np.uint32)
     unit = (raw & (2**MANTISSA - 1)).astype(np.float32) * np.float32(2.0**-MANTISSA)
     bound = 1 / math.sqrt(shape[1])  # kaiming_uniform_(a=sqrt(5)) of an (r, in) matrix

@@ -179,7 +179,7 @@ class Opened:
         self._descriptors = {}
 
 
-def expect(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]) -> None:
+def expect_tensors(hashed: Mapping[Path, StreamedDigest], entries: Iterable[TensorEntry]) -> None:
     """Announce to the files' digests which bytes will be read: those of the tensors, and no others."""
     ranges: dict[Path, list[tuple[int, int]]] = {}
     for entry in entries:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from facility.exchange.checkpoints.model_files import read_model_file
 from facility.exchange.errors import InputError
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.links import copy_tree
 
 EXECUTABLE = (
@@ -49,11 +49,11 @@ def refuse_links_elsewhere(folder: Path, *, but: tuple[str, ...] = ()) -> None:
     In Hugging Face's cache a model's files are links into `blobs`, two folders above. `but`: ends of names of files
     that may be elsewhere.
     """
-    place = real(folder)
+    place = real_path(folder)
     ours = (place, place.parents[1] / "blobs") if len(place.parents) > 1 else (place,)
     for above, folders, files in os.walk(folder):
         for path in (Path(above) / name for name in (*folders, *files)):
-            target = real(path)
+            target = real_path(path)
             elsewhere = path.is_symlink() and not any(target.is_relative_to(one) for one in ours)
             if elsewhere and not (target.is_file() and target.name.endswith(but or ("/",))):
                 raise InputError(f"{path} is a link to {target}, outside of {folder}; expected the files themselves")

@@ -235,7 +235,7 @@ def _runs(
     return Pieces(tensors=tuple(names[i] for i in used), table=table.astype(np.int64))
 
 
-def lacking(model: Any, conversion: Conversion, plain: Callable[[str], str] = str) -> list[str]:
+def unfilled_parameters(model: Any, conversion: Conversion, plain: Callable[[str], str] = str) -> list[str]:
     """Parameters that no stored tensor fills; a tied one is filled under any of its names.
 
     `plain`: from the model's name of a parameter to the one that `conversion` knows.
@@ -255,7 +255,7 @@ def check_names(directory: Path, model: Any = None) -> Conversion:
     """
     checkpoint, model = open_checkpoint(directory), model_of(directory) if model is None else model
     conversion = conversion_of(model, checkpoint)
-    if names := lacking(model, conversion):
+    if names := unfilled_parameters(model, conversion):
         raise CheckpointError(describe_missing(checkpoint, names))
     return conversion
 

@@ -1,7 +1,7 @@
 """Send the difference to a model that the receiver already holds, instead of the whole model.
 
-    encode(full=update, reference=model, out=message, encoding="delta-int8", residual_out=lost)
-    decode(message, reference=model, out=update)
+    encode_update(full=update, reference=model, out=message, encoding="delta-int8", residual_out=lost)
+    decode_update(message, reference=model, out=update)
 
 A message is a directory like the full one, with `delta.safetensors` in place of the tensors and a manifest that names
 the encoding and the digest of the reference model. Tensor `NAME` becomes `NAME::q`, `NAME::scale` and so on, flat, as
@@ -35,9 +35,9 @@ from facility.exchange.checkpoints import magnitudes
 from facility.exchange.checkpoints.checkpoint import FLOATS, Checkpoint, TensorEntry, in_file_order, open_checkpoint
 from facility.exchange.checkpoints.codecs import PART
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_decoding import decode
-from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, raw
-from facility.exchange.checkpoints.differences import NOTHING, Left, differences, steps_of
+from facility.exchange.checkpoints.delta_decoding import decode_update
+from facility.exchange.checkpoints.delta_parts import FILE, as_bytes, raw_ranges
+from facility.exchange.checkpoints.differences import NOTHING, Left, read_differences, steps_of
 from facility.exchange.checkpoints.floats import Array, widen
 from facility.exchange.checkpoints.patterns import Patterns
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -77,7 +77,7 @@ class Encoded:
     """Of the message's tensor file."""
 
 
-def encode(
+def encode_update(
     *,
     full: Path,
     reference: Path,
@@ -189,7 +189,7 @@ def _write(
     for name in sending.moved:
         entry = old.tensors[name]
         if entry.dtype not in FLOATS:
-            for offset, content in raw(new[name]):
+            for offset, content in raw_ranges(new[name]):
                 message.write(f"{name}::raw", offset, content)
             continue
         places = {suffix: 0 for suffix, _, _ in codec.fields(0, 0)}
@@ -238,10 +238,10 @@ def encode_model(
     """
     with ExitStack() as stack:
         temporary = stack.enter_context(_scratch(out))
-        result = encode(
+        result = encode_update(
             full=model, reference=reference, out=temporary, encoding=encoding, values=master, density=density
         )
-        made = decode(temporary, reference=reference, out=decoded)
+        made = decode_update(temporary, reference=reference, out=decoded)
         with new_directory(out) as directory:
             link_files(temporary, directory)
             (directory / NAME).unlink()
@@ -316,7 +316,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
                 raise CheckpointError(
                     f"tensor {name!r} is {new[name].dtype}, the reference has {entry.dtype}: send it in full"
                 )
-            if any(a != b for (_, a), (_, b) in zip(raw(entry), raw(new[name]), strict=True)):
+            if any(a != b for (_, a), (_, b) in zip(raw_ranges(entry), raw_ranges(new[name]), strict=True)):
                 planned.append(Planned(name=f"{name}::raw", dtype=entry.dtype, shape=entry.shape))
                 moved.append(name)
             continue
@@ -339,7 +339,7 @@ def _plan(codec: Codec, old: Checkpoint, new: Mapping[str, TensorEntry], density
 def _differs_early(old: TensorEntry, new: TensorEntry, left: Left) -> bool:
     """Whether the first `PROBE` values of some part differ: of what was trained, the first part tells without the rest
     being read once more."""
-    return any(length > 0 for _, _, _, length in differences(old, new, PROBE, left))
+    return any(length > 0 for _, _, _, length in read_differences(old, new, PROBE, left))
 
 
 def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> float:
@@ -348,7 +348,7 @@ def _limit(old: Checkpoint, new: Mapping[str, TensorEntry], density: float) -> f
     for name, entry in old.tensors.items():
         if entry.dtype in FLOATS:
             width, seen = PART if entry.elements <= PART else PART // STRIDE, np.zeros(magnitudes.BINS, np.int64)
-            for _, _, step, _ in differences(entry, new[name], width):
+            for _, _, step, _ in read_differences(entry, new[name], width):
                 seen += magnitudes.histogram(step)
             counts += seen * (entry.elements / max(1, int(seen.sum())))
-    return magnitudes.threshold(counts, density, smallest=1)
+    return magnitudes.threshold_for(counts, density, smallest=1)

@@ -12,12 +12,12 @@ from facility.exchange.checkpoints.checkpoint import (
     Checkpoint,
     Opened,
     TensorEntry,
-    expect,
+    expect_tensors,
     in_file_order,
     open_checkpoint,
 )
 from facility.exchange.checkpoints.companions import copy_companions
-from facility.exchange.checkpoints.delta_parts import FILE, READ, as_bytes, parts, raw
+from facility.exchange.checkpoints.delta_parts import FILE, READ, as_bytes, raw_ranges, read_parts
 from facility.exchange.checkpoints.encoded import EncodedTensor, Read, add_difference, open_message, stored_of
 from facility.exchange.checkpoints.floats import STORAGE, narrow, widen
 from facility.exchange.checkpoints.step_norms import NAME as NORMS
@@ -43,7 +43,7 @@ TRAVELLED = "message_bytes"
 """In `extra`, of a directory that is not what came: the bytes that did."""
 
 
-def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) -> Manifest:
+def decode_update(message: Path, *, reference: Path, out: Path, norms: bool = False) -> Manifest:
     """Turn a message back into a full directory at `out`, which must not exist; returns its manifest.
 
     `norms`: write step_norms.json beside it, of the values as they are decoded, which reads nothing more. The message
@@ -74,7 +74,7 @@ def decode(message: Path, *, reference: Path, out: Path, norms: bool = False) ->
 
 def _write(tensors: list[TensorEntry], writer: TensorWriter, hashed: StreamedDigest, steps: StepNorms | None) -> None:
     """Write what the tensors of a message decode to; `hashed` takes what is read of the message."""
-    expect({hashed.path: hashed}, [field for entry in tensors for field in stored_of(entry)])
+    expect_tensors({hashed.path: hashed}, [field for entry in tensors for field in stored_of(entry)])
     with Opened() as opened:
 
         def read(field: TensorEntry, offset: int, buffer: memoryview) -> None:
@@ -85,7 +85,7 @@ def _write(tensors: list[TensorEntry], writer: TensorWriter, hashed: StreamedDig
             if isinstance(entry, EncodedTensor):
                 _write_floats(entry, writer, read, steps)
                 continue
-            for offset, content in raw(entry):
+            for offset, content in raw_ranges(entry):
                 writer.write(entry.name, offset, content)
                 if entry.file == hashed.path:
                     hashed.feed(entry.start + offset, content)
@@ -94,7 +94,7 @@ def _write(tensors: list[TensorEntry], writer: TensorWriter, hashed: StreamedDig
 def _write_floats(entry: EncodedTensor, writer: TensorWriter, read: Read, steps: StepNorms | None) -> None:
     """Write a tensor's values part by part, rounded to its dtype."""
     kind, reference = entry.dtype, entry.reference
-    for start, (old,) in parts([reference], piece=READ):
+    for start, (old,) in read_parts([reference], piece=READ):
         values = np.empty(len(old), np.float64 if reference.dtype == "F64" else np.float32)
         widen(old, reference.dtype, values)
         add_difference(entry, start, values, read)

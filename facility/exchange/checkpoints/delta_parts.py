@@ -28,7 +28,7 @@ class HeldTensor(TensorEntry):
     """(first element, number of elements) -> their bytes as they would be stored."""
 
 
-def parts(entries: list[TensorEntry], width: int = PART, piece: int = PART) -> Iterator[tuple[int, list[Array]]]:
+def read_parts(entries: list[TensorEntry], width: int = PART, piece: int = PART) -> Iterator[tuple[int, list[Array]]]:
     """The first `width` elements of each PART of several tensors of one shape, in buffers that are used again.
 
     `piece`: elements yielded at a time where `width` is PART; at most READ.
@@ -62,7 +62,9 @@ def _reader(entry: TensorEntry, stack: ExitStack) -> Callable[[int, Array], None
     return read
 
 
-def difference(base: Array, base_dtype: str, update: Array, update_dtype: str, out: Array, scratch: Array) -> float:
+def write_difference(
+    base: Array, base_dtype: str, update: Array, update_dtype: str, out: Array, scratch: Array
+) -> float:
     """Writes update - base, of values as stored, in float32; returns its sum of squares."""
     found = native.library()
     if found is not None and base_dtype in native.KINDS and update_dtype in native.KINDS:
@@ -82,7 +84,7 @@ def difference(base: Array, base_dtype: str, update: Array, update_dtype: str, o
     return float(np.vdot(out, out))
 
 
-def raw(entry: TensorEntry) -> Iterator[tuple[int, memoryview]]:
+def raw_ranges(entry: TensorEntry) -> Iterator[tuple[int, memoryview]]:
     """(offset, bytes) of a tensor as stored, RAW bytes at a time."""
     if isinstance(entry, HeldTensor):
         item = ITEM_BYTES[entry.dtype]

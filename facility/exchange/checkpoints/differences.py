@@ -10,7 +10,7 @@ import numpy as np
 
 from facility.exchange.checkpoints.checkpoint import TensorEntry
 from facility.exchange.checkpoints.codecs import PART
-from facility.exchange.checkpoints.delta_parts import difference, parts
+from facility.exchange.checkpoints.delta_parts import read_parts, write_difference
 from facility.exchange.checkpoints.floats import STORAGE, Array, widen
 from facility.exchange.delta_codecs import Codec
 from facility.exchange.errors import CheckpointError
@@ -29,8 +29,8 @@ NOTHING = Left()
 
 
 def steps_of(codec: Codec, old: TensorEntry, new: TensorEntry, left: Left) -> Iterator[tuple[int, Array, Array, float]]:
-    """What the codec encodes, as `differences` has it."""
-    return bit_differences(old, new) if codec.of_bits else differences(old, new, left=left)
+    """What the codec encodes, as `read_differences` yields it."""
+    return bit_differences(old, new) if codec.of_bits else read_differences(old, new, left=left)
 
 
 def bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, Array, Array, float]]:
@@ -42,7 +42,7 @@ def bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, A
         raise CheckpointError(f"tensor {new.name!r} is {new.dtype}, the reference has {old.dtype}: send it in full")
     values = np.empty(PART, np.float64 if old.dtype == "F64" else np.float32)
     signed = f"<i{STORAGE[old.dtype].itemsize}"
-    for start, (base, update) in parts([old, new]):
+    for start, (base, update) in read_parts([old, new]):
         widen(update, new.dtype, values[: len(update)])
         if not np.isfinite(values[: len(update)]).all():
             raise CheckpointError(f"{new.file}: tensor {new.name!r} holds NaN or infinity")
@@ -50,7 +50,7 @@ def bit_differences(old: TensorEntry, new: TensorEntry) -> Iterator[tuple[int, A
         yield start, base, step, float(np.count_nonzero(step))
 
 
-def differences(
+def read_differences(
     old: TensorEntry, new: TensorEntry, width: int = PART, left: Left = NOTHING
 ) -> Iterator[tuple[int, Array, Array, float]]:
     """(first element, old as stored, new - old in float32, its sum of squares): the first `width` values of each part.
@@ -62,9 +62,9 @@ def differences(
     if more and (more[0].shape, more[0].dtype) != (old.shape, "F32"):
         found = f"{more[0].dtype} {list(more[0].shape)}"
         raise CheckpointError(f"{more[0].file}: tensor {old.name!r} is {found}, expected F32 {list(old.shape)}")
-    for start, (base, update, *before) in parts([old, new, *more], width):
+    for start, (base, update, *before) in read_parts([old, new, *more], width):
         values = block[: len(base)]
-        squared = difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
+        squared = write_difference(base, old.dtype, update, new.dtype, values, widened[: len(values)])
         for rest in before:
             np.multiply(rest, np.float32(left.fading), out=widened[: len(values)])
             values += widened[: len(values)]

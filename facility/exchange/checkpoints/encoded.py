@@ -3,8 +3,7 @@
 An `EncodedTensor` stands for what a tensor of the reference becomes: its values are the reference's plus the difference
 that the message holds, in the dtype that a decoded directory has (`kinds_of`). A reader gives the reference's elements
 and gets them back with the difference added (`add_difference`), block by block and in any order, so that no decoded
-file has to be written. The bits are those of `facility.exchange.checkpoints.delta_decoding.decode`, which uses the same
-functions.
+file has to be written. The bits are those of `decode_update` (`delta_decoding.py`), which uses the same functions.
 """
 
 from __future__ import annotations

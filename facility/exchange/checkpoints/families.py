@@ -58,7 +58,7 @@ def most_positions(config: Mapping[str, Any]) -> int:
     return most
 
 
-def refusal(config: Any, *, causal: bool) -> str:
+def why_untrainable(config: Any, *, causal: bool) -> str:
     """Why a model of this configuration (transformers') cannot be trained; empty: nothing is known against it.
 
     `causal`: it is to predict next tokens.
@@ -100,6 +100,6 @@ def refusal_for(config: Any, task: Task | None) -> str:
     What it is to predict follows from the task, or from the class that config.json names.
     """
     if task is not None:
-        return refusal(config, causal=FACTORIES[task] == CAUSAL)
+        return why_untrainable(config, causal=FACTORIES[task] == CAUSAL)
     classes = config.architectures or ["ForCausalLM"]
-    return refusal(config, causal=any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in classes))
+    return why_untrainable(config, causal=any(one.endswith(("ForCausalLM", "LMHeadModel")) for one in classes))

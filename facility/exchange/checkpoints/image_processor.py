@@ -68,7 +68,7 @@ def read_processor(directory: Path) -> dict[str, Any] | None:
     return read_model_file(directory, FILE) if (Path(directory) / FILE).is_file() else None
 
 
-def normalisation(raw: dict[str, Any], *, channels: int, where: str) -> Normalisation:
+def read_normalisation(raw: dict[str, Any], *, channels: int, where: str) -> Normalisation:
     """How pixel values are scaled. Raises `InputError` for numbers that no image can be scaled by."""
     rescale = raw.get("rescale_factor", RESCALE) if raw.get("do_rescale", True) else 1.0
     mean = raw.get("image_mean", 0.5) if raw.get("do_normalize", True) else 0.0

@@ -14,16 +14,16 @@ ONE_OF_SEVERAL = "single_label_classification"
 """transformers' `problem_type` of what is trained here: an example has one class, the loss is the cross entropy."""
 
 
-def unnamed(count: int) -> list[str]:
+def default_labels(count: int) -> list[str]:
     """The names that transformers gives to classes without any."""
     return [f"LABEL_{number}" for number in range(count)]
 
 
 def labels_in(config: Mapping[str, Any]) -> list[str]:
-    """The names of the classes in config.json, by number; those of `unnamed` where it names none."""
+    """The names of the classes in config.json, by number; those of `default_labels` where it names none."""
     named = config.get("id2label")
     if not isinstance(named, Mapping):
-        return unnamed(DEFAULT)
+        return default_labels(DEFAULT)
     return [str(named.get(str(number), "")) for number in range(len(named))]
 
 

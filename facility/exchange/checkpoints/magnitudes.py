@@ -15,7 +15,7 @@ def histogram(values: Array) -> Array:
     return np.bincount((bits >> 16) & 0x7FFF, minlength=BINS)
 
 
-def threshold(counts: Array, density: float, *, smallest: int = 0) -> float:
+def threshold_for(counts: Array, density: float, *, smallest: int = 0) -> float:
     """The largest grid value, from bin `smallest` on, that at least a share `density` of all magnitudes reach."""
     reached = np.cumsum(counts[::-1])[::-1]
     place = int(np.nonzero(reached >= density * reached[0])[0][-1]) if reached[0] else 0

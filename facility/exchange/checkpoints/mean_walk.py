@@ -33,7 +33,7 @@ MOST_FACILITIES = 10_000
 
 
 @functools.cache
-def values() -> Array:
+def byte_values() -> Array:
     """The walk that each of the 256 bytes stands for, float32."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
@@ -46,7 +46,7 @@ def values() -> Array:
 def _nearest() -> Array:
     """For the bits of each half-precision number, the byte of the nearest value, ties to an even byte."""
     halves = np.arange(0x7C00, dtype=np.uint16).view(np.float16).astype(np.float64)
-    sizes = values()[:0x7F].astype(np.float64) * SCALE
+    sizes = byte_values()[:0x7F].astype(np.float64) * SCALE
     middles = (sizes[1:] + sizes[:-1]) / 2
     codes = np.searchsorted(middles, halves, side="left")
     tied = np.isin(halves, middles)
@@ -56,7 +56,7 @@ def _nearest() -> Array:
     return table
 
 
-def rounded(walk: Array) -> Array:
+def round_to_bytes(walk: Array) -> Array:
     """The bytes that a float32 or float64 walk is sent as; what is larger than 7 is cut."""
     scaled = np.clip(walk * SCALE, -LARGEST, LARGEST).astype(np.float16)
     return _nearest()[scaled.view(np.uint16)]

@@ -45,7 +45,7 @@ Rows = Callable[[int, int], Array]
 """So many rows of a matrix in float32 from one on, (count, width)."""
 
 
-def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
     """Rows and width of a tensor as a matrix; a vector has the width 1."""
     rows = shape[0] if shape else 1
     return rows, math.prod(shape) // max(1, rows)
@@ -109,12 +109,12 @@ class Moment:
 
     @property
     def rows(self) -> int:
-        return matrix(self.shape)[0]
+        return matrix_shape(self.shape)[0]
 
     @property
     def width(self) -> int:
         """Values of a row as they are stored."""
-        return columns(self.form, matrix(self.shape)[1])
+        return columns(self.form, matrix_shape(self.shape)[1])
 
     def planned(self) -> list[Planned]:
         """Tensors that a moment is stored as."""
@@ -131,7 +131,7 @@ class Moment:
 
     def pieces(self) -> Iterator[tuple[int, int]]:
         """First row and count of each piece."""
-        step = max(1, PIECE_VALUES // max(1, matrix(self.shape)[1]))
+        step = max(1, PIECE_VALUES // max(1, matrix_shape(self.shape)[1]))
         for first in range(0, self.rows, step):
             yield first, min(step, self.rows - first)
 
@@ -232,7 +232,7 @@ class StoredMoments:
 
     def whole(self, moment: Moment, first: int, count: int) -> Array:
         """Rows with a value for each of the parameter's."""
-        values, width = self.read(moment, first, count), matrix(moment.shape)[1]
+        values, width = self.read(moment, first, count), matrix_shape(moment.shape)[1]
         return spread(values, width) if moment.form == BLOCKS else values
 
     def size_of(self, moment: Moment) -> float:
@@ -259,7 +259,7 @@ def sent_bytes(
     in `form` (`factors`: row and column means), and first moments of parameters of the shapes `first`."""
     total = sum(Moment(name="", form=FIRST, shape=shape).bytes for shape in first)
     for shape in second:
-        rows, width = matrix(shape)
+        rows, width = matrix_shape(shape)
         if len(shape) < 2:
             total += 4 * rows
         else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 
-def matches(name: str, patterns: Iterable[str]) -> bool:
+def matches_any(name: str, patterns: Iterable[str]) -> bool:
     """Whether a tensor's name matches any of the patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
@@ -26,5 +26,5 @@ class Patterns:
 
 @functools.lru_cache(maxsize=100_000)
 def _federated(patterns: Patterns, name: str) -> bool:
-    included = not patterns.include or matches(name, patterns.include)
-    return included and not matches(name, patterns.exclude)
+    included = not patterns.include or matches_any(name, patterns.include)
+    return included and not matches_any(name, patterns.exclude)

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from facility.exchange.checkpoints.adapters import saves
+from facility.exchange.checkpoints.adapters import is_saved_module
 
 
 def saves_parameter(name: str, wanted: Sequence[str]) -> bool:
     """Whether a parameter belongs to a module that is saved; adapted layers have their adapters instead."""
-    return ".base_layer." not in name and saves(name.rpartition(".")[0], wanted)
+    return ".base_layer." not in name and is_saved_module(name.rpartition(".")[0], wanted)
 
 
 def refusal_of_saved(model: Any, wanted: str, adapted: Sequence[str]) -> str:
@@ -54,6 +54,6 @@ def shared_with(model: Any, wanted: str) -> str:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         module = name.rpartition(".")[0]
         other = holders.setdefault(id(parameter), module)
-        if other != module and saves(module, [wanted]):
+        if other != module and is_saved_module(module, [wanted]):
             return other
     return ""

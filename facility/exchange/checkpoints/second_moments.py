@@ -148,13 +148,13 @@ def write_factors(
         else:
             values[name + ROWS], values[name + COLUMNS] = one.rows, one.columns
     planned = [Planned(name=name, dtype="F32", shape=value.shape) for name, value in values.items()]
-    stated = header(steps, kept) | ({} if rebased is None else {REBASED: "\n".join(sorted(rebased))})
+    stated = manifest_header(steps, kept) | ({} if rebased is None else {REBASED: "\n".join(sorted(rebased))})
     with TensorWriter(folder, layout_of_shards(planned, 2**31), stated) as writer:
         for name, value in values.items():
             writer.write(name, 0, np.ascontiguousarray(value, np.float32).data.cast("B"))
 
 
-def header(steps: float, kept: float = 0.0) -> dict[str, str]:
+def manifest_header(steps: float, kept: float = 0.0) -> dict[str, str]:
     """What the file states beside its tensors."""
     return {"format": "pt", "steps": repr(float(steps))} | ({"kept": repr(float(kept))} if kept else {})
 

@@ -75,7 +75,7 @@ def tokenizer_digest(directory: Path) -> str | None:
     return None
 
 
-def differ(one: str | None, other: str | None) -> bool:
+def tokenizers_differ(one: str | None, other: str | None) -> bool:
     """True if the digests are of different tokenizers; False if unknown (not read from files of the same names)."""
     kinds = [digest.partition(":")[0] if digest and ":" in digest else None for digest in (one, other)]
     return kinds[0] is not None and kinds[0] == kinds[1] and one != other

@@ -18,7 +18,7 @@ from pathlib import Path
 from facility.exchange.checkpoints.checkpoint import ADAPTER, INDEX, ITEM_BYTES, SINGLE, Checkpoint
 from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import write_json
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 from facility.exchange.files.streamed_digest import StreamedDigest
 
 
@@ -138,7 +138,7 @@ class TensorWriter:
         self._descriptors[descriptor] = self.directory / file
         self._sizes[descriptor] = size
         self._write_exactly(descriptor, memoryview(header), 0)
-        with naming(self.directory / file, needed=size):
+        with name_in_errors(self.directory / file, needed=size):
             os.ftruncate(descriptor, size)
         if self._hashed:
             self._digests[descriptor] = StreamedDigest(self.directory / file, size, self._digest)
@@ -172,6 +172,6 @@ class TensorWriter:
     def _write_exactly(self, descriptor: int, content: memoryview, offset: int) -> None:
         """A full disk is told with this file's name: several directories may be written side by side."""
         done = 0
-        with naming(self._descriptors[descriptor], needed=self._sizes[descriptor]):
+        with name_in_errors(self._descriptors[descriptor], needed=self._sizes[descriptor]):
             while done < len(content):
                 done += os.pwrite(descriptor, content[done:], offset + done)

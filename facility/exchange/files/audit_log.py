@@ -4,7 +4,7 @@
 
 Changing, removing or inserting a line breaks the chain at that line. Cutting lines off the end leaves a sound chain, so
 the digest of the last line (the head) belongs somewhere else too: a gate's head goes into updates' manifests, the
-coordinator's into models' (`HEAD`), and `verify` is given heads that were seen.
+coordinator's into models' (`HEAD`), and `verify_log` is given heads that were seen.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def append(path: Path, what: str, **fields: Any) -> str:
     return digest_of(line)
 
 
-def head(path: Path) -> str:
+def head_digest(path: Path) -> str:
     """Digest of the last line; '' for a log that does not exist or is empty."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -73,7 +73,7 @@ def head(path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What `verify` found."""
+    """What `verify_log` found."""
 
     lines: int
     """Sound ones from the beginning."""
@@ -90,13 +90,13 @@ class Verdict:
         return f"{file}: {self.lines} lines, unbroken; the head is {self.head}"
 
 
-def verify(path: Path, heads: Collection[str] = ()) -> Verdict:
-    """Follow the chain of a log as `follow` does. Raises `OSError` for what cannot be read or is no file."""
+def verify_log(path: Path, heads: Collection[str] = ()) -> Verdict:
+    """Follow the chain of a log as `follow_chain` does. Raises `OSError` for what cannot be read or is no file."""
     with open_file(path) as file:
-        return follow(lines_of(file), heads)
+        return follow_chain(lines_of(file), heads)
 
 
-def follow(lines: Iterable[bytes], heads: Collection[str] = ()) -> Verdict:
+def follow_chain(lines: Iterable[bytes], heads: Collection[str] = ()) -> Verdict:
     """Follow the chain. `heads`: digests that were seen before, each of which must be a line's."""
     previous, count, torn = FIRST, 0, ""
     missing = {one.lower() for one in heads}

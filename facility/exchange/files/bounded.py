@@ -41,7 +41,7 @@ def read_bounded(path: Path | str, most_bytes: int) -> bytes:
     return content
 
 
-def real(path: Path | str) -> Path:
+def real_path(path: Path | str) -> Path:
     """The path without symbolic links. A link that leads back to itself stays as it is: opening it says so.
 
     `Path.resolve` raises a `RuntimeError` there, before Python 3.13.

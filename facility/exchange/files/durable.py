@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 
 CUT_OFF_SECONDS = 86_400.0
 """Seconds without a change after which nobody writes to a temporary file any more: its writer was killed."""
@@ -56,14 +56,14 @@ def new_file(path: Path, *, mode: int = 0o644) -> Iterator[BinaryIO]:
     """
     path = Path(path)
     if (stream := stream_of(path)) is not None:
-        with naming(path), os.fdopen(stream, "wb") as file:
+        with name_in_errors(path), os.fdopen(stream, "wb") as file:
             yield file
         return
     check_no_special(path)
     _remove_cut_off(path)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
-        with naming(path), os.fdopen(descriptor, "wb") as file:
+        with name_in_errors(path), os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -170,7 +170,7 @@ def new_directory(path: Path, *, mode: int = 0o755) -> Iterator[Path]:
     temporary, lock = locked_sibling(path)
     os.chmod(temporary, as_umask_allows(mode))
     try:
-        with naming(path):
+        with name_in_errors(path):
             yield temporary
             _fsync_files(temporary)
         os.rename(temporary, path)

@@ -21,9 +21,9 @@ def of_another(folder: Path) -> str:
     except OSError:
         return ""
     if stat.S_ISLNK(itself.st_mode) and _another(itself.st_uid):
-        return f"{folder} is a link that {account(itself.st_uid)} made"
+        return f"{folder} is a link that {account_name(itself.st_uid)} made"
     if _another(found.st_uid) and not _shows_ours_as(found.st_uid, folder):
-        return f"{folder} belongs to {account(found.st_uid)}"
+        return f"{folder} belongs to {account_name(found.st_uid)}"
     return ""
 
 
@@ -56,7 +56,7 @@ def written_by_all(path: Path) -> Path | None:
     return None
 
 
-def account(user: int) -> str:
+def account_name(user: int) -> str:
     """`account bob`, or by its number where the system has no name for it."""
     try:
         return f"account {pwd.getpwuid(user).pw_name}"

@@ -6,7 +6,7 @@ checkout that holds this package, or, where a wheel was installed, from `~/cross
 the user database.
 
 CWL tools, job templates and pinned versions are beside the packages in a checkout, and below `facility/_data` in a
-wheel (`setup.py` copies them there): `shipped` finds them in both.
+wheel (`setup.py` copies them there): `shipped_path` finds them in both.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def home() -> Path:
     return account_home() / "crossfed" if _data().is_dir() else CHECKOUT
 
 
-def resolve(path: str) -> Path:
+def resolve_path(path: str) -> Path:
     """Absolute form of a path from a settings file on this machine."""
     if path == "~" or path.startswith("~/"):
         return account_home() / path[2:]
     return home() / path
 
 
-def shipped(name: str) -> Path:
+def shipped_path(name: str) -> Path:
     """A file or folder that ships with CrossFed, such as `templates` or `constraints.txt`."""
     return (_data() if _data().is_dir() else CHECKOUT) / name
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeGuard
 
-from facility.exchange.sizes import size
+from facility.exchange.sizes import format_bytes
 
 PROBE_BYTES = 1 << 16
 TEMPORARY = re.compile(r"\.(.+)\.[^.]+\.tmp")
@@ -25,12 +25,12 @@ WORDS = {
     errno.EROFS: "is mounted read-only: choose another directory, or have it mounted for writing",
     errno.EACCES: "cannot be written to or read: correct its permissions, or choose another directory",
     errno.EPERM: "cannot be written to: correct its permissions, or choose another directory",
-    errno.ENOLCK: "cannot be locked, for its file system has no locks (Lustre mounted without flock): choose "
+    errno.ENOLCK: "cannot be locked, because its file system has no locks (Lustre mounted without flock): choose "
     "a directory on another",
 }
 PATHS = {
-    errno.ENOENT: "is not there, or its folder is not: correct the path",
-    errno.ENOTDIR: "is no folder, or lies in what is none: correct the path",
+    errno.ENOENT: "does not exist, or its folder does not: correct the path",
+    errno.ENOTDIR: "is not a folder, or its parent is not: correct the path",
     errno.EISDIR: "is a folder, expected a file: correct the path",
     errno.EBUSY: "is in use, or a folder where a file was expected: correct the path",
     errno.EEXIST: "exists already: remove it, or choose another name",
@@ -98,7 +98,7 @@ def free_on(disk: str) -> str:
     found = os.statvfs(disk)
     if found.f_files and not found.f_favail:
         return "no inodes free now"
-    return f"{size(found.f_bavail * found.f_frsize)} free now"
+    return f"{format_bytes(found.f_bavail * found.f_frsize)} free now"
 
 
 def lasting(path: str) -> str:
@@ -111,7 +111,7 @@ OF_A_LIBRARY = re.compile(r"\(os error (\d+)\)\s*$")
 
 
 @contextmanager
-def naming(place: Path, *, needed: int = 0) -> Iterator[None]:
+def name_in_errors(place: Path, *, needed: int = 0) -> Iterator[None]:
     """What a file system refuses within names `place`, where the error names no file, as those of open files do, and
     is an `OSError`, also where a library raises one of its own. `needed`: bytes of the whole file, told beside.
 
@@ -122,7 +122,7 @@ def naming(place: Path, *, needed: int = 0) -> Iterator[None]:
         if is_storage(error) and not (error.filename or error.filename2):
             error.filename = str(place)
             if needed:
-                error.add_note(f"{size(needed)} for this file alone")
+                error.add_note(f"{format_bytes(needed)} for this file alone")
         raise
     except Exception as error:
         number = int(found[1]) if (found := OF_A_LIBRARY.search(str(error))) else 0
@@ -131,7 +131,7 @@ def naming(place: Path, *, needed: int = 0) -> Iterator[None]:
         raise OSError(number, os.strerror(number), str(place)) from error
 
 
-def unwritable(folders: Sequence[Path]) -> str:
+def why_unwritable(folders: Sequence[Path]) -> str:
     """A sentence on the first folder that takes no file of 64 KiB, or ''. Folders that do not exist are made."""
     for folder in folders:
         try:
@@ -145,7 +145,7 @@ def unwritable(folders: Sequence[Path]) -> str:
     return ""
 
 
-def private(folder: Path) -> Path:
+def make_private_folder(folder: Path) -> Path:
     """The folder, made for its owner alone where it is missing; one that is there keeps its mode, by which a person
     opens it to a group. Where it cannot be made, whatever writes there says why."""
     with suppress(OSError):
@@ -153,9 +153,9 @@ def private(folder: Path) -> Path:
     return folder
 
 
-def located(error: OSError, folders: Sequence[Path]) -> OSError:
+def with_place(error: OSError, folders: Sequence[Path]) -> OSError:
     """The error with a place: where it names none, the first of `folders` that takes no file now, else the first."""
     if error.filename or error.filename2:
         return error
-    place = next((folder for folder in folders if unwritable([folder])), folders[0])
+    place = next((folder for folder in folders if why_unwritable([folder])), folders[0])
     return OSError(error.errno, error.strerror, str(place))

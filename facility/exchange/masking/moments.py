@@ -80,7 +80,7 @@ class Place:
         return Factors(values[: self.rows], values[self.rows :] if self.columns or len(self.shape) > 1 else None)
 
 
-def places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
+def moment_places(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Place]:
     """By parameter, in the order of their names."""
     sizes = {name: Place(shape=tuple(shape), start=0).values for name, shape in sorted(shapes.items())}
     starts = places_of(sizes)

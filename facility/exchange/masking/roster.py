@@ -24,11 +24,11 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files import present
 from facility.exchange.files.durable import write_json
-from facility.exchange.masking.weights import scaled
+from facility.exchange.masking.weights import scale_weights
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, run_of, verify_manifest, write_manifest
 from facility.exchange.messages.masking import MaskingSettings
 from facility.exchange.messages.plausible import MOST_ROUNDS
-from facility.exchange.messages.signatures import sign, verify
+from facility.exchange.messages.signatures import sign_manifest, verify_signature
 from facility.exchange.messages.strict_json import HEX, Fields, read_json, read_message
 
 FORMAT, KEYS_FORMAT = 1, 2
@@ -75,7 +75,7 @@ def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
     write_json(directory / KEYS, value)
     manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round, extra=extra)
     write_manifest(directory, manifest)
-    sign(directory, signing_key, kind=KIND)
+    sign_manifest(directory, signing_key, kind=KIND)
 
 
 def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
@@ -86,7 +86,7 @@ def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:
     manifest = verify_manifest(directory)
     if manifest.kind != KIND or manifest.facility is None or set(manifest.files) != {KEYS}:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's keys")
-    signer = verify(directory, manifest.facility, signers)
+    signer = verify_signature(directory, manifest.facility, signers)
     path = directory / KEYS
     found = (
         Fields(raw=read_json(path, most_bytes=64_000), where=str(path))
@@ -169,7 +169,7 @@ class Roster:
     def weights(self, kind: str, maximum_share: float) -> dict[str, float]:
         """What each member counts; the largest weight is 1."""
         claims = {name: 1.0 if kind == "equal" else float(getattr(one, kind)) for name, one in self.keys.items()}
-        return scaled(claims, maximum_share if len(claims) >= 3 else 1.0)
+        return scale_weights(claims, maximum_share if len(claims) >= 3 else 1.0)
 
 
 def write_roster(directory: Path, agreement: Agreement, keys: Mapping[str, Path]) -> None:

@@ -44,7 +44,7 @@ def _quotient(numerator: int, denominator: int) -> int:
     return 0 if numerator == 0 else int(POWERS[(LOGARITHMS[numerator] - LOGARITHMS[denominator]) % 255])
 
 
-def split(secret: bytes, *, count: int, threshold: int) -> list[bytes]:
+def split_secret(secret: bytes, *, count: int, threshold: int) -> list[bytes]:
     """`count` shares of `secret`; number i (from 0) is the polynomials' value at i + 1."""
     assert 1 <= threshold <= count <= MOST, (threshold, count)
     drawn = [np.frombuffer(secrets.token_bytes(len(secret)), np.uint8) for _ in range(threshold - 1)]

@@ -43,7 +43,7 @@ class Shares:
     format: int = FORMAT
 
 
-def commitment(roster: str, facility: str, other: str, seed: bytes) -> str:
+def commit_to_seed(roster: str, facility: str, other: str, seed: bytes) -> str:
     """Binds a facility to a seed; says nothing of it."""
     return hashlib.sha256(f"crossfed seed\n{roster}\n{facility}\n{other}\n".encode() + seed).hexdigest()
 
@@ -60,13 +60,13 @@ def read_shares(path: Path) -> Shares:
         facility=found.text("facility"),
         round=found.whole("round"),
         roster=found.digest("roster"),
-        commitments=texts(found, "commitments", 64, blank=True),
-        sealed=texts(found, "sealed", 1 << 16),
+        commitments=parse_hex_texts(found, "commitments", 64, blank=True),
+        sealed=parse_hex_texts(found, "sealed", 1 << 16),
         format=found.whole("format", least=1, most=FORMAT),
     )
 
 
-def texts(found: Fields, name: str, longest: int, *, blank: bool = False) -> dict[str, str]:
+def parse_hex_texts(found: Fields, name: str, longest: int, *, blank: bool = False) -> dict[str, str]:
     """A mapping of hexadecimal texts by facility; `blank`: `OWN` may be among the names."""
     raw = dict(found.raw.get(name) or {}) if isinstance(found.raw.get(name), dict) else {}
     own = raw.pop(OWN, None) if blank else None

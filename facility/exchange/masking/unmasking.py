@@ -18,9 +18,9 @@ from pathlib import Path
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.files.durable import write_json
-from facility.exchange.masking.shares import MOST_MEMBERS, texts
+from facility.exchange.masking.shares import MOST_MEMBERS, parse_hex_texts
 from facility.exchange.messages.manifest import Manifest, verify_manifest, write_manifest
-from facility.exchange.messages.signatures import sign, verify
+from facility.exchange.messages.signatures import sign_manifest, verify_signature
 from facility.exchange.messages.strict_json import Fields, read_message
 
 FORMAT = 1
@@ -100,7 +100,7 @@ def write_answer(directory: Path, answer: Answer, signing_key: Path) -> None:
     write_json(directory / ANSWER, dataclasses.asdict(answer))
     manifest = Manifest(kind=KIND, federation=answer.federation, facility=answer.facility, round=answer.round)
     write_manifest(directory, manifest)
-    sign(directory, signing_key, kind=KIND)
+    sign_manifest(directory, signing_key, kind=KIND)
 
 
 def read_answer(directory: Path, signers: Path) -> Answer:
@@ -108,7 +108,7 @@ def read_answer(directory: Path, signers: Path) -> Answer:
     manifest = verify_manifest(directory)
     if manifest.kind != KIND or manifest.facility is None:
         raise ManifestError(f"{directory} holds a {manifest.kind!r}, expected a facility's answer")
-    verify(directory, manifest.facility, signers)
+    verify_signature(directory, manifest.facility, signers)
     path = directory / ANSWER
     found = read_message(path, Answer, newest=FORMAT, most_bytes=4 * MOST_BYTES)
     pairs = Fields(raw=found.mapping("pairs", MOST_MEMBERS), where=str(path))
@@ -117,8 +117,8 @@ def read_answer(directory: Path, signers: Path) -> Answer:
         facility=found.text("facility"),
         round=found.whole("round"),
         request=found.digest("request"),
-        own=texts(found, "own", 64),
-        pairs={name: texts(pairs, name, 64) for name in pairs.raw},
+        own=parse_hex_texts(found, "own", 64),
+        pairs={name: parse_hex_texts(pairs, name, 64) for name in pairs.raw},
         format=found.whole("format", least=1, most=FORMAT),
     )
     if (answer.facility, answer.federation, answer.round) != (manifest.facility, manifest.federation, manifest.round):

@@ -133,7 +133,7 @@ def check_walks(roster: Roster, facility: str) -> None:
     for name, other in roster.keys.items():
         if other.walk != own.walk:
             raise InputError(
-                f"{name!r} was told other settings of training than {facility!r} for round {roster.agreement.round} "
+                f"{name!r} was sent other training settings than {facility!r} for round {roster.agreement.round} "
                 "(learning rate, optimizer, schedule, clipping, adapters or what is federated): nothing is masked, "
                 "for a sum of updates of unlike size shows the largest; give all facilities the same"
             )
@@ -197,7 +197,7 @@ def check_own(own: Keys, settings: FacilitySettings, dataset: Path, steps: int =
         )
 
 
-def unlike(training: Mapping[str, TrainingSettings]) -> tuple[str, str, str] | None:
+def first_difference(training: Mapping[str, TrainingSettings]) -> tuple[str, str, str] | None:
     """The first key that differs between two facilities, and these two; None where all agree."""
     names = sorted(training)
     first = walk_settings(training[names[0]])

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 
-def capped(weights: Sequence[float], most: float) -> list[float]:
+def cap_weights(weights: Sequence[float], most: float) -> list[float]:
     """Shares of which none is above `most`, the rest in their proportions; they sum to 1.
 
     With so few updates that all would exceed it, the shares are equal; what is left for weights of 0 alone is theirs in
@@ -28,9 +28,9 @@ def capped(weights: Sequence[float], most: float) -> list[float]:
         over |= more
 
 
-def scaled(claims: Mapping[str, float], most: float) -> dict[str, float]:
+def scale_weights(claims: Mapping[str, float], most: float) -> dict[str, float]:
     """Weights of a roster, the largest of them 1, from what its members claim."""
     names = sorted(claims)
     total = math.fsum(claims.values())
-    shares = capped([claims[name] / total for name in names], most)
+    shares = cap_weights([claims[name] / total for name in names], most)
     return {name: share / max(shares) for name, share in zip(names, shares, strict=True)}

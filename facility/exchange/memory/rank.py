@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from facility.exchange.memory.units import Dimensions, UnitMemory, width_of
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.schedules.ops import Op, peak
+from facility.exchange.schedules.ops import Op, peak_bytes
 from facility.exchange.schedules.registry import SCHEDULES
 
 
@@ -117,7 +117,7 @@ def in_flight(layout: RankLayout, by_chunk: Sequence[float]) -> float:
     # Chunk k of the model runs on rank k % stages.
     place = {layout.stage + number * layout.stages: value for number, value in enumerate(by_chunk)}
     order: Callable[[int, int, int], tuple[tuple[Op, ...], ...]] = SCHEDULES.load(layout.schedule)
-    return peak(order(layout.stages, len(layout.spans), layout.micro_batches)[layout.stage], place)
+    return peak_bytes(order(layout.stages, len(layout.spans), layout.micro_batches)[layout.stage], place)
 
 
 def gathered_bytes(units: Sequence[UnitMemory], chunks: Sequence[range], layout: RankLayout, *, beside: float) -> int:

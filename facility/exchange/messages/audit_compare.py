@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from facility.exchange.errors import InputError
-from facility.exchange.files.audit_log import Verdict, digest_of, follow, lines_of, verify
+from facility.exchange.files.audit_log import Verdict, digest_of, follow_chain, lines_of, verify_log
 from facility.exchange.files.bounded import open_file
 from facility.exchange.json_text import object_in
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 HEAD = re.compile(r"(?:([1-9]\d{0,14}):)?([0-9a-fA-F]{64})")
 SEEN = "coordinators_head"
@@ -34,7 +34,7 @@ def digest_in(head: str) -> str:
 def checked(file: Path, heads: list[str]) -> Verdict:
     """`verify`, of heads of either form. Raises `InputError` where the log cannot be read."""
     try:
-        return verify(file, [digest_in(one) for one in heads])
+        return verify_log(file, [digest_in(one) for one in heads])
     except OSError as error:
         raise _unreadable(file, error) from None
 
@@ -43,7 +43,7 @@ def _unreadable(file: Path, error: OSError) -> InputError:
     return InputError(f"{file} cannot be read: {error.strerror}; expected an audit log")
 
 
-def verified(file: Path, heads: list[str]) -> tuple[str, int]:
+def verify_heads(file: Path, heads: list[str]) -> tuple[str, int]:
     """A sentence on a log, in which `heads` were seen, and the exit code. Raises `InputError` as `checked`."""
     found = checked(file, heads)
     return found.sentence(file), int(found.broken > 0)
@@ -57,7 +57,7 @@ def head_of(file: Path) -> str:
     return f"{found.lines}:{found.head}"
 
 
-def compared(file: Path, others: list[str]) -> tuple[str, int]:
+def compare_logs(file: Path, others: list[str]) -> tuple[str, int]:
     """A sentence on each of `others`, and the exit code: 1 unless each is the beginning of the log, or it of them.
 
     An other is a head, a copy of the log, or a gate's log, whose approved rounds hold the heads that came with their
@@ -81,7 +81,7 @@ def _lines_of(file: Path) -> list[bytes]:
 
     try:
         with open_file(file) as opened:
-            found = follow(kept(opened))
+            found = follow_chain(kept(opened))
     except OSError as error:
         raise _unreadable(file, error) from None
     if found.broken:
@@ -123,10 +123,10 @@ def _of_seen(file: Path, mine: list[bytes], other: Path, seen: dict[str, dict[st
     known = {digest_of(line) for line in mine}
     for head, entry in seen.items():
         if head not in known:
-            round = clean(f"{entry.get('federation')}, round {entry.get('round')}", 100)
+            round = clean_text(f"{entry.get('federation')}, round {entry.get('round')}", 100)
             return (
-                f"{other}: the order of {round} came with the head {clean(head, 64)}, which no line of {file} has: "
-                "TWO LOGS, or this copy is older than that order",
+                f"{other}: the order of {round} came with the head {clean_text(head, 64)}, which no line of {file} "
+                "has: TWO LOGS, or this copy is older than that order",
                 False,
             )
     return f"{other}: all {len(seen)} heads that came with its orders are lines of {file}", True
@@ -140,4 +140,4 @@ def _seen_in(lines: list[bytes]) -> dict[str, dict[str, Any]]:
 
 def _told(line: bytes) -> str:
     entry = object_in(line) or {}
-    return clean(f"{entry.get('what')} of {entry.get('time')}", 100)
+    return clean_text(f"{entry.get('what')} of {entry.get('time')}", 100)

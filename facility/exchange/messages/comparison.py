@@ -237,6 +237,6 @@ def _told(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
-def perplexities(loss: Interval) -> tuple[float, float, float] | None:
+def perplexity_interval(loss: Interval) -> tuple[float, float, float] | None:
     """Perplexity and its interval; None where they are too large to show."""
     return None if loss.high > 700 else (math.exp(loss.value), math.exp(loss.low), math.exp(loss.high))

@@ -17,7 +17,7 @@ from typing import Any
 
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.json_values import read_values
-from facility.exchange.scheduling.draws import uniform
+from facility.exchange.scheduling.draws import uniform_draw
 from facility.exchange.validation import NonNegative, Positive, ShareOrNone, check_format, validated
 
 FORMAT = 1
@@ -73,7 +73,7 @@ class Emulation(Stalls):
         """Seconds of stall before `worker`'s `draw`-th forward or backward (counted together) of `stage`."""
         if not (self.probability and self.seconds):
             return 0.0
-        return self.seconds if uniform(self.seed, worker, stage, draw) < self.probability else 0.0
+        return self.seconds if uniform_draw(self.seed, worker, stage, draw) < self.probability else 0.0
 
     def duration(
         self, worker: int, compute_seconds: float, draw: int, *, stage: int = 0, at_seconds: float = 0.0

@@ -23,7 +23,7 @@ HELD_OUT = "held-out data"
 """Stands for data that no facility trains on where scores of tasks are listed; no task has this name."""
 OF_DATA = (VALIDATION, HELD_OUT)
 ACCURACY = "accuracy"
-"""What is told of models on such data, where they classify."""
+"""What is reported of models on such data, where they classify."""
 SCORE = ("task", "metric", "value", "stderr")
 """Fields of a score."""
 MOST_SCORES = 2000

@@ -14,7 +14,7 @@ from dataclasses import field
 from typing import Literal
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.messages.template_inheritance import COMMAND, PLACEHOLDER, unfilled
+from facility.exchange.messages.template_inheritance import COMMAND, PLACEHOLDER, unfilled_placeholders
 from facility.exchange.text import Line
 from facility.exchange.validation import validated
 
@@ -73,7 +73,7 @@ def fill_template(text: str, *, fill: dict[str, str], environment: Environment, 
     """
     if COMMAND not in text:
         raise ConfigurationError(f"{name} lacks {COMMAND}: the job would do nothing")
-    if missing := unfilled(text, fill):
+    if missing := unfilled_placeholders(text, fill):
         wanted = ", ".join(f"<{word}>" for word in missing)
         raise ConfigurationError(f"{name} has placeholders that nothing fills: {wanted}; set them under `fill:`")
     if unknown := sorted(set(fill) - set(PLACEHOLDER.findall(text)) - {"home"}):

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.one_of import either
+from facility.exchange.one_of import one_of
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.text import Line, number_of
 from facility.exchange.validation import AtLeastOne, NonNegative, Positive, validated
@@ -43,7 +43,7 @@ class LayoutSettings:
     """Chunks of the model that a rank of the pipeline holds; more than 1 with interleaved schedules."""
     units: list[list[int]] = field(default_factory=list)
     """[first, end) of every chunk over units 0 = embedding, 1..L = blocks, L+1 = head; empty: even cuts."""
-    schedule: Annotated[str, either(SCHEDULES.built_in)] = "1f1b"
+    schedule: Annotated[str, one_of(SCHEDULES.built_in)] = "1f1b"
     """Order of forward and backward passes in a pipeline; without effect with one stage."""
     plan: Line = ""
     """A plan.json at the facility: absolute, `~/...`, or relative to CrossFed's directory there; for a local facility

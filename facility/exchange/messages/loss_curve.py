@@ -26,7 +26,7 @@ def loss_curve(losses: Sequence[float]) -> Curve:
 
 
 def _spans(steps: int) -> list[tuple[int, int]]:
-    """Where the spans of so many steps begin and end."""
+    """Where the spans of this number of steps begin and end."""
     count = min(MOST_POINTS, steps)
     return list(itertools.pairwise([0, *(round(steps * number / count) for number in range(1, count + 1))]))
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.errors import ManifestError
-from facility.exchange.files.audit_log import HEAD, head
-from facility.exchange.files.bounded import real
+from facility.exchange.files.audit_log import HEAD, head_digest
+from facility.exchange.files.bounded import real_path
 from facility.exchange.files.checksum import Checksum, Digest, is_checksum
 from facility.exchange.files.durable import write_json
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -135,7 +135,7 @@ def with_extra(directory: Path, key: str, value: Any) -> None:
 
 def with_head(directory: Path, log: str) -> None:
     """Write the head of the audit log `log` into the manifest of `directory`; nothing where there is none."""
-    if log and (found := head(Path(log))):
+    if log and (found := head_digest(Path(log))):
         with_extra(directory, HEAD, found)
 
 
@@ -161,7 +161,7 @@ def _files(directory: Path) -> list[Path]:
     found = []
     for path in sorted(directory.rglob("*")):
         if path.is_symlink():
-            target = real(path)
+            target = real_path(path)
             if not target.is_file():
                 raise ManifestError(f"{path} is a symbolic link to {target}, which is not a regular file")
         if path.is_file() and path.relative_to(directory).as_posix() not in (NAME, SIGNATURE):

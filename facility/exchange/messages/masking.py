@@ -17,7 +17,7 @@ DETAILS = "masking"
 
 
 GROWTH = 10.0
-"""A facility sends no more than so many times the mean second moment that the round began with, of each parameter."""
+"""Limit of what a facility sends: this many times each parameter's mean second moment at the start of the round."""
 
 
 @validated(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class MaskedMoments:
     range: Positive[float]
     """The largest that is sent: `training.clip_norm` squared."""
     every: Positive[int] = 1
-    """They are sent after every so many rounds."""
+    """Rounds between two that send them."""
 
     @property
     def common(self) -> dict[str, float]:

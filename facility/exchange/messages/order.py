@@ -17,7 +17,7 @@ from facility.exchange.errors import ManifestError
 from facility.exchange.files.audit_log import HEAD
 from facility.exchange.messages.comparison import SENT
 from facility.exchange.messages.manifest import SIGNATURE, Manifest, read_manifest, run_of, sha256_of, store_manifest
-from facility.exchange.messages.signatures import sign, verify
+from facility.exchange.messages.signatures import sign_manifest, verify_signature
 
 SETTINGS, EXPIRES = "settings_sha256", "expires"
 """In a model's `extra`: digests of the settings by facility; seconds since 1970."""
@@ -32,7 +32,7 @@ def sign_order(directory: Path, key: Path, *, settings: Mapping[str, str], expir
     extra = manifest.extra | {SETTINGS: dict(settings), EXPIRES: int(expires)} | ({HEAD: head} if head else {})
     (directory / SIGNATURE).unlink(missing_ok=True)
     store_manifest(directory, dataclasses.replace(manifest, extra=extra))
-    sign(directory, key, kind=manifest.kind)
+    sign_manifest(directory, key, kind=manifest.kind)
 
 
 def verify_order(
@@ -42,7 +42,7 @@ def verify_order(
 
     Checks the manifest alone: its digests bind the files, which `verify_manifest` compares.
     """
-    verify(model, federation, allowed_signers)
+    verify_signature(model, federation, allowed_signers)
     manifest = read_manifest(model)
     if manifest.kind not in SENT or manifest.federation != federation:
         raise ManifestError(

@@ -22,7 +22,7 @@ from facility.exchange.json_values import read_values
 from facility.exchange.schedules.registry import SCHEDULES
 from facility.exchange.scheduling.policies import POLICIES
 from facility.exchange.text import number_of
-from facility.exchange.validation import check_format, parse, validated
+from facility.exchange.validation import check_format, parse_dataclass, validated
 
 FORMAT = 1
 MOST_MICRO_BATCHES = 1 << 20
@@ -271,7 +271,7 @@ class Plan:
 def plan_from_json(raw: Any, *, file: Path | str | None = None) -> Plan:
     """Build a plan from plain values; raises `ConfigurationError` naming the key."""
     check_format(raw, FORMAT, file=file, update="update CrossFed where this plan is read")
-    return parse(Plan, raw, file=file)
+    return parse_dataclass(Plan, raw, file=file)
 
 
 OF_EVERY_PLAN = ("stages", "replicas", "grid", "stage_units")

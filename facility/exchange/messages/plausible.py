@@ -1,4 +1,4 @@
-"""Largest numbers that are believed in a message, apart from it: who asks for them alone needs no pydantic."""
+"""Largest numbers that are believed in a message, in a module of their own: importing them alone needs no pydantic."""
 
 from __future__ import annotations
 

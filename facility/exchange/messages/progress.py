@@ -53,7 +53,7 @@ class ProgressFile:
     """`progress.json` in a job's directory, which each report replaces atomically.
 
     A full disk must not end the round: where the file cannot be written a warning says so, once, and another line says
-    when it can be again. It is not synchronised to the disk: steps may be quick, and after a crash nobody reads it.
+    when it can be again. It is not synchronised to the disk: steps may be quick, and after a crash it is not read.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -28,6 +28,6 @@ def set_aside(received: Manifest) -> dict[str, int]:
 
 
 def with_set_aside(directory: Path, rewinds: Mapping[str, int]) -> None:
-    """Write it into the manifest of a model or message; nothing where it stands there already."""
+    """Write the rewinds into the manifest of a model or message, unless it holds them already."""
     if set_aside(read_manifest(directory)) != rewinds:
         with_extra(directory, KEY, dict(rewinds))

@@ -20,7 +20,7 @@ from facility.exchange.messages.preference import BENEATH, PreferenceSettings
 from facility.exchange.messages.privacy import DifferentialSettings, check_layout
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.messages.trainer import TrainerSettings
-from facility.exchange.one_of import either
+from facility.exchange.one_of import one_of
 from facility.exchange.text import Line, Name, Pattern
 from facility.exchange.validation import (
     NonNegative,
@@ -28,7 +28,7 @@ from facility.exchange.validation import (
     Share,
     ShareOrNone,
     check_format,
-    parse,
+    parse_dataclass,
     validated,
     with_settings,
 )
@@ -52,7 +52,7 @@ class TrainingSettings:
     """Sequences (blocks) per optimizer step over the whole facility."""
     micro_batch_sequences: NonNegative[int] = 0
     """Sequences per forward pass and rank; 0: as many as the batch gives each rank."""
-    optimizer: Annotated[str, either(OPTIMIZERS.built_in)] = "adamw"
+    optimizer: Annotated[str, one_of(OPTIMIZERS.built_in)] = "adamw"
     """Name of the inner optimizer, or the dotted path of your own. A change between rounds begins with new state."""
     optimizer_parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters that the optimizer declares for itself; the keys of AdamW stand beside this one."""
@@ -122,7 +122,7 @@ class TrainingSettings:
     measured, `int8` and `full` lowered perplexity by 0.5 to 0.9 %, and `blocks` raised it by 1.4 %. The same value at
     all facilities that share them."""
     optimizer_state_every: Positive[int] = 1
-    """Moments are averaged after every so many rounds. The same value at all facilities."""
+    """Rounds between two averages of the moments. The same value at all facilities."""
     first_moments: Literal["off", "mean"] = "off"
     """`mean`: first moments (AdamW's, Muon's momentum) are averaged over the facilities between rounds, in bfloat16: 2
     bytes a parameter each way. With AdamW it did not pay where it was measured; Muon's momenta drift apart on unlike
@@ -287,7 +287,7 @@ def check_differential(training: TrainingSettings, *, dataset_card: bool = False
 
 
 def check_masked(training: TrainingSettings, *, step_norms: bool) -> None:
-    """Raise `ConfigurationError`, with the key, for what tells figures of a single update beside masks."""
+    """Raise `ConfigurationError`, with the key, for settings that reveal figures of a single update beside masks."""
     told = [
         (step_norms, "step_norms", "the norm of each tensor's step is stated beside the update"),
         (training.drift_correction, "training.drift_correction", "the length of each walk is in the report"),
@@ -317,9 +317,9 @@ class FacilitySettings:
     exclude: list[Pattern] = field(default_factory=list)
     """Glob patterns of tensors that are not averaged: they stay personal to this facility and never travel."""
     evaluation: FacilityEvaluation = field(default_factory=FacilityEvaluation)
-    """Tasks to evaluate the received model on, and data that nobody trains on."""
+    """Tasks to evaluate the received model on, and data that no facility trains on."""
     dataset_card: bool = False
-    """Tell counts and digests of the dataset with every update, so that they can be published."""
+    """Report counts and digests of the dataset with every update, so that they can be published."""
     model_encoding: Encoding = "full"
     """How models travel to this facility; other than `full`, it keeps the last two as references."""
     behind: NonNegative[int] = 0
@@ -364,7 +364,7 @@ def read_settings(kind: type[T], path: Path, *, newest: int, advice: str) -> T:
     """
     raw = read_values(path, most_bytes=MOST_BYTES)
     check_format(raw, newest, file=path, update=advice)
-    return parse(kind, raw, file=path, update=advice)
+    return parse_dataclass(kind, raw, file=path, update=advice)
 
 
 def read_facility_settings(path: Path) -> FacilitySettings:

@@ -22,7 +22,7 @@ from pathlib import Path
 from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.files.durable import write_bytes
 from facility.exchange.messages.manifest import NAME, SIGNATURE, read_manifest
-from facility.exchange.messages.strict_json import clean
+from facility.exchange.messages.strict_json import clean_text
 
 NAMESPACE = "crossfed"
 """Keeps a signature made for CrossFed from being valid for anything else, and the other way round."""
@@ -33,7 +33,7 @@ SECONDS = 30
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
-def sign(directory: Path, key: Path, *, kind: str) -> None:
+def sign_manifest(directory: Path, key: Path, *, kind: str) -> None:
     """Sign the manifest of `directory`, which is of this `kind`, with the private key file `key`, or with the agent's
     key for a public one.
 
@@ -54,7 +54,7 @@ def sign(directory: Path, key: Path, *, kind: str) -> None:
     write_bytes(directory / SIGNATURE, signature)  # under a name that nobody guesses: a link may lie under any other
 
 
-def verify(directory: Path, signer: str, allowed_signers: Path) -> str:
+def verify_signature(directory: Path, signer: str, allowed_signers: Path) -> str:
     """Returns the fingerprint of the key that signed the manifest as `signer`, by the allowed-signers file.
 
     Checks the manifest alone; `verify_manifest` checks the files against it. Raises `ManifestError` for any other
@@ -113,5 +113,5 @@ def _run(arguments: list[str], text: bytes, what: str) -> str:
     if done.returncode:
         lines = (done.stderr or done.stdout).decode(errors="replace").splitlines()
         said = [line.strip() for line in lines if line.strip("@ \r")]  # the last alone does not say which file is wrong
-        raise ConfigurationError(f"{what}: {clean('; '.join(said) or 'no reason given', 500)}".removeprefix(": "))
+        raise ConfigurationError(f"{what}: {clean_text('; '.join(said) or 'no reason given', 500)}".removeprefix(": "))
     return done.stdout.decode(errors="replace")

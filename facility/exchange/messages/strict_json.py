@@ -66,7 +66,7 @@ def parse_json(text: str, *, where: Path | str, bounded: bool = True) -> dict[st
             object_pairs_hook=no_duplicates,
         )
     except ValueError as error:
-        raise ManifestError(f"{path} cannot be read, it is malformed: {clean(str(error), 200)}") from None
+        raise ManifestError(f"{path} cannot be read, it is malformed: {clean_text(str(error), 200)}") from None
     if not isinstance(value, dict):
         raise ManifestError(f"{path} is malformed: it holds a {type(value).__name__}, expected a mapping")
     if bounded:
@@ -74,7 +74,7 @@ def parse_json(text: str, *, where: Path | str, bounded: bool = True) -> dict[st
     return value
 
 
-def clean(text: str, longest: int = 1000, *, lines: bool = False) -> str:
+def clean_text(text: str, longest: int = 1000, *, lines: bool = False) -> str:
     """Printable text from another machine: unprintable characters become `?`, the middle of too long a text `...`.
 
     With `lines`, line ends and tabs stay.
@@ -82,13 +82,13 @@ def clean(text: str, longest: int = 1000, *, lines: bool = False) -> str:
     kept = "\n\t" if lines else ""
     if len(text) > longest:
         text = f"{text[: longest * 2 // 3]}...{text[-(longest // 3) :]}"
-    text = seen(text)
+    text = show_unseen(text)
     if not lines:
         text = " ".join(text.split())
     return "".join(c if c in kept or unicodedata.category(c) not in UNPRINTABLE else "?" for c in text)
 
 
-def seen(text: str) -> str:
+def show_unseen(text: str) -> str:
     """Text whose letters all show, each within its own line: unseen ones become `?`, surplus marks on one are left
     out."""
     if text.isascii():
@@ -101,7 +101,7 @@ def seen(text: str) -> str:
     return "".join(kept)
 
 
-def printable(text: str) -> bool:
+def is_printable(text: str) -> bool:
     """True when no character of the text is unprintable."""
     return text.isprintable() or not any(unicodedata.category(c) in UNPRINTABLE for c in text)
 
@@ -118,7 +118,8 @@ class Fields:
         """Refuse keys that are not known."""
         if unknown := sorted(set(self.raw) - set(known)):
             raise ManifestError(
-                f"{self.where} has unknown keys {[clean(key, 60) for key in unknown[:5]]}; known are {sorted(known)}"
+                f"{self.where} has unknown keys {[clean_text(key, 60) for key in unknown[:5]]}; known are "
+                f"{sorted(known)}"
             )
         return self
 
@@ -149,7 +150,7 @@ class Fields:
 
     def text(self, name: str, default: str | None = None, *, longest: int = LONGEST_NAME) -> str:
         value = self._take(name, default)
-        if not isinstance(value, str) or len(value) > longest or not printable(value):
+        if not isinstance(value, str) or len(value) > longest or not is_printable(value):
             raise self._wrong(name, value, f"printable text of at most {longest} characters")
         return value
 
@@ -158,7 +159,7 @@ class Fields:
         value = self._take(name, default)
         if not isinstance(value, str):
             raise self._wrong(name, value, "text")
-        return clean(value, longest, lines=lines)
+        return clean_text(value, longest, lines=lines)
 
     def flag(self, name: str, default: bool) -> bool:
         value = self._take(name, default)
@@ -183,8 +184,8 @@ class Fields:
         value = self._take(name, {})
         if not isinstance(value, dict) or len(value) > most:
             raise self._wrong(name, value, f"a mapping of at most {most} entries")
-        if odd := next((key for key in value if not key or len(key) > LONGEST_NAME or not printable(key)), None):
-            raise ManifestError(f"{self.where} names {clean(odd, 60)!r} in {name}, expected printable names")
+        if odd := next((key for key in value if not key or len(key) > LONGEST_NAME or not is_printable(key)), None):
+            raise ManifestError(f"{self.where} names {clean_text(odd, 60)!r} in {name}, expected printable names")
         return value
 
     def items(self, name: str, most: int, check: Callable[[Fields, str], T]) -> list[T]:
@@ -207,8 +208,8 @@ class Fields:
         return default
 
     def _wrong(self, name: str, value: Any, expected: str) -> ManifestError:
-        found = clean(repr(value)[:200] if not isinstance(value, dict | list) else type(value).__name__, 60)
-        return ManifestError(f"{self.where} has {found} for {clean(name, 60)}, expected {expected}")
+        found = clean_text(repr(value)[:200] if not isinstance(value, dict | list) else type(value).__name__, 60)
+        return ManifestError(f"{self.where} has {found} for {clean_text(name, 60)}, expected {expected}")
 
 
 def _text(path: Path, most_bytes: int) -> str:

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.emulation import Emulation, Stalls, read_trace
-from facility.exchange.one_of import either
+from facility.exchange.one_of import one_of
 from facility.exchange.scheduling.group import GroupLimits, GroupRules
 from facility.exchange.scheduling.groups import GroupScheduler
 from facility.exchange.scheduling.policies import POLICIES, SchedulerInputs, SyncPolicy, scheduler_of
@@ -29,7 +29,7 @@ class EmulationSettings(Stalls):
 
     def build(self) -> Emulation:
         """The pure law; reads the trace file. Raises `ConfigurationError`."""
-        return Emulation(**self.stalls(), trace=read_trace(resolve(self.trace)) if self.trace else {})
+        return Emulation(**self.stalls(), trace=read_trace(resolve_path(self.trace)) if self.trace else {})
 
 
 @validated(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class SyncSettings(GroupLimits):
     bound, minimum, maximum, patience, the windows, debias, step and relay are of partial_reduce.
     """
 
-    policy: Annotated[str, either(POLICIES.built_in)] = "allreduce"
+    policy: Annotated[str, one_of(POLICIES.built_in)] = "allreduce"
     """Name of a synchronisation policy, or the dotted path `package.module:Class` of your own."""
     parameters: dict[str, bool | int | float | str] = field(default_factory=dict)
     """Parameters that the policy declares for itself (one from outside this package)."""
@@ -73,9 +73,9 @@ class SyncSettings(GroupLimits):
     under all-reduce."""
     relay: NonNegative[float] = 0.1
     """partial_reduce with common steps, where pipelines flush: a group of whose members none was in the group before
-    takes that group's gradient along, as one member's more, and who would go on alone averages parameters with one of
-    its members, which answers while it computes; as long as that takes no more than this part of a usual step. Costs
-    two copies of this rank's parameters; 0: off."""
+    takes that group's gradient along, as one member's more, and a replica that would go on alone averages parameters
+    with one of its members, which answers while it computes; as long as that takes no more than this part of a usual
+    step. Costs two copies of this rank's parameters; 0: off."""
     progress: Literal["accumulated", "each"] = "accumulated"
     """accumulated: replicas together make steps x replicas updates, fast ones more; each: everyone makes `steps`.
     Policies in lockstep, local and diloco always count each."""

@@ -11,8 +11,8 @@ import re
 from pathlib import Path
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.files.bounded import real
-from facility.exchange.files.paths import shipped
+from facility.exchange.files.bounded import real_path
+from facility.exchange.files.paths import shipped_path
 from facility.exchange.typed_text import typed_text
 
 ENGINE_NAMES = ("streamflow_command", "streamflow_environment", "streamflow_workdir")
@@ -28,12 +28,12 @@ MOST_BYTES = 1 << 20
 
 def shipped_templates() -> dict[str, Path]:
     """The templates that ship with CrossFed, by name."""
-    return {path.stem: path for path in sorted(shipped("templates").glob("*.sh"))}
+    return {path.stem: path for path in sorted(shipped_path("templates").glob("*.sh"))}
 
 
 def find_template(name: str, folder: Path) -> Path:
     """Path of a template: `leonardo` is the shipped one, unless `folder` holds a file of that name; else a path."""
-    path = real(folder / Path(name).expanduser())
+    path = real_path(folder / Path(name).expanduser())
     if SHORT.fullmatch(name) and not path.is_file():
         known = shipped_templates()
         if name not in known:
@@ -61,7 +61,7 @@ def _text(path: Path) -> str:
     return text
 
 
-def unfilled(text: str, fill: dict[str, str]) -> list[str]:
+def unfilled_placeholders(text: str, fill: dict[str, str]) -> list[str]:
     """Placeholders of a template that nothing fills."""
     return sorted(set(PLACEHOLDER.findall(text)) - set(fill) - {"home"})
 
@@ -72,8 +72,8 @@ def _inherit(path: Path) -> str:
 
     def load(name: str) -> str | None:
         beside = path.parent / name
-        for found in (path,) if name == str(path) else (beside, shipped("templates") / name):
-            if found.is_file() and (name == str(path) or real(found) != real(path)):
+        for found in (path,) if name == str(path) else (beside, shipped_path("templates") / name):
+            if found.is_file() and (name == str(path) or real_path(found) != real_path(path)):
                 return _text(found)
         return None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from facility.exchange.schedules.looped import looped
+from facility.exchange.schedules.looped import looped_order
 from facility.exchange.schedules.ops import Op
 from facility.exchange.schedules.registry import PipelineSchedule
 
@@ -18,4 +18,4 @@ DECLARATION = PipelineSchedule(
 
 def interleaved_zero_bubble(stages: int, virtual_stages: int, micro_batches: int) -> tuple[tuple[Op, ...], ...]:
     """The ops of every rank."""
-    return looped("interleaved_zero_bubble", stages, virtual_stages, micro_batches, zero=True)
+    return looped_order("interleaved_zero_bubble", stages, virtual_stages, micro_batches, zero=True)

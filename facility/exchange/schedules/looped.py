@@ -9,7 +9,7 @@ from facility.exchange.errors import ConfigurationError
 from facility.exchange.schedules.ops import Kind, Op
 
 
-def looped(
+def looped_order(
     schedule: str, stages: int, virtual_stages: int, micro_batches: int, *, zero: bool
 ) -> tuple[tuple[Op, ...], ...]:
     """The ops of every rank; `zero`: the backward is split, and its part for the weights fills bubbles."""

@@ -35,7 +35,7 @@ class Op:
     """Blocking transport: this op's receive is posted when the op of this index has ended; -1: at the start."""
 
 
-def peak(ops: Sequence[Op], bytes_of_chunk: Sequence[float] | Mapping[int, float]) -> float:
+def peak_bytes(ops: Sequence[Op], bytes_of_chunk: Sequence[float] | Mapping[int, float]) -> float:
     """Largest sum over live micro-batches: live from forward to backward (of the weights, where backward is split)."""
     now = most = 0.0
     for op in ops:

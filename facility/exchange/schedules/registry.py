@@ -31,6 +31,6 @@ SCHEDULES = Registry(
 )
 
 
-def interleaved(schedule: str) -> bool:
+def is_interleaved(schedule: str) -> bool:
     """Whether a rank may hold several chunks of the model under this schedule."""
     return SCHEDULES.get(schedule).interleaved

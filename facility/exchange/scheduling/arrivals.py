@@ -65,7 +65,7 @@ class Arrivals:
         return float("inf") if usual is None or self.since is None else self.since + usual
 
 
-def patient(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
+def wait_budget(mine: Arrivals, theirs: Arrivals, patience: float) -> tuple[float, float]:
     """Seconds that one replica may wait for the other, and how much later than usual the other may be for that.
 
     A wait pays for the steps that both then make together, until one is late again: `patience` of a usual step each,

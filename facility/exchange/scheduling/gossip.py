@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from facility.exchange.scheduling.draws import uniform
+from facility.exchange.scheduling.draws import uniform_draw
 from facility.exchange.scheduling.groups import Group, GroupRules, GroupScheduler, Member
 from facility.exchange.scheduling.policies import SchedulerInputs
 
@@ -31,7 +31,7 @@ class GossipScheduler(GroupScheduler):
         member = pending[0]
         # A peer that has finished keeps serving: what it holds goes into the final average.
         peers = [m for m in self.members if m != member and not self._members[m].returning]
-        draw = uniform(self.seed, "gossip", str(member), self._members[member].rounds)
+        draw = uniform_draw(self.seed, "gossip", str(member), self._members[member].rounds)
         partner = peers[int(draw * len(peers))] if peers else None
         self._members[member].returning &= partner is None
         return self._group([member], now, "gossip does not wait", connected=False, partner=partner)
@@ -55,7 +55,7 @@ class PairScheduler(_CatchesUp):
 
     def pairing(self, iteration: int) -> list[list[Member]]:
         """The pairs of an iteration, among the active members."""
-        order = sorted(self.active, key=lambda m: uniform(self.seed, "pair", iteration, str(m)))
+        order = sorted(self.active, key=lambda m: uniform_draw(self.seed, "pair", iteration, str(m)))
         return [order[i : i + 2] for i in range(0, len(order), 2)]
 
     def _next(self, now: float) -> Group | None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 
-from facility.exchange.scheduling.arrivals import FIRST, patient
+from facility.exchange.scheduling.arrivals import FIRST, wait_budget
 from facility.exchange.scheduling.group import Group, GroupRules, Member
 from facility.exchange.scheduling.group_state import GroupState
 
@@ -165,7 +165,7 @@ class GroupScheduler(GroupState):
             if other in self._pending:
                 continue
             theirs = self._members[other].arrivals
-            pairs = [(m, *patient(self._members[m].arrivals, theirs, self.rules.patience)) for m in pending]
+            pairs = [(m, *wait_budget(self._members[m].arrivals, theirs, self.rules.patience)) for m in pending]
             limit = min(self._pending[m] + waits for m, waits, _ in pairs)
             soon = theirs.expected(first.arrivals.usual)
             last = soon + min(late for _, _, late in pairs)

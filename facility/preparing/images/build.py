@@ -40,8 +40,8 @@ from facility.preparing.output import (
     check_out,
     clear_after_kill,
     finish_replacement,
-    published,
-    recognised,
+    publish_directory,
+    recognise_dataset,
 )
 from facility.preparing.overlap import check_overlap
 from facility.preparing.packing import RowWriter
@@ -123,7 +123,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
         finish_replacement(request.out)
         if (found := _there(request, wanted)) is not None:  # made meanwhile, by a process that ended
             return found
-        with published(request.out) as directory:
+        with publish_directory(request.out) as directory:
             writing = Writing(request, decoder, directory)
             writing.write(sources, progress or (lambda *_: None))
             parts = writing.close()
@@ -140,7 +140,7 @@ def prepare_images(request: ImageRequest, *, progress: Progress | None = None) -
 
 def _there(request: ImageRequest, wanted: dict[str, Any]) -> Prepared | None:
     """The dataset at `out`, where the same request made it. Raises `DatasetError` where another one did."""
-    found = recognised(request, wanted)
+    found = recognise_dataset(request, wanted)
     if found is not None and not request.allow_overlap:
         check_overlap(found.manifest.splits["validation"])
     return None if found is None else Prepared(dataset=found, reused=True)

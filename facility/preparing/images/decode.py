@@ -22,7 +22,7 @@ from facility.exchange.checkpoints.image_processor import (
     Normalisation,
     channels_of,
     image_processor_digest,
-    normalisation,
+    read_normalisation,
     read_processor,
 )
 
@@ -63,7 +63,7 @@ class Decoder:
             raise DatasetError(f"{directory / FILE} is for {self.channels} channels, expected 1 (grey) or 3 (colour)")
         self.processor = load_processor(directory)
         self.unscaled = {name: False for name in SCALES if hasattr(self.processor, name)}
-        said = normalisation(raw, channels=self.channels, where=str(directory / FILE))
+        said = read_normalisation(raw, channels=self.channels, where=str(directory / FILE))
         trial = self._trial()
         values = self._processed(trial, "a trial image")
         scale = self._normalisation(trial, values, said, directory)

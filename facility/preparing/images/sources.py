@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from facility.dataset import DatasetError, SourceEntry
-from facility.exchange.files.bounded import real
+from facility.exchange.files.bounded import real_path
 from facility.exchange.json_text import parse_values
 from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.text import number_of
-from facility.preparing.labels import label_names, named
+from facility.preparing.labels import class_name, label_names
 from facility.preparing.said_of_records import name_of, names_in
-from facility.preparing.sources import spelled, unicode_text
+from facility.preparing.sources import unicode_name, unicode_text
 from facility.preparing.walking import files_below, path_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -94,7 +94,7 @@ def find_images(arguments: list[str], label_field: str) -> list[ImageSource]:
     for argument in arguments:
         path = path_of(argument)
         if path.is_file() and path.name.lower().endswith(PARQUET):
-            found.append(ImageSource(name=spelled(path.name), table=path))
+            found.append(ImageSource(name=unicode_name(path.name), table=path))
         elif not path.is_dir():
             raise DatasetError(f"{path}: expected a folder of images or a Parquet file")
         else:
@@ -115,11 +115,11 @@ def in_folder(root: Path, label_field: str) -> list[ImageSource]:
         )
     if tables:
         return [
-            ImageSource(name=spelled(f"{root.name}/{table.relative_to(root).as_posix()}"), table=table)
+            ImageSource(name=unicode_name(f"{root.name}/{table.relative_to(root).as_posix()}"), table=table)
             for table in tables
         ]
     pictures = described(root, label_field, images) or by_folder(root, images)
-    return [ImageSource(name=spelled(root.name), files=sorted(pictures, key=mixed))]
+    return [ImageSource(name=unicode_name(root.name), files=sorted(pictures, key=mixed))]
 
 
 def mixed(picture: Picture) -> bytes:
@@ -138,11 +138,11 @@ def by_folder(root: Path, images: list[Path]) -> list[Picture]:
             strays.append(relative.as_posix())
             continue
         label = relative.parts[0]
-        if label != spelled(label):
+        if label != unicode_name(label):
             raise DatasetError(
-                f"{spelled(str(root / label))}: the folder's name is a class, and is no UTF-8 text: rename it"
+                f"{unicode_name(str(root / label))}: the folder's name is a class, and is no UTF-8 text: rename it"
             )
-        found.append(Picture(name=spelled(relative.as_posix()), label=label, path=path))
+        found.append(Picture(name=unicode_name(relative.as_posix()), label=label, path=path))
     if strays:
         raise DatasetError(
             f"{root} holds {strays[0]!r} beside its folders ({number_of(len(strays), 'such image')}): an image's "
@@ -219,8 +219,8 @@ def records(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def inside(root: Path, path: Path) -> None:
     """Raise `DatasetError` unless the file, links followed, lies in the folder."""
-    if not real(path).is_relative_to(real(root)):
-        raise DatasetError(f"{path} leads out of {root}, to {real(path)}: only files in the folder are read")
+    if not real_path(path).is_relative_to(real_path(root)):
+        raise DatasetError(f"{path} leads out of {root}, to {real_path(path)}: only files in the folder are read")
 
 
 def label_of(value: Any, place: str, label_field: str) -> str:
@@ -257,4 +257,4 @@ def _picture(record: dict[str, Any], place: str, image_field: str, label_field: 
     if not isinstance(data, bytes):
         raise DatasetError(f"{place}: {image_field!r} holds no bytes; embed the images in the file")
     label = label_of(value, place, label_field)
-    return Picture(name=place, label=named(label, names, place) if names else label, data=data)
+    return Picture(name=place, label=class_name(label, names, place) if names else label, data=data)

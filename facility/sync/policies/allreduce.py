@@ -14,8 +14,8 @@ import torch
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.buckets import ring_bytes
 from facility.sync.runtime.client import Decision
-from facility.sync.runtime.flat import Flat, local
-from facility.sync.runtime.lockstep import Lockstep, weighted
+from facility.sync.runtime.flat import Flat, local_shard
+from facility.sync.runtime.lockstep import Lockstep, weighted_by_samples
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
 from facility.sync.runtime.replica import Context
 
@@ -50,7 +50,7 @@ class AllReduce(Lockstep):
         size, pending = 0, []
         for parameter in reversed(context.parameters):
             pending.append(parameter)
-            size += 4 * local(parameter.detach()).numel()
+            size += 4 * local_shard(parameter.detach()).numel()
             if size >= self.settings.bucket_bytes:
                 self._buckets.append(_Bucket(pending))
                 size, pending = 0, []
@@ -104,7 +104,7 @@ class AllReduce(Lockstep):
         pieces: dict[int, torch.Tensor] = {}
         for bucket in self._buckets:
             assert bucket.vector is not None
-            sizes = [local(p.detach()).numel() for p in bucket.parameters]
+            sizes = [local_shard(p.detach()).numel() for p in bucket.parameters]
             for parameter, piece in zip(bucket.parameters, bucket.vector[:-1].split(sizes), strict=True):
                 pieces[id(parameter)] = piece
             total = bucket.vector[-1:]
@@ -138,6 +138,6 @@ class AllReduce(Lockstep):
         return count
 
     def _launch(self, bucket: _Bucket, channel: Channel, samples: float) -> None:
-        grads = [local(p.grad) for p in bucket.parameters]  # type: ignore[arg-type]
-        bucket.vector = weighted(Flat(grads, self.context.device), samples)
+        grads = [local_shard(p.grad) for p in bucket.parameters]  # type: ignore[arg-type]
+        bucket.vector = weighted_by_samples(Flat(grads, self.context.device), samples)
         bucket.work = channel.start_all_reduce(bucket.vector)

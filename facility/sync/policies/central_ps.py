@@ -11,7 +11,7 @@ import torch
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.client import Decision
 from facility.sync.runtime.flat import Flat
-from facility.sync.runtime.lockstep import Lockstep, weighted
+from facility.sync.runtime.lockstep import Lockstep, weighted_by_samples
 from facility.sync.runtime.process_groups import Channel
 
 DECLARATION = SyncPolicy(
@@ -33,7 +33,7 @@ class CentralServer(Lockstep):
     def summed(
         self, channel: Channel, decision: Decision, flat: Flat, samples: float
     ) -> tuple[list[torch.Tensor], int]:
-        vector = weighted(flat, samples)
+        vector = weighted_by_samples(flat, samples)
         channel.reduce(vector, 0)
         channel.broadcast(vector, 0)
         here = decision.members[0] == self.me

@@ -35,7 +35,7 @@ import torch
 
 from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.client import Decision
-from facility.sync.runtime.flat import begin_state, gradients, moments, zero
+from facility.sync.runtime.flat import begin_state, local_gradients, optimizer_moments, set_to_zero
 from facility.sync.runtime.gradient_buckets import BackgroundTask, GradientBuckets
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
 from facility.sync.runtime.replica import Context, Replica
@@ -148,7 +148,7 @@ class PartialReduce(Replica):
         if kept != "average" or decision.together < 3:
             alike += self.flat.tensors
         if kept == "average" and decision.together == 2:
-            alike += moments(self.context.optimizer)
+            alike += optimizer_moments(self.context.optimizer)
 
         def action(channel: Channel) -> int:
             sent, last = 0, len(filling.buckets) - 1
@@ -162,10 +162,10 @@ class PartialReduce(Replica):
         filling.all()
         self._settle()  # where the exchange failed
         if averaged and kept == "reset" and together:
-            zero(moments(self.context.optimizer))
+            set_to_zero(optimizer_moments(self.context.optimizer))
         others = len(decision.members) < self.place.replicas  # who might take it along
         if self._shelf is not None and averaged and others and self.me == decision.keeper:
-            self._shelf.put(decision.uid, self.flat, gradients(self.context.parameters))
+            self._shelf.put(decision.uid, self.flat, local_gradients(self.context.parameters))
 
     def report(self) -> dict[str, Any]:
         return super().report() | {"announced_early_here": self.early}
@@ -195,7 +195,7 @@ class PartialReduce(Replica):
         What an earlier group left counts as one member more. It travels with the first member's own gradient, which
         stands in for it where it is gone.
         """
-        mine, share, members = gradients(parameters), self.weight(decision), len(decision.members)
+        mine, share, members = local_gradients(parameters), self.weight(decision), len(decision.members)
         if decision.partner is None:
             return share, mine
         if self.me != decision.members[0]:

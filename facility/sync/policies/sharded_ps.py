@@ -12,7 +12,7 @@ from facility.exchange.scheduling.policies import SyncPolicy
 from facility.sync.runtime.buckets import ring_bytes
 from facility.sync.runtime.client import Decision
 from facility.sync.runtime.flat import Flat
-from facility.sync.runtime.lockstep import Lockstep, weighted
+from facility.sync.runtime.lockstep import Lockstep, weighted_by_samples
 from facility.sync.runtime.process_groups import Channel
 
 DECLARATION = SyncPolicy(
@@ -36,7 +36,7 @@ class ShardedServer(Lockstep):
         self, channel: Channel, decision: Decision, flat: Flat, samples: float
     ) -> tuple[list[torch.Tensor], int]:
         members = len(decision.members)
-        vector = weighted(flat, samples)
+        vector = weighted_by_samples(flat, samples)
         size = vector.numel()
         share = -(-size // members)
         padded = torch.zeros(share * members, dtype=torch.float32, device=vector.device)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 
-def buckets(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+def bucket_runs(tensors: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
     """Runs of tensors of at most `limit` bytes in float32 together; a larger one is a run of its own."""
     run: list[torch.Tensor] = []
     size = 0

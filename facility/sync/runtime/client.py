@@ -232,7 +232,7 @@ class SchedulerClient:
     def _send(self, message: dict[str, Any]) -> None:
         try:
             with self._sending:
-                self._socket.sendall(wire.encode(message))
+                self._socket.sendall(wire.encode_line(message))
         except OSError as error:
             with self._change:
                 self._lost = self._lost or str(error)
@@ -259,7 +259,7 @@ class SchedulerClient:
         try:
             with self._socket.makefile("rb") as lines:
                 while line := lines.readline(wire.LINE_BYTES):
-                    self._take(wire.decode(line))
+                    self._take(wire.decode_line(line))
         except (OSError, ValueError) as error:
             reason = str(error)
         with self._change:

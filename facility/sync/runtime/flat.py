@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a possibly sharded tensor, sharing its memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -18,7 +18,7 @@ class Flat:
 
     def __init__(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
         # `.data`: writing is not seen by autograd, which may hold a forward pass whose weights are stashed.
-        self.tensors = [local(t.detach()).data for t in tensors]
+        self.tensors = [local_shard(t.detach()).data for t in tensors]
         self.device = device
         self.size = sum(t.numel() for t in self.tensors)
 
@@ -55,12 +55,12 @@ class Flat:
         ]
 
 
-def gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def local_gradients(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Local gradients; a parameter without one gets zeros, so that every replica exchanges the same shapes."""
     for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    return [local(p.grad) for p in parameters]  # type: ignore[arg-type]
+    return [local_shard(p.grad) for p in parameters]  # type: ignore[arg-type]
 
 
 def begin_state(optimizer: torch.optim.Optimizer | None) -> None:
@@ -80,21 +80,21 @@ def begin_state(optimizer: torch.optim.Optimizer | None) -> None:
         parameter.data.copy_(value)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    zero(moments(optimizer))
+    set_to_zero(optimizer_moments(optimizer))
 
 
-def zero(tensors: Iterable[torch.Tensor]) -> None:
+def set_to_zero(tensors: Iterable[torch.Tensor]) -> None:
     """Set all values to 0."""
     for tensor in tensors:
         tensor.zero_()
 
 
-def moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
+def optimizer_moments(optimizer: torch.optim.Optimizer | None) -> list[torch.Tensor]:
     """The optimizer's floating-point state, local, in the order of its parameters (empty before its first step)."""
     found = []
     for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})  # type: ignore[union-attr]
             values = [state[key] for key in sorted(state) if torch.is_tensor(state[key])]
-            found += [local(value) for value in values if value.is_floating_point()]
+            found += [local_shard(value) for value in values if value.is_floating_point()]
     return found

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from facility.sync.runtime.buckets import buckets
-from facility.sync.runtime.flat import local
+from facility.sync.runtime.buckets import bucket_runs
+from facility.sync.runtime.flat import local_shard
 
 
 class GradientBuckets:
@@ -18,7 +18,7 @@ class GradientBuckets:
     def __init__(self, parameters: Sequence[torch.Tensor], limit: int, backwards: int) -> None:
         """`limit`: bytes of a bucket; `backwards`: passes that accumulate in a step."""
         backwards_order = list(reversed(parameters))
-        runs = buckets([local(p.detach()) for p in backwards_order], limit)
+        runs = bucket_runs([local_shard(p.detach()) for p in backwards_order], limit)
         rest = iter(backwards_order)
         self.buckets = [[next(rest) for _ in run] for run in runs]
         self._backwards = backwards

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from facility.sync.runtime.client import Decision
-from facility.sync.runtime.flat import Flat, begin_state, gradients, moments
+from facility.sync.runtime.flat import Flat, begin_state, local_gradients, optimizer_moments
 from facility.sync.runtime.process_groups import Channel, ExchangeFailed
 from facility.sync.runtime.replica import Context, Replica
 
@@ -41,7 +41,7 @@ class Lockstep(Replica):
 
     def reduce_gradients(self, samples: float) -> None:
         share = samples if self.settings.weights == "samples" else 1.0
-        flat = Flat(gradients(self.context.parameters), self.context.device)
+        flat = Flat(local_gradients(self.context.parameters), self.context.device)
         while True:
             if self._standing is None and not self._stand():
                 continue
@@ -72,7 +72,7 @@ class Lockstep(Replica):
     def _brought_up(self, decision: Decision) -> bool:
         root = next(i for i, m in enumerate(decision.members) if m not in decision.returning)
         begin_state(self.context.optimizer)  # of one that comes in a new process
-        state = moments(self.context.optimizer)
+        state = optimizer_moments(self.context.optimizer)
         flat = Flat([*self.flat.tensors, *state], self.context.device)
         vector = torch.cat([flat.pack(), torch.tensor([self.done], dtype=torch.float32, device=self.context.device)])
 
@@ -119,7 +119,7 @@ class Lockstep(Replica):
         return took_place, renew
 
 
-def weighted(flat: Flat, samples: float) -> torch.Tensor:
+def weighted_by_samples(flat: Flat, samples: float) -> torch.Tensor:
     """samples x the flat vector, and the samples behind it."""
     vector = torch.empty(flat.size + 1, dtype=torch.float32, device=flat.device)
     flat.pack(vector[:-1])

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from facility.exchange.messages.sync import SyncSettings
 from facility.sync.protocol import ReplicaRank
-from facility.sync.runtime.buckets import buckets, ring_bytes
+from facility.sync.runtime.buckets import bucket_runs, ring_bytes
 from facility.sync.runtime.client import Decision, SchedulerClient
-from facility.sync.runtime.flat import Flat, begin_state, moments, zero
+from facility.sync.runtime.flat import Flat, begin_state, optimizer_moments, set_to_zero
 from facility.sync.runtime.process_groups import Channel, Channels, ExchangeFailed
 from facility.sync.runtime.scheduler_process import SchedulerPlan, SchedulerProcess, SchedulerThread
 
@@ -284,7 +284,7 @@ class Replica:
         """
         if decision.returning:
             begin_state(self.context.optimizer)
-        state = moments(self.context.optimizer)
+        state = optimizer_moments(self.context.optimizer)
         both = [*self.flat.tensors, *state] if self.settings.state_policy == "average" else self.flat.tensors
         flat = Flat(both, self.context.device)
         box: list[torch.Tensor] = []
@@ -299,7 +299,7 @@ class Replica:
         if box:
             flat.unpack(box[0])
             if self.settings.state_policy == "reset":
-                zero(state)
+                set_to_zero(state)
         return True
 
     def average(self, channel: Channel, decision: Decision, shares: Iterable[tuple[float, list[torch.Tensor]]]) -> int:
@@ -310,7 +310,7 @@ class Replica:
         shared = [(share, tensor) for share, tensors in shares for tensor in tensors]
         factors = iter([share for share, _ in shared])
         sent = 0
-        for run in buckets([tensor for _, tensor in shared], self.settings.bucket_bytes):
+        for run in bucket_runs([tensor for _, tensor in shared], self.settings.bucket_bytes):
             flat = Flat(run, self.context.device)
             flat.unpack(self.mean(channel, [next(factors) for _ in run], flat))
             sent += ring_bytes(flat.bytes, len(decision.members))

@@ -21,7 +21,7 @@ from facility.exchange.errors import TransientError
 from facility.exchange.logs import configure_logging
 from facility.exchange.messages.outcome import ENDING
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.validation import parse
+from facility.exchange.validation import parse_dataclass
 from facility.sync.runtime.journal import Journal
 from facility.sync.runtime.service import HELLO_SECONDS, SchedulerService
 
@@ -108,7 +108,7 @@ def main() -> None:
     plan = SchedulerPlan(
         **raw
         | {
-            "settings": parse(SyncSettings, raw["settings"]),
+            "settings": parse_dataclass(SyncSettings, raw["settings"]),
             "log": None if raw["log"] is None else Path(raw["log"]),
         }
     )

@@ -152,7 +152,7 @@ class SchedulerService:
         key: tuple[int, int] | None = None
         try:
             async with asyncio.timeout(HELLO_SECONDS):
-                hello = wire.decode(await reader.readline())
+                hello = wire.decode_line(await reader.readline())
             if not hmac.compare_digest(str(hello.get("token", "")).encode(), self.token.encode()):
                 log.warning("a connection to the scheduler without the token was refused")
                 return
@@ -168,7 +168,7 @@ class SchedulerService:
             self._heard(key)
             while line := await reader.readline():
                 self._heard(key)
-                self._message(key, wire.decode(line))
+                self._message(key, wire.decode_line(line))
         except (OSError, ValueError, KeyError, asyncio.IncompleteReadError) as error:
             log.warning("connection of %s: %r", key, error)
         except Exception as error:  # our own mistake: better gone, and noticed by all, than half alive
@@ -185,7 +185,7 @@ class SchedulerService:
     def _send(self, key: tuple[int, int], message: dict[str, Any]) -> None:
         writer = self._writers.get(key)
         if writer is not None and not writer.is_closing():
-            writer.write(wire.encode(message))
+            writer.write(wire.encode_line(message))
 
     def _push(self, replicas: Any, message: dict[str, Any]) -> None:
         for replica in replicas:

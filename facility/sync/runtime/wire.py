@@ -11,12 +11,12 @@ LINE_BYTES = 1 << 20
 """Longest line either side accepts."""
 
 
-def encode(message: dict[str, Any]) -> bytes:
-    """One line that `decode` reads. Raises `ValueError` for NaN or infinity."""
+def encode_line(message: dict[str, Any]) -> bytes:
+    """One line that `decode_line` reads. Raises `ValueError` for NaN or infinity."""
     return json.dumps(message, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any]:
+def decode_line(line: bytes) -> dict[str, Any]:
     """Raises `ValueError` for anything but an object."""
     message = parse_values(line)
     if not isinstance(message, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from facility.dataset import PreparedDataset
-from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, other_problem, unnamed
+from facility.exchange.checkpoints.labels import ONE_OF_SEVERAL, default_labels, other_problem
 from facility.exchange.errors import InputError
 
 ADVICE = "make the initial model with these classes (coordinator.model --classes), or prepare with --classes"
@@ -29,7 +29,7 @@ def check_classes(dataset: PreparedDataset, config: Any) -> None:
             f"example ({ONE_OF_SEVERAL}): what is trained would be read otherwise; {ADVICE.partition(',')[0]}"
         )
     named = [str(config.id2label.get(number, "")) for number in range(config.num_labels)]
-    if named == ours or named == unnamed(len(named)):
+    if named == ours or named == default_labels(len(named)):
         return
     number = next(n for n, (their, our) in enumerate(zip(named, ours, strict=True)) if their != our)
     raise InputError(

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from facility.dataset import Pixels, PreparedDataset
-from facility.exchange.checkpoints.tokenizer import differ
+from facility.exchange.checkpoints.tokenizer import tokenizers_differ
 from facility.exchange.errors import InputError
 from facility.exchange.messages.images import ImageSettings
 from facility.training.data.classes import check_classes
@@ -92,7 +92,7 @@ def check_processor(dataset: PreparedDataset, ours: str | None) -> None:
     """Refuse images that another image processor made than the model's, of the digest `ours`; None: not known."""
     pixels = dataset.manifest.pixels
     assert pixels is not None
-    if differ(pixels.processor_sha256, ours):
+    if tokenizers_differ(pixels.processor_sha256, ours):
         raise InputError(
             f"{dataset.directory} was made by another image processor than the model's ({pixels.processor_sha256} "
             f"against {ours}): prepare it with the model's preprocessor_config.json"

@@ -14,7 +14,7 @@ from facility.dataset import IMAGES, PreparedDataset, open_dataset
 from facility.exchange.checkpoints.base_model import check_base
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.checkpoints.image_processor import image_processor_digest
-from facility.exchange.checkpoints.tokenizer import differ, tokenizer_digest
+from facility.exchange.checkpoints.tokenizer import tokenizer_digest, tokenizers_differ
 from facility.exchange.errors import ConfigurationError, InputError, ManifestError
 from facility.exchange.files.storage import refuses_writes
 from facility.exchange.files.streamed_digest import StreamedDigest
@@ -190,7 +190,7 @@ def check_vocabulary(model: Path, dataset: PreparedDataset) -> None:
     if theirs in (None, ours):
         return
     entries = _unlike_entries(dataset.tokenizer_directory, model) if dataset.tokenizer_directory.is_dir() else []
-    if not entries and not differ(ours, theirs):
+    if not entries and not tokenizers_differ(ours, theirs):
         return
     token, number = entries[0] if entries else ("", 0)
     how = (

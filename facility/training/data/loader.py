@@ -12,7 +12,7 @@ from facility.dataset import PreparedDataset
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.grid import micro_batches_of
 from facility.exchange.messages.settings import TrainingSettings
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.sync.runtime.sampling import ReplicaOrder
 from facility.training.data.order import SampleOrder, evenly_spread
 from facility.training.data.tasks import IGNORED, Batch, Task
@@ -100,7 +100,7 @@ class DataLoader:
         share = np.arange(self.shape.bounds[self.data_rank], self.shape.bounds[self.data_rank + 1])
         batches = []
         for piece in np.array_split(share, self.shape.micro_batches[self.data_rank]):
-            seeds = [derive(self.seed, "draw", position + int(i)) for i in piece]
+            seeds = [derive_seed(self.seed, "draw", position + int(i)) for i in piece]
             batches.append(self._batch("train", indices[piece], seeds))
         return batches
 
@@ -120,14 +120,14 @@ class DataLoader:
         micro, rank, ranks = self.shape.micro_batch_sequences, *self.evaluates
         for begin in range(0, self.evaluated, micro * ranks):
             mine = self.asked[begin + rank * micro : begin + (rank + 1) * micro].tolist()
-            yield self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
+            yield self._batch("validation", mine, [derive_seed(self.seed, "validation", i) for i in mine])
 
     def blocks(self) -> Iterator[tuple[int, Batch]]:
         """Validation blocks of this rank, one at a time, with number; one past the last comes with an empty batch."""
         rank, ranks = self.evaluates
         for begin in range(0, self.evaluated, ranks):
             mine = self.asked[begin + rank : begin + rank + 1].tolist()
-            yield begin + rank, self._batch("validation", mine, [derive(self.seed, "validation", i) for i in mine])
+            yield begin + rank, self._batch("validation", mine, [derive_seed(self.seed, "validation", i) for i in mine])
 
     def over(self, dataset: PreparedDataset) -> DataLoader:
         """A loader of this rank's share of the validation split of another dataset."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 
 
 def evenly_spread(total: int, count: int) -> np.ndarray:
@@ -34,7 +34,7 @@ class SampleOrder:
         while filled < count:
             epoch, within = divmod(position + filled, self.sequences)
             if epoch != self._epoch:
-                seed = derive(self.seed, "order", self.facility, epoch)
+                seed = derive_seed(self.seed, "order", self.facility, epoch)
                 self._permutation = np.random.Generator(np.random.PCG64(seed)).permutation(self.sequences)
                 self._epoch = epoch
             piece = self._permutation[within : within + count - filled]

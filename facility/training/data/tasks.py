@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from facility.dataset import LOSS, START, DatasetManifest, PreparedDataset
-from facility.exchange.checkpoints.families import refusal
+from facility.exchange.checkpoints.families import why_untrainable
 from facility.exchange.checkpoints.task_class import FACTORIES
 from facility.exchange.errors import InputError
 from facility.exchange.task_words import Task as TaskName
@@ -202,7 +202,7 @@ def check_padding(dataset: PreparedDataset, config: Any, factory: Any) -> None:
 
 def check_family(config: Any, *, causal: bool) -> None:
     """Refuse a family that cannot be trained here, with the reason."""
-    if reason := refusal(config, causal=causal):
+    if reason := why_untrainable(config, causal=causal):
         raise InputError(reason)
 
 

@@ -15,7 +15,7 @@ import torch
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.registry import Parameter
-from facility.training.optimizers.groups import decaying, sum_over_shards
+from facility.training.optimizers.groups import decay_groups, sum_over_shards
 from facility.training.shards import LocalShard
 
 DECLARATION = InnerOptimizer(
@@ -42,7 +42,7 @@ class Adafactor(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[LocalShard], settings: TrainingSettings, values: Mapping[str, Any]) -> None:
         self.parts, self.values = list(parts), values
-        groups = decaying(parts, settings.weight_decay)
+        groups = decay_groups(parts, settings.weight_decay)
         super().__init__(groups, {"lr": settings.learning_rate})
 
     @torch.no_grad()

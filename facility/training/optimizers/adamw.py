@@ -13,7 +13,7 @@ import torch
 
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
-from facility.training.optimizers.groups import decaying
+from facility.training.optimizers.groups import decay_groups
 from facility.training.shards import LocalShard
 
 DECLARATION = InnerOptimizer(
@@ -34,7 +34,7 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, parts: Sequence[LocalShard], settings: TrainingSettings, values: Mapping[str, Any]) -> None:
         super().__init__(
-            decaying(parts, settings.weight_decay),
+            decay_groups(parts, settings.weight_decay),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
@@ -75,7 +75,7 @@ def even_out(state: dict[str, Any], betas: Sequence[float], steps: int) -> None:
 
 
 @torch.no_grad()
-def redecay(state: dict[str, Any], before: Sequence[float], betas: Sequence[float]) -> None:
+def match_decays(state: dict[str, Any], before: Sequence[float], betas: Sequence[float]) -> None:
     """Make the moments of a parameter, which decayed by `before`, those of other decays: corrected they are the same.
 
     Uncorrected, a beta2 lowered from 0.999 to 0.95 after ten steps would make the next steps seven times too long.

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from facility.training.shards import LocalShard
 
 
-def decaying(parts: Sequence[LocalShard], weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(parts: Sequence[LocalShard], weight_decay: float) -> list[dict[str, Any]]:
     """Two parameter groups: matrices decay, vectors (biases, norms) do not.
 
     A stage of frozen layers has nothing to train, and torch wants a parameter: an empty one.

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.messages.optimizers import InnerOptimizer
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.registry import Parameter
 from facility.training.optimizers.adamw import MOMENTS, moments_of
-from facility.training.optimizers.groups import decaying
+from facility.training.optimizers.groups import decay_groups
 from facility.training.optimizers.newton_schulz import orthogonalise_shards
 from facility.training.shards import LocalShard
 
@@ -73,7 +73,7 @@ class Muon(torch.optim.Optimizer):
             matrices or [torch.zeros(0)], {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
         )
         self.rest = torch.optim.AdamW(
-            decaying(rest, settings.weight_decay),
+            decay_groups(rest, settings.weight_decay),
             lr=settings.learning_rate,
             betas=(settings.beta1, settings.beta2),
             eps=settings.epsilon,
@@ -114,7 +114,7 @@ class Muon(torch.optim.Optimizer):
         return [dataclasses.replace(part, name=f"{BUFFER}.{part.name}", tensor=buffer)]
 
     def _is_matrix(self, name: str, shape: tuple[int, ...]) -> bool:
-        return len(shape) == 2 and not matches(name, self.values["adamw"].split())
+        return len(shape) == 2 and not matches_any(name, self.values["adamw"].split())
 
     def _scale(self, shape: tuple[int, ...]) -> float:
         rows, columns = shape

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from facility.exchange.errors import ConfigurationError
-from facility.exchange.grid import Grid, checked_units, even_units, grid, sharded_grid
+from facility.exchange.grid import Grid, checked_units, even_units, rank_grid, sharded_grid
 from facility.exchange.messages.plan import Plan
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.messages.sync import SyncSettings
-from facility.exchange.schedules.registry import interleaved
+from facility.exchange.schedules.registry import is_interleaved
 from facility.exchange.text import number_of
 from facility.training.data.loader import Shape, even_shape
 from facility.training.devices import device_id
@@ -111,7 +111,7 @@ def layout_of_plan(plan: Plan, ranks: Ranks, settings: TrainingSettings, *, bloc
             f"the plan uses {len(devices)} devices of {number_of(shards, 'rank')} each, but {ranks.world} ranks came; "
             "plan again"
         )
-    arrangement = grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
+    arrangement = rank_grid(ranks.world, replicas=plan.replicas, stages=plan.stages)
     counts = tuple(count for count in plan.replica_micro_batches for _ in range(shards))
     batch = sum(counts) * plan.micro_batch_samples
     if batch != settings.batch_sequences:
@@ -164,7 +164,9 @@ def layout_of_settings(ranks: Ranks, settings: TrainingSettings, *, blocks: int,
         raise ConfigurationError(
             "layout.units names stages, but layout.stages is 1; set layout.stages, or remove units"
         )
-    shape = even_shape(settings, arrangement.data_ranks, stages=layout.stages, interleaved=interleaved(layout.schedule))
+    shape = even_shape(
+        settings, arrangement.data_ranks, stages=layout.stages, interleaved=is_interleaved(layout.schedule)
+    )
     return Layout(
         grid=arrangement,
         units=units,

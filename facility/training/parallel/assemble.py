@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from facility.exchange.checkpoints.blocks import find_blocks
 from facility.exchange.checkpoints.checkpoint import Checkpoint
 from facility.exchange.checkpoints.layouts import refusal_of_batch_norms
-from facility.exchange.checkpoints.patterns import matches
+from facility.exchange.checkpoints.patterns import matches_any
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.locks import temporary_place
 from facility.exchange.grid import Grid
@@ -28,7 +28,7 @@ from facility.training.attention_operations import attention_operations
 from facility.training.batch_norm import statistics_names
 from facility.training.data.tasks import Task
 from facility.training.head import ChunkedHead
-from facility.training.model import Attention, Names, build, names_of
+from facility.training.model import Attention, Names, build_base_model, names_of
 from facility.training.parallel.collectives import time_all_reduce
 from facility.training.parallel.compute import Compute, Whole
 from facility.training.parallel.sharder import Sharder
@@ -77,13 +77,15 @@ class Assembly:
 
 def build_meta_model(config: Any, task: Task, attention: Attention, settings: TrainingSettings) -> nn.Module:
     """The whole model without memory: adapters in, what is frozen marked."""
-    skeleton = build(config, task.factory, attention)
+    skeleton = build_base_model(config, task.factory, attention)
     recomputes = settings.layout.activation_checkpointing != "none"
     if reason := refusal_of_batch_norms(skeleton, adapters=bool(settings.lora.rank), recomputes=recomputes):
         raise ConfigurationError(reason)
     if settings.lora.rank:
-        lora.inject(skeleton, settings.lora, classifies=task.answers)
-    frozen = [name for name, one in skeleton.named_parameters() if one.requires_grad and matches(name, settings.freeze)]
+        lora.inject_adapters(skeleton, settings.lora, classifies=task.answers)
+    frozen = [
+        name for name, one in skeleton.named_parameters() if one.requires_grad and matches_any(name, settings.freeze)
+    ]
     for name in frozen:
         skeleton.get_parameter(name).requires_grad_(False)
     if not any(parameter.requires_grad for parameter in skeleton.parameters()):
@@ -94,7 +96,7 @@ def build_meta_model(config: Any, task: Task, attention: Attention, settings: Tr
     return skeleton
 
 
-def assemble(
+def assemble_part(
     skeleton: nn.Module,
     task: Task,
     checkpoint: Checkpoint,

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
-def shard(
+def shard_model(
     root: nn.Module,
     blocks: Iterable[nn.Module],
     mesh: DeviceMesh,

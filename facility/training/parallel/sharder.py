@@ -12,7 +12,7 @@ from facility.training.monitor.clock import Clock
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.collectives import time_collectives
 from facility.training.parallel.compute import Precision
-from facility.training.parallel.shard import shard
+from facility.training.parallel.shard import shard_model
 from facility.training.processes.groups import mesh_of
 from facility.training.processes.ranks import Ranks
 from facility.training.shards import initialise_parameters
@@ -41,7 +41,7 @@ class Sharder:
         if self.layout.sharded:
             assert self.mesh is not None
             chosen = self.mesh["replica", "shard"] if self.in_mesh else self.mesh["shard"]
-            shard(
+            shard_model(
                 module,
                 blocks,
                 chosen,

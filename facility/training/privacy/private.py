@@ -22,7 +22,7 @@ from facility.exchange.checkpoints.layouts import refusal_of_router_loss
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.rounds.privacy_ledger import Entry, Kind, ReleaseLedger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
@@ -34,7 +34,7 @@ from facility.training.privacy.randomness import SecretRandom
 from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, evaluated_units, units_of
 from facility.training.processes.exchange import broadcast_json
-from facility.training.processes.ranks import Ranks, together
+from facility.training.processes.ranks import Ranks, agree_on_failure
 from facility.training.request import RoundRequest
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class PrivateTraining:
         if inputs.dataset.manifest.task == IMAGES:
             raise InputError(
                 "images are not trained with differential privacy: batch normalisation lets the records of a batch see "
-                "each other, and image models without it are not told apart yet; remove privacy.differential"
+                "each other, and image models without it are not recognised yet; remove privacy.differential"
             )
         if request.bundle is not None:
             raise InputError("models are compared block by block, without the noise that the settings promise: refused")
@@ -103,7 +103,7 @@ class PrivateTraining:
         """
         try:
             chosen: dict[Kind, float] = {}
-            with together(self.ranks):
+            with agree_on_failure(self.ranks):
                 if self.ranks.first:
                     self.ledger.open()
                     self.ledger.check_unit(self.settings.unit)
@@ -174,7 +174,7 @@ class PrivateTraining:
         mine = evaluated_units(self.counts["validation"], count)[self.ranks.rank :: self.ranks.world]
         total = torch.zeros(1, dtype=torch.float64)
         with self.engine.clock.stopped():
-            for rows in reader.read(mine, derive(self.request.settings.seed, "validation")):
+            for rows in reader.read(mine, derive_seed(self.request.settings.seed, "validation")):
                 losses = self.gradients.losses(rows)
                 total += losses.nan_to_num(self.bound, self.bound, 0.0).clamp(0.0, self.bound).sum()
         noise = self.noise["validation"]
@@ -218,7 +218,7 @@ class PrivateTraining:
         """For tasks that draw: another one for every sample."""
         self.draws += 1
         settings = self.request.settings
-        return derive(settings.seed, "draw", settings.facility, self.request.round, self.draws)
+        return derive_seed(settings.seed, "draw", settings.facility, self.request.round, self.draws)
 
     def _record(self, kind: Kind, noise: float, rate: float) -> None:
         if self.ranks.first:
@@ -270,5 +270,5 @@ def private_training(
     """None where the settings do not ask for differential privacy. One rank's refusal is every rank's."""
     if request.settings.differential is None:
         return None
-    with together(ranks):
+    with agree_on_failure(ranks):
         return PrivateTraining(request, inputs, engine, ranks)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from facility.dataset import PreparedDataset
-from facility.exchange.seeds import derive
+from facility.exchange.seeds import derive_seed
 from facility.training.data.tasks import IGNORED, Task
 from facility.training.privacy.units import Units, bears_loss
 
@@ -88,7 +88,7 @@ def own_seeds(seed: int, dataset: PreparedDataset, split: str, blocks: np.ndarra
     """For tasks that draw: a seed for each block by what the block holds. By its number, one unit less would have other
     tokens asked for in all units behind it, and change the sum by more than the clip."""
     rows = dataset.split(split)[blocks]
-    return [derive(seed, hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest()) for row in rows]
+    return [derive_seed(seed, hashlib.sha256(np.ascontiguousarray(row).tobytes()).hexdigest()) for row in rows]
 
 
 def looks_at_lengths(model: nn.Module) -> bool:

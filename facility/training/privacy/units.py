@@ -75,7 +75,7 @@ def check_unit(dataset: PreparedDataset, unit: Unit) -> None:
     if unit == "document" and joined:
         raise InputError(
             f"{where} joins documents, so that a block holds parts of several and a document's gradient cannot be "
-            "told from its neighbours': prepare it with --documents separate"
+            "distinguished from its neighbours': prepare it with --documents separate"
             + (", or padded" if manifest.task == "chat" else "")
             + ", or set privacy.differential.unit to block, which protects one block and not a whole document"
         )

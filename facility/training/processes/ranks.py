@@ -91,7 +91,7 @@ def from_environment(device: str) -> Ranks:
     )
 
 
-def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -> Ranks:
+def regroup(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -> Ranks:
     """This rank among `members` alone, which all call this: the others are gone and not waited for."""
     group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds), use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
@@ -99,7 +99,7 @@ def regrouped(ranks: Ranks, members: Sequence[int], *, timeout_seconds: float) -
 
 
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
+def agree_on_failure(ranks: Ranks) -> Iterator[None]:
     """Run a part of work that may refuse its input, or whose file system may refuse what is written: what one rank
     refuses, every rank refuses, each once."""
     mine: CrossFedError | None = None
@@ -153,7 +153,7 @@ def lost_contact(error: BaseException | None) -> str:
     return ""
 
 
-def end(main: Callable[[], int]) -> NoReturn:
+def run_and_exit(main: Callable[[], int]) -> NoReturn:
     """Run a rank's `main`, which ends well behind a barrier, and leave the process with its code.
 
     Every rank ends by flush and `os._exit`: torch 2.13 on a CPU sometimes aborts at interpreter exit after FSDP. A

@@ -39,8 +39,8 @@ from facility.training.processes.ranks import Ranks
 from facility.training.processes.sealed_store import SealedStore
 from facility.training.processes.torchrun import (
     agents_directory,
-    announce,
-    announced,
+    announce_store,
+    find_store,
     under_torchrun,
     without_directory,
 )
@@ -54,7 +54,7 @@ INTERFACES = Path("/proc/net/if_inet6")
 """Each IPv6 address of this node in hexadecimal, and as the sixth word its interface (proc_net(5))."""
 
 
-def start(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
+def join_ranks(ranks: Ranks, *, threads: int, timeout_seconds: float) -> None:
     """Set the process's device and threads, and join the other ranks. A hung peer is noticed after the timeout."""
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
@@ -97,10 +97,10 @@ def store_beside_torchrun(ranks: Ranks, limit: timedelta) -> dist.TCPStore:
     if directory is None:
         raise without_directory()
     if not ranks.hosts:
-        return join(*announced(directory, limit.total_seconds()), limit)
+        return join(*find_store(directory, limit.total_seconds()), limit)
     address = own_address()
     store = serve(address, 0, ranks, limit)
-    announce(directory, address, store.port)
+    announce_store(directory, address, store.port)
     return store
 
 

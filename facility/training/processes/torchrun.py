@@ -71,13 +71,13 @@ def _remove_left(folder: Path) -> None:
 def without_directory() -> ConfigurationError:
     """Why ranks on several nodes do not meet at torchrun's store, and what to do."""
     return ConfigurationError(
-        "torchrun on several nodes brings ranks together at a store that admits whoever knows its port: start them "
-        f"with `python -m facility.launch`, or set {DIRECTORY} to a directory that all nodes see, of mode 0700 and "
-        "made anew for each start"
+        "torchrun on several nodes brings ranks together at a store that admits any process that knows its port: start "
+        f"them with `python -m facility.launch`, or set {DIRECTORY} to a directory that all nodes see, of mode 0700 "
+        "and made anew for each start"
     )
 
 
-def announce(directory: Path, address: str, port: int, environment: Mapping[str, str] = os.environ) -> None:
+def announce_store(directory: Path, address: str, port: int, environment: Mapping[str, str] = os.environ) -> None:
     """Leave the secret, and where the first rank's store listens. Raises `ConfigurationError` in a used directory."""
     place = _meeting(directory, environment)
     if place.exists():
@@ -87,7 +87,7 @@ def announce(directory: Path, address: str, port: int, environment: Mapping[str,
     write_json(place, [address, port])
 
 
-def announced(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
+def find_store(directory: Path, seconds: float, environment: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where the first rank's store listens. Raises `TransientError` where it does not say so within `seconds`."""
     place, deadline = _meeting(directory, environment), time.monotonic() + seconds
     while place.name not in names_in(directory):

@@ -17,10 +17,10 @@ from facility.exchange.checkpoints.delta import write_tensors
 from facility.exchange.checkpoints.delta_parts import HeldTensor
 from facility.exchange.files.durable import new_directory
 from facility.exchange.messages.settings import FacilitySettings
-from facility.rounds.sealed import seal
+from facility.rounds.sealed import write_seal
 from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard
-from facility.training.state.save import Slot, rounded
+from facility.training.state.save import Slot, round_to_export
 
 
 def held_tensors(
@@ -65,7 +65,7 @@ def held_tensor(part: LocalShard, slot: Slot, model: Path) -> HeldTensor:
     flat, dtype = part.tensor.detach().view(-1), torch_dtype(slot.dtype)
 
     def values(begin: int, count: int) -> memoryview:
-        piece = rounded(part.name, flat[begin : begin + count], dtype).cpu().contiguous()
+        piece = round_to_export(part.name, flat[begin : begin + count], dtype).cpu().contiguous()
         return memoryview(piece.view(torch.uint8).numpy().data)
 
     return HeldTensor(
@@ -100,5 +100,5 @@ def write_message(
             ahead=open_checkpoint(request.left) if request.left is not None else None,
             taken=request.unsent_share,
         )
-    seal(request.unsent_out, done.residual_checksums)
+    write_seal(request.unsent_out, done.residual_checksums)
     return done.message_sha256

@@ -23,7 +23,7 @@ from facility.exchange.checkpoints.moments import (
     StoredMoments,
     block_means,
     has_moments,
-    matrix,
+    matrix_shape,
     shapes_in,
     write_moments,
 )
@@ -65,7 +65,7 @@ def write_outgoing(update: Path, leaving: Leaving, training: TrainingSettings) -
 
 def _rows_of(entry: TensorEntry, moment: Moment, scale: float) -> Rows:
     """Rows of a stored float32 tensor, times `scale`, as the moment's form has them."""
-    width = matrix(moment.shape)[1]
+    width = matrix_shape(moment.shape)[1]
 
     def read(first: int, count: int) -> Array:
         values = np.empty((count, width), np.float32)

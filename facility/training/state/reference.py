@@ -20,16 +20,16 @@ from facility.exchange.checkpoints.adapters import PREFIX, B, is_factor, is_magn
 from facility.exchange.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.files.durable import new_directory, write_json
-from facility.exchange.files.paths import resolve
+from facility.exchange.files.paths import resolve_path
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.preference import BENEATH
-from facility.exchange.validation import parse, validated
+from facility.exchange.validation import parse_dataclass, validated
 from facility.training import dora
 from facility.training.data.inputs import RoundInputs
 from facility.training.data.preference import Preference
 from facility.training.engine import Engine
 from facility.training.parallel.shard import drop_gathered
-from facility.training.processes.ranks import Ranks, barrier, gather, together
+from facility.training.processes.ranks import Ranks, agree_on_failure, barrier, gather
 from facility.training.request import RoundRequest
 from facility.training.shards import load_shards
 
@@ -58,16 +58,16 @@ def prepare_reference(request: RoundRequest, inputs: RoundInputs, engine: Engine
     assert isinstance(task, Preference)
     folder = request.state / FOLDER
     wanted = note_of(request, inputs)
-    with together(ranks):
+    with agree_on_failure(ranks):
         kept = is_kept(folder, wanted, first=request.round == 0) if ranks.first else False
     if not any(gather(ranks, kept)):
-        with together(ranks):
+        with agree_on_failure(ranks):
             source = reference_of(request, inputs)
         own = [part.tensor.detach().clone() for part in engine.assembly.parts]
-        with together(ranks):
+        with agree_on_failure(ranks):
             load_reference(engine, inputs, source)
         found = {split: measure(engine, inputs, ranks, split) for split in SPLITS}
-        with together(ranks):
+        with agree_on_failure(ranks):
             load_shards(engine.assembly.quantized, inputs.checkpoint, engine.assembly.names.conversion)
         with torch.no_grad():
             for part, values in zip(engine.assembly.parts, own, strict=True):
@@ -80,7 +80,7 @@ def prepare_reference(request: RoundRequest, inputs: RoundInputs, engine: Engine
                 write_json(directory / NAME, dataclasses.asdict(wanted))
         log.info("reference: %d pairs measured, kept in %s", sum(map(len, found.values())), folder)
     barrier(ranks)
-    with together(ranks):
+    with agree_on_failure(ranks):
         task.reference = {split: read_split(folder, split, inputs.dataset) for split in SPLITS}
 
 
@@ -99,7 +99,7 @@ def note_of(request: RoundRequest, inputs: RoundInputs) -> ReferenceNote:
 def is_kept(folder: Path, wanted: ReferenceNote, *, first: bool) -> bool:
     """True if these differences are kept already; after the first round the model of round 0 is not compared."""
     try:
-        found = parse(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
+        found = parse_dataclass(ReferenceNote, values_in(folder / NAME), file=folder / NAME)
     except (OSError, ValueError, ConfigurationError):
         return False
     if not first:
@@ -113,7 +113,7 @@ def reference_of(request: RoundRequest, inputs: RoundInputs) -> Checkpoint | Non
     if request.training.preference.reference == BENEATH:
         return None
     if request.training.preference.reference:
-        return open_checkpoint(resolve(request.training.preference.reference))
+        return open_checkpoint(resolve_path(request.training.preference.reference))
     if request.round == 0:
         return inputs.received
     beneath = f", or to {BENEATH!r} where that one had no adapters" if request.training.lora.rank else ""
@@ -143,7 +143,7 @@ def load_reference(engine: Engine, inputs: RoundInputs, source: Checkpoint | Non
         if source is not None and part.name in tensors:
             load_shards([part], source)
         elif is_magnitude(part.name):
-            dora.begin(part, names.magnitudes[part.name], beneath, names.conversion)
+            dora.initialise_magnitudes(part, names.magnitudes[part.name], beneath, names.conversion)
         elif not is_factor(part.name):
             own = dataclasses.replace(part, name=names.saved[part.name])
             load_shards([own], beneath, names.conversion)

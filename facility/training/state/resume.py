@@ -12,7 +12,7 @@ from facility.exchange.messages.settings import TrainingSettings
 from facility.training.engine import Engine
 from facility.training.loss_scale import LossScale
 from facility.training.lost import replica_share
-from facility.training.processes.ranks import together
+from facility.training.processes.ranks import agree_on_failure
 from facility.training.request import RoundRequest
 from facility.training.state import moments, second_moments, state
 
@@ -76,7 +76,7 @@ def that_fits(request: RoundRequest, saved: SavedState, engine: Engine) -> Saved
     something else, the optimizer begins anew, and so does an interrupted round.
     """
     previous, found, shapes = saved.previous, saved.checkpoint, engine.assembly.shapes
-    with together(engine.ranks):
+    with agree_on_failure(engine.ranks):
         if found is not None:
             kinds = [*found.sync, "weight"]
             if odd := state.lacking(
@@ -107,11 +107,13 @@ def more_than_asked(found: state.MidRoundCheckpoint, training: TrainingSettings)
     return ""
 
 
-def restore(request: RoundRequest, saved: SavedState, engine: Engine, *, replica: int, replicas: int) -> RoundProgress:
+def restore_state(
+    request: RoundRequest, saved: SavedState, engine: Engine, *, replica: int, replicas: int
+) -> RoundProgress:
     """Load optimizer state (and weights, mid-round); `replica` of `replicas` that have weights of their own."""
     training, previous, found = request.training, saved.previous, saved.checkpoint
     if found is not None:
-        with together(engine.ranks):
+        with agree_on_failure(engine.ranks):
             state.load_checkpoint(request.state, found, engine, replica=replica, replicas=replicas)
         here = found.progress_of(replica, replicas)
         share = replica_share(engine.layout, replica, together=engine.together)
@@ -139,19 +141,19 @@ def restore(request: RoundRequest, saved: SavedState, engine: Engine, *, replica
         scale = LossScale(adapts=engine.scale.adapts, value=previous.loss_scale, steady=previous.steady)
         engine.scale = scale
     if previous is not None and previous.optimizer_steps and training.keep_optimizer:
-        with together(engine.ranks):
+        with agree_on_failure(engine.ranks):
             directory = request.state / f"round-{previous.round}"
             state.load_moments(
                 directory, engine.optimizer, engine.parts, previous.optimizer_steps, betas=previous.betas
             )
         progress.optimizer_steps = previous.optimizer_steps
     if training.optimizer_state == "shared":
-        with together(engine.ranks):
+        with agree_on_failure(engine.ranks):
             progress.optimizer_steps, _ = second_moments.take_over(
                 request.model, engine.optimizer, engine.parts, beta2=training.beta2, steps=progress.optimizer_steps
             )
     if training.travelling_moments:
-        with together(engine.ranks):
+        with agree_on_failure(engine.ranks):
             progress.optimizer_steps = moments.take_over(
                 request.model, engine.optimizer, engine.parts, training, steps=progress.optimizer_steps
             )

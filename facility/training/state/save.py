@@ -25,7 +25,7 @@ from facility.exchange.checkpoints.writer import Planned, header_of, layout_of_s
 from facility.exchange.errors import CheckpointError
 from facility.exchange.files.checksum import Digest
 from facility.exchange.files.durable import as_umask_allows
-from facility.exchange.files.storage import naming
+from facility.exchange.files.storage import name_in_errors
 from facility.exchange.files.streamed_digest import StreamedDigest
 from facility.training.shards import PIECE_BYTES, LocalShard
 
@@ -84,7 +84,7 @@ def create_files(
         ends[slot.file] = max(ends[slot.file], slot.start + slot.size)
     for file, header in headers.items():
         whole = max(ends[file], len(header))
-        with naming(directory / file, needed=whole), open(directory / file, "wb") as handle:
+        with name_in_errors(directory / file, needed=whole), open(directory / file, "wb") as handle:
             handle.write(header)
             handle.truncate(whole)
         hashed[file] = StreamedDigest(directory / file, whole, digest)
@@ -129,12 +129,12 @@ def write_shards(
                 digest = hashed[slot.file] if hashed else None
                 for start, piece in _pieces(elements, run.start, part.name, torch_dtype(slot.dtype)):
                     content = memoryview(piece.view(torch.uint8).numpy().data)
-                    with naming(directory / slot.file, needed=os.fstat(opened[slot.file]).st_size):
+                    with name_in_errors(directory / slot.file, needed=os.fstat(opened[slot.file]).st_size):
                         _write(opened[slot.file], slot.start + start * piece.element_size(), content, digest)
                     if norms is not None and slot.dtype in FLOATS:
                         norms.take(run.tensor, slot.dtype, start, np.frombuffer(content, STORAGE[slot.dtype]))
         for file, descriptor in opened.items():
-            with naming(directory / file):
+            with name_in_errors(directory / file):
                 os.fsync(descriptor)
     finally:
         for descriptor in opened.values():
@@ -160,11 +160,11 @@ def _runs(
 def _pieces(flat: torch.Tensor, start: int, name: str, dtype: torch.dtype) -> Iterator[tuple[int, torch.Tensor]]:
     """Elements of a tensor from `start` on, rounded to its dtype, each piece with its place."""
     for begin in range(0, flat.numel(), PIECE_BYTES // 4):
-        piece = rounded(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
+        piece = round_to_export(name, flat[begin : begin + PIECE_BYTES // 4], dtype)
         yield start + begin, piece.cpu().contiguous()
 
 
-def rounded(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def round_to_export(name: str, piece: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Convert to the export dtype; a finite weight that becomes infinite is an error naming the tensor."""
     result = piece.to(dtype)
     if dtype.is_floating_point and not all_finite(result):

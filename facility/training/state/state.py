@@ -22,12 +22,12 @@ from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.validation import check_format, parse, validated
+from facility.exchange.validation import check_format, parse_dataclass, validated
 from facility.rounds.kept import OF_A_ROUND, latest_before
-from facility.rounds.sealed import NEW, OLD, discard, replace_directory, seal
+from facility.rounds.sealed import NEW, OLD, discard_sealed, replace_directory, write_seal
 from facility.training.engine import Engine
 from facility.training.optimizers.protocol import Optimizer, Shape
-from facility.training.processes.ranks import Ranks, broadcast, together
+from facility.training.processes.ranks import Ranks, agree_on_failure, broadcast
 from facility.training.shards import LocalShard, load_shards
 from facility.training.state.save import create_files, plan_files, write_shards
 from facility.training.state.step_counts import COUNT, count_alike, counts_of, decay_alike, fill_counts
@@ -156,7 +156,7 @@ def read_state_of(path: Path, settings: FacilitySettings) -> tuple[RoundState | 
     try:
         raw = values_in(path / NAME)
         check_format(raw, FORMAT, file=path / NAME)
-        state = parse(RoundState, raw, file=path / NAME)
+        state = parse_dataclass(RoundState, raw, file=path / NAME)
     except NewerFormat as error:
         raise CheckpointError(str(error)) from None
     except (OSError, ValueError, ConfigurationError) as error:
@@ -242,19 +242,19 @@ def publish(
     new, hashed = path.with_name(path.name + NEW), None
     with ExitStack() as stack:
         temporary = ""
-        with together(ranks):
+        with agree_on_failure(ranks):
             if ranks.first:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                discard(new)
+                discard_sealed(new)
                 temporary = str(stack.enter_context(new_directory(new)))
                 hashed = create_files(Path(temporary), slots, headers if tensors else {}, Checksum)
         directory = Path(broadcast(ranks, temporary))
-        with together(ranks):
+        with agree_on_failure(ranks):
             known = write_shards(directory, slots, parts, hashed=hashed if ranks.world == 1 else None)
-        with together(ranks):
+        with agree_on_failure(ranks):
             if ranks.first:
                 write_json(directory / NAME, dataclasses.asdict(message))
-                seal(directory, known)
+                write_seal(directory, known)
                 stack.close()
                 replace_directory(path, new)
 
@@ -288,13 +288,13 @@ def save_state(
         for other in [*directory.glob("round-*"), *directory.glob("sync-*")]:
             match = OF_A_ROUND.fullmatch(other.name)
             if match and int(match[1]) not in (begun, state.round - 1, state.round, needed):
-                discard(other)
+                discard_sealed(other)
 
 
 def drop_checkpoint(directory: Path) -> None:
     """Remove the mid-round checkpoint of a round that is complete, its update included."""
     for name in (f"{PAUSED}{NEW}", f"{PAUSED}{OLD}", PAUSED):
-        discard(directory / name)
+        discard_sealed(directory / name)
 
 
 def save_checkpoint(
@@ -343,7 +343,7 @@ def read_checkpoint(
         raw = values_in(file)
         if isinstance(raw, dict) and raw.get("format") != PAUSE_FORMAT:
             return None
-        pause = parse(MidRoundCheckpoint, raw, file=file)
+        pause = parse_dataclass(MidRoundCheckpoint, raw, file=file)
     except (OSError, ValueError, ConfigurationError) as error:
         raise CheckpointError(
             f"{file} is unreadable: {error}; remove {file.parent} to start the round afresh"

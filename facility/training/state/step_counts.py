@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from facility.exchange.checkpoints.checkpoint import Checkpoint
-from facility.training.optimizers.adamw import even_out, redecay
+from facility.training.optimizers.adamw import even_out, match_decays
 from facility.training.optimizers.protocol import Optimizer
 from facility.training.shards import LocalShard
 
@@ -64,7 +64,7 @@ def decay_alike(optimizer: Optimizer, parts: Sequence[LocalShard], before: Seque
     betas = betas_of(optimizer)
     for part in parts if before is not None else ():
         if id(part.tensor) in betas and "step" in (held := optimizer.state.get(part.tensor, {})):
-            redecay(held, before or (), betas[id(part.tensor)])
+            match_decays(held, before or (), betas[id(part.tensor)])
 
 
 def betas_of(optimizer: Optimizer) -> dict[int, Sequence[float]]:

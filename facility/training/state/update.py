@@ -31,18 +31,18 @@ from facility.exchange.files.durable import new_directory
 from facility.exchange.messages import manifest as manifests
 from facility.exchange.messages.settings import FacilitySettings
 from facility.training.model import Names
-from facility.training.processes.ranks import Ranks, barrier, broadcast, together
+from facility.training.processes.ranks import Ranks, agree_on_failure, barrier, broadcast
 from facility.training.request import RoundRequest
 from facility.training.shards import LocalShard, shard_of
 from facility.training.state.message import held_for_masks, held_tensors, write_message
-from facility.training.state.save import Slot, create_files, plan_files, rounded, write_shards
+from facility.training.state.save import Slot, create_files, plan_files, round_to_export, write_shards
 
 
 @torch.no_grad()
 def round_in_place(parts: list[LocalShard], dtype: str) -> None:
     """Round the trained weights to the dtype they travel in: the model evaluated is the model returned."""
     for part in parts:
-        part.tensor.copy_(rounded(part.name, part.tensor, getattr(torch, dtype)))
+        part.tensor.copy_(round_to_export(part.name, part.tensor, getattr(torch, dtype)))
 
 
 def outgoing_parts(parts: list[LocalShard], repeats: dict[str, str]) -> list[LocalShard]:
@@ -112,7 +112,7 @@ def write_update(update: Outgoing, add_files: Callable[[Path], None]) -> None:
     if not ranks.first:
         temporary = Path(broadcast(ranks, None))
         barrier(ranks)
-        with together(ranks):
+        with agree_on_failure(ranks):
             write_shards(temporary, update.slots, update.mine, update.conversion)
         barrier(ranks)
         return
@@ -157,7 +157,7 @@ def write_whole(update: Outgoing, directory: Path) -> dict[str, str]:
     barrier(update.ranks)
     norms = StepNorms(update.checkpoint) if update.request.settings.norms_of_whole else None
     alone = update.alone
-    with together(update.ranks):
+    with agree_on_failure(update.ranks):
         known = write_shards(
             directory,
             slots,
@@ -203,7 +203,7 @@ def held_in(name: str, slots: dict[str, Slot], conversion: Conversion | None) ->
     return name in slots or (conversion is not None and name in conversion.pieces)
 
 
-def personal(part: LocalShard, names: Names, federated: Patterns) -> bool:
+def is_personal(part: LocalShard, names: Names, federated: Patterns) -> bool:
     """Whether nothing of a parameter is federated: it stays here, and need not be rounded to the dtype that travels."""
     pieces = names.conversion.pieces
     stored = pieces[part.name].tensors if part.name in pieces else (part.name,)

@@ -9,7 +9,7 @@ import pytest
 from coordinator.archive.rounds import Archive
 from coordinator.archive.summary import summary
 from coordinator.config.federation import read_federation
-from coordinator.engine.render import write
+from coordinator.engine.render import write_rendered
 from coordinator.report.make import data_of
 from facility.rounds.privacy_ledger import Entry, ReleaseLedger
 from tests.engine.engines import streamflow
@@ -39,7 +39,7 @@ def test_a_federation_ends_at_the_stated_epsilon_without_the_facility_that_has_s
         privacy={"differential": {"epsilon": 8.0, "delta": 1e-3, "unit": "block"}},
         training={"lora": {"rank": 2}},
     )
-    write(read_federation(path))
+    write_rendered(read_federation(path))
     spend(ledger_of(tmp_path, "spent"))
     result = streamflow(path, tmp_path / "engine")
     assert result.returncode == 0, result.stdout[-6000:]

@@ -15,7 +15,7 @@ from torch import nn
 
 from facility.dataset import LOSS, REST, START, DatasetManifest, PreparedDataset, SplitEntry, open_dataset
 from facility.exchange.errors import InputError
-from facility.preparing.build import Request, prepare
+from facility.preparing.build import Request, prepare_dataset
 from facility.training.data.tasks import IGNORED, CausalLM
 from facility.training.privacy.rows import RowReader
 from facility.training.privacy.units import Units, evaluated_units, marked_pieces, stream_pieces, units_of
@@ -99,7 +99,7 @@ def prepared_units(place: Path, texts: list[str], tokenizer: Path, **changes: An
         block_tokens=32,
         documents="separate",
     )
-    dataset = prepare(dataclasses.replace(request, **changes)).dataset
+    dataset = prepare_dataset(dataclasses.replace(request, **changes)).dataset
     found = []
     for split in ("train", "validation"):
         units, tokens = units_of(dataset, split, "document", most=4), dataset.split(split).reshape(-1)
@@ -137,9 +137,9 @@ def test_an_older_dataset_serves_as_before_and_is_made_again_where_that_is_asked
         documents="separate",
         validation_share=0.2,
     )
-    assert prepare(request).reused
-    assert not prepare(dataclasses.replace(request, replace=True)).reused
-    assert prepare(dataclasses.replace(request, replace=True)).reused
+    assert prepare_dataset(request).reused
+    assert not prepare_dataset(dataclasses.replace(request, replace=True)).reused
+    assert prepare_dataset(dataclasses.replace(request, replace=True)).reused
 
 
 def test_a_stream_that_does_not_tell_rests_from_beginnings_is_refused(tmp_path: Path):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.codecs.int8 import SMALLEST, padded
+from facility.exchange.checkpoints.codecs.int8 import SMALLEST, pad_to_block
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.delta_codecs import Blocks, Codec, DeltaCodec
 
@@ -40,7 +40,7 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
             len(values), BLOCK, LEVELS, SMALLEST, native.address(values), native.address(q), native.address(bits)
         )
         return {"q": q, "scale": bits}
-    whole = padded(values, BLOCK)
+    whole = pad_to_block(values, BLOCK)
     rows, starts = whole.reshape(-1, BLOCK), np.arange(0, len(whole), BLOCK)
     high, low = np.maximum.reduceat(whole, starts), np.minimum.reduceat(whole, starts)  # faster than over short rows
     scale = np.where(high > -low, -high, -low) * np.float32(1 / LEVELS)
@@ -58,7 +58,7 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
     return {"q": packed[: -(-len(values) // 2)], "scale": bits}
 
 
-def check(bits: Array) -> None:
+def check_scales(bits: Array) -> None:
     """Raise `ValueError` for a scale that no sender makes."""
     if ((bits & 0x7F80) == 0x7F80).any():  # an exponent of all ones
         raise ValueError("a scale is NaN or infinity")
@@ -66,7 +66,7 @@ def check(bits: Array) -> None:
 
 def decode(stored: dict[str, Array], count: int) -> Array:
     """`count` float32 values. Raises `ValueError` where what is stored is odd."""
-    check(stored["scale"])
+    check_scales(stored["scale"])
     packed = stored["q"]
     found = native.library()
     if found is not None:
@@ -81,7 +81,7 @@ def decode(stored: dict[str, Array], count: int) -> Array:
     values[1::2] = packed >> 4
     values = values[:count]
     values -= np.float32(LEVELS)
-    rows = padded(values, BLOCK).reshape(-1, BLOCK)
+    rows = pad_to_block(values, BLOCK).reshape(-1, BLOCK)
     return (rows * scale[:, None]).reshape(-1)[:count]
 
 
@@ -89,5 +89,5 @@ CODEC = Codec(
     fields=fields,
     encode=encode,
     decode=decode,
-    blocks=Blocks(kind="INT4", numbers="q", scales="scale", check=check),
+    blocks=Blocks(kind="INT4", numbers="q", scales="scale", check=check_scales),
 )

@@ -41,7 +41,7 @@ def encode(values: Array, limit: float = 0.0) -> dict[str, Array]:
             len(values), BLOCK, 1 / LEVELS, SMALLEST, native.address(values), native.address(q), native.address(scale)
         )
         return {"q": q, "scale": scale}
-    rows = padded(values, BLOCK).reshape(-1, BLOCK)
+    rows = pad_to_block(values, BLOCK).reshape(-1, BLOCK)
     high, low = rows.max(axis=1), rows.min(axis=1)
     scale = np.maximum(high, -low) * np.float32(1 / LEVELS)
     scale[scale < SMALLEST] = 0
@@ -68,12 +68,12 @@ def decode(stored: dict[str, Array], count: int) -> Array:
             count, BLOCK, native.address(stored["q"]), native.address(scale), native.address(values)
         )
         return values
-    rows = padded(stored["q"].astype(np.float32), BLOCK).reshape(-1, BLOCK)
+    rows = pad_to_block(stored["q"].astype(np.float32), BLOCK).reshape(-1, BLOCK)
     rows *= scale[:, None]
     return rows.reshape(-1)[:count]
 
 
-def padded(values: Array, block: int) -> Array:
+def pad_to_block(values: Array, block: int) -> Array:
     """`values`, with zeros up to a multiple of `block`."""
     missing = -len(values) % block
     return np.concatenate([values, np.zeros(missing, values.dtype)]) if missing else values

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from facility.exchange.checkpoints import native
-from facility.exchange.checkpoints.codecs.int4 import check
+from facility.exchange.checkpoints.codecs.int4 import check_scales
 from facility.exchange.checkpoints.floats import Array
 from facility.exchange.delta_codecs import Blocks, Codec, DeltaCodec
 
@@ -107,7 +107,7 @@ def _rounded(means: Array) -> Array:
 
 def check_levels(levels: Array) -> None:
     """Raise `ValueError` where one, as its bits, is none that an encoder writes."""
-    check(levels)
+    check_scales(levels)
     if (levels > NEGATIVE_ZERO).any():
         raise ValueError("a magnitude is negative")
 

@@ -1,11 +1,9 @@
-"""Durations and sizes in the words of tables, reports and messages."""
+"""Durations as tables, reports and messages show them."""
 
 from __future__ import annotations
 
-from facility.exchange.sizes import size as size
 
-
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`0.4 s`, `42 s`, `3:07 min`, `2:30 h`; a whole number of minutes or hours stands alone: `10 min`, `2 h`.
 
     A negative time, as of two clocks that differ, is none.
