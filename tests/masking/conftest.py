@@ -39,6 +39,6 @@ def each_signature_is_checked_once():
         )
 
     for module in ("roster", "unmasking"):
-        patch.setattr(f"facility.exchange.masking.{module}.verify", verify)
+        patch.setattr(f"facility.exchange.masking.{module}.verify_signature", verify)
     yield
     patch.undo()

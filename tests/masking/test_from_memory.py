@@ -194,13 +194,13 @@ class KilledError(BaseException):
 
 PLACES: dict[str, list[tuple[Any, str]]] = {
     "while it trains": [(held, "mask_tensors")],
-    "before what is left is sealed": [(held, "seal")],
+    "before what is left is sealed": [(held, "write_seal")],
     "before the seeds are written": [(held, "write_bytes")],
     "before the update is kept": [(Finished, "keep")],
     "before it is sent": [(masked, "keep_rest")],
     "as what is left is kept": [(smaller, "fsync_directory")],
-    "before it is complete": [(masked, "complete")],
-    "before it is signed": [(masked, "sign")],
+    "before it is complete": [(masked, "complete_masked_update")],
+    "before it is signed": [(masked, "sign_manifest")],
     "before it is kept as sent": [(Finished, "keep")],
 }
 
@@ -362,7 +362,7 @@ ANEW: dict[str, tuple[Any, str]] = {
     "before what was masked is dropped": (masked, "drop_held"),
     "before it is masked": (masked, "mask_update"),
     "before what is left is kept": (masked, "keep_residual"),
-    "before it is signed": (masked, "sign"),
+    "before it is signed": (masked, "sign_manifest"),
 }
 
 
