@@ -140,8 +140,11 @@ def main() -> int:
     parser.add_argument("--cases", default=",".join(CASES), help="names of cases, by commas (default: all)")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
+    names = arguments.cases.split(",")
+    if unknown := [name for name in names if name not in CASES]:
+        parser.error(f"--cases names {unknown[0]!r}, expected of {', '.join(CASES)}")
     found = {}
-    for name in arguments.cases.split(","):
+    for name in names:
         with tempfile.TemporaryDirectory(prefix="crossfed-predictions-") as folder:
             found[name] = run(CASES[name], Path(folder))
         print(name, json.dumps(found[name]), file=sys.stderr, flush=True)

@@ -237,6 +237,8 @@ def main() -> int:
     top.add_argument("--repeats", type=int, default=2, help="runs of every plan, in turns (default 2)")
     top.add_argument("--seconds", type=float, default=3.0, help="of planning (default 3)")
     options = top.parse_args()
+    if options.steps < 3:
+        top.error(f"--steps is {options.steps}, expected 3 or more: the first two are not steady")
     results = []
     for name in options.settings:
         setting = SETTINGS[name]
