@@ -205,7 +205,10 @@ def _new(path: Path) -> int:
 
 
 def _copy(source: IO[bytes], file: int, target: Target, incoming: Incoming) -> int:
-    """Write a stream of at most `MOST_SMALL` bytes into the descriptor, and close it; returns the bytes written."""
+    """Write a stream of at most `MOST_SMALL` bytes into the descriptor, and close it; returns the bytes written.
+
+    Raises `Refused` once the file is a job's, or kept: a stream may wait until then with its rest.
+    """
     with os.fdopen(file, "wb", buffering=0) as out:
         done = 0
         while block := source.read(BLOCK):
@@ -214,6 +217,7 @@ def _copy(source: IO[bytes], file: int, target: Target, incoming: Incoming) -> i
                 raise Refused(f"{target.path} is larger than {MOST_SMALL} bytes, and has to come in pieces")
             incoming.take(len(block))
             target.check()
+            _check_single(out.fileno(), target.path)
             write_all(out.fileno(), block)
         return done
 

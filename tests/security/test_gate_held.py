@@ -351,3 +351,27 @@ def test_a_piece_that_began_before_a_file_was_kept_is_refused_after(site: Gate, 
     code, _, error = site.ask(f"crossfed-gate put-piece {place} 0 {3 << 20}", b"2" * (3 << 20))
     assert code == 77 and "has another name" in error
     assert kept.read_bytes() == b"2" * (1 << 20) + b"1" * (2 << 20)
+
+
+@pytest.mark.parametrize("verb", ["put-tree {}", "put-file {}/file 600"])
+def test_a_stream_that_began_before_a_file_was_kept_is_refused_after(
+    site: Gate,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    verb: str,
+):
+    """Another request completes the file as it was signed, and the stream waits until the job has kept it."""
+    place, kept, check = site.workdir / "sent", site.home / "kept", Target.check
+    place.mkdir()
+
+    def keep(self: Target) -> None:
+        check(self)
+        if (file := place / "file").exists() and file.stat().st_size == 1 << 20:
+            with open(file, "ab") as rest:
+                rest.write(b"1" * (1 << 20))
+            os.link(file, kept)
+
+    monkeypatch.setattr(Target, "check", keep)
+    data = b"1" * (1 << 20) + b"2" * (1 << 20)
+    code, _, error = site.ask(f"crossfed-gate {verb.format(place)}", packed(file=data) if "tree" in verb else data)
+    assert code == 77 and "has another name" in error
+    assert kept.read_bytes() == b"1" * (2 << 20)
