@@ -34,9 +34,9 @@ class CarefulContext(SSHContext):
 
     async def _get_connection(self, config: SSHConfig | None) -> asyncssh.SSHClientConnection | None:
         """As the original, but for what it does not pass on: addresses of IPv6, questions whether the other side still
-        lives, the user's ssh-agent out of a facility's reach whatever ~/.ssh/config says, and a connection to the jump
-        host that ends with the one through it. What the federation leaves out, user, port, key or jump host, is what
-        ~/.ssh/config says, as for ssh itself."""
+        lives, the user's ssh-agent and tickets out of a facility's reach whatever ~/.ssh/config says, and a connection
+        to the jump host that ends with the one through it. What the federation leaves out, user, port, key or jump
+        host, is what ~/.ssh/config says, as for ssh itself."""
         if config is None:
             return None
         if config.ssh_key_passphrase_file or config.password_file:
@@ -57,6 +57,7 @@ class CarefulContext(SSHContext):
                 password=get_param_from_file(config.password_file, self._streamflow_config_dir),
                 known_hosts=said.known_hosts if config.check_host_key else None,
                 agent_forwarding=False,
+                gss_delegate_creds=False,
                 compression_algs=None,
                 encryption_algs=CIPHERS,
                 connect_timeout=config.connect_timeout,

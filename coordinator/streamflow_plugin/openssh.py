@@ -19,7 +19,20 @@ ALWAYS = (
     "PasswordAuthentication=no",
     "-o",
     "ForwardAgent=no",
+    "-k",
+    "-x",
+    "-T",
+    "-o",
+    "ClearAllForwardings=yes",
+    "-o",
+    "Tunnel=no",
+    "-o",
+    "PermitLocalCommand=no",
+    "-o",
+    "RemoteCommand=none",
 )
+"""Whatever ~/.ssh/config says for a person who works there, no agent, ticket (-k), display (-x) or port of this machine
+is within a facility's reach, and nothing but the appended command runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

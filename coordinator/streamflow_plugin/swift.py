@@ -41,9 +41,6 @@ from facility.exchange.exit_codes import BROKE
 from facility.exchange.gate_requests import ARRIVED
 
 OPTIONS = (
-    "-a",
-    "-x",
-    "-T",
     "-e",
     "none",
     "-o",
@@ -51,11 +48,7 @@ OPTIONS = (
     "-o",
     "Compression=no",
     "-o",
-    "ClearAllForwardings=yes",
-    "-o",
     "ControlPersist=no",
-    "-o",
-    "RemoteCommand=none",
     "-o",
     "ServerAliveInterval=30",
     "-o",

@@ -33,7 +33,7 @@ from coordinator.streamflow_plugin.waiting import Waiting
 from coordinator.streamflow_plugin.within import with_timeout
 from facility.exchange.exit_codes import BROKE
 
-OPTIONS = ("-o", "ControlMaster=no", "-T", "-x", "-o", "ClearAllForwardings=yes", "-o", "RemoteCommand=none")
+OPTIONS = ("-o", "ControlMaster=no")
 """A shared connection is used where there is one, and never opened: it would outlive its command here."""
 END_SECONDS = 10.0
 TRY_SECONDS = 120.0
