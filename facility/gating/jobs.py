@@ -75,12 +75,15 @@ def job_directory(session: Session, request: Request) -> Path:
     """Where the job is to run. Raises `Refused` where it does not exist, or lies in another job's.
 
     Whatever lies in a job's `update` may leave: what another job prints and keeps must not. Nor may it be written, or
-    removed for a reason of ours, where another job reads.
+    removed for a reason of ours, where another job reads. Of a template's `--output=%x.log` sbatch makes a path by the
+    directory, and slurmd replaces every `%x` of it: what a job in `a%x` prints would lie beside its directory.
     """
     directory = refuse_outgoing(confine_below(request["directory"], session.workdir), session.workdir)
     confine_below(request["temporary"], session.workdir)  # the engine's; the job gets one of the gate's own
     if not directory.is_dir() or directory.is_symlink():
         raise Refused(f"the job's directory {directory} does not exist")
+    if "%" in str(directory):
+        raise Refused(f"the job's directory {directory} holds a %, which a scheduler may replace in a job's output")
     confined_target(request["directory"], session)
     if {str(one) for one in directory.parents} & {job.directory for job in read_ledger(session.ledger).jobs}:
         raise Refused(f"the job's directory {directory} lies in another job's directory")
