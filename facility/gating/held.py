@@ -43,9 +43,13 @@ def check_sent(places: Iterable[str], session: Session) -> None:
 
 
 def reads_of(session: Session, model: Path, roster: Path | None) -> list[str]:
-    """What a job reads of what was sent for it, as `places_of` has it. Raises `Refused` for what is a job's."""
+    """What a job reads of what was sent for it, as `places_of` has it. Raises `Refused` for what is, or holds, a job's:
+    it compares all files of a model with their digests, and says of one whether it has them."""
     places = list(dict.fromkeys([*places_of(model), *(places_of(roster) if roster is not None else [])]))
     check_sent(places, session)
+    for job in read_ledger(session.ledger).jobs:
+        if job.id and (place := next((one for one in places if Path(job.directory).is_relative_to(one)), "")):
+            raise Refused(f"{place} holds the directory of a job, {job.directory}: all in it is compared with digests")
     return places
 
 

@@ -106,6 +106,21 @@ def test_no_checksum_tells_what_a_job_printed(site: Gate, monkeypatch: pytest.Mo
     assert site.ask(f"crossfed-gate sha1 {site.workdir}/in/alpha.json")[0] == 0, "what the engine sent"
 
 
+@pytest.mark.parametrize("place", ["in/model/job", "in/model/moments"])
+def test_no_model_holds_what_a_job_printed(site: Gate, place: str):
+    """Its job says whether the digests of all files are those of the manifest: overwritten all around a byte, of a file
+    with that byte and no other."""
+    site.policy(job_output=False)
+    assert site.ask(in_job(site, place, site.round()))[0] == 77, "nor what it prints itself"
+    with ledger_locked(site.home / "gate" / "ledger.json") as (book, _):
+        book.jobs = [JobEntry(id="17", name="crossfed-heron-alpha", directory=f"{site.workdir}/{place}", submitted=1.0)]
+        book.jobs[0].ended = 2.0
+    (site.workdir / place / "slurm-17.out").write_bytes(SECRET)
+    code, _, error = site.ask(site.round())
+    assert code == 77 and "holds the directory of a job" in error
+    assert not [command for command, _ in site.calls if command[0] == "sbatch"]
+
+
 def test_no_checksum_is_of_a_file_that_came_to_lie_there_after_the_look(site: Gate, monkeypatch: pytest.MonkeyPatch):
     """A link to the folder that holds a job's directory, made in place of a folder once the path through it was
     checked, by a request of its own."""
