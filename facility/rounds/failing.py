@@ -57,4 +57,5 @@ def leave_failure(
             if (model := manifest_if_any(received) if received is not None else None) is not None:
                 with_run(temporary, run_of(model))
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
-                sign_manifest(temporary, resolve_path(settings.training.signing_key), kind="update")
+                of = settings.federation, failure.round
+                sign_manifest(temporary, resolve_path(settings.training.signing_key), kind="update", of=of)

@@ -83,7 +83,8 @@ class Masked:
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
-        sign_manifest(out, resolve_path(self.settings.training.signing_key), kind="update")
+        of = self.settings.federation, round
+        sign_manifest(out, resolve_path(self.settings.training.signing_key), kind="update", of=of)
         kept.keep(own_key, round, out)
 
     def hold(self, update: Checkpoint, *, received: Path) -> None:

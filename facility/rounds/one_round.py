@@ -86,7 +86,7 @@ class OneRound:
             with_usage(job.out, job.meter.usage(job.notes))
             with_head(job.out, os.environ.get(AUDIT, ""))
             if job.settings.training.signing_key:
-                sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
+                self.sign(job.settings.rounds)
         return ending
 
     def open(self) -> None:
@@ -193,12 +193,18 @@ class OneRound:
             self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
-            sign_manifest(job.out, resolve_path(job.settings.training.signing_key), kind="update")
+            self.sign(job.round)
         self.finished.keep(self.key, job.round, job.out)
         if self.decided is not None:
             remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)
         forget_earlier(job.state, job.round)
         clear_attempt(compared_place(job.state))
+
+    def sign(self, round: int) -> None:
+        """Sign what lies where the coordinator reads, and may write, if it is of this federation and round."""
+        settings = self.job.settings
+        key, of = resolve_path(settings.training.signing_key), (settings.federation, round)
+        sign_manifest(self.job.out, key, kind="update", of=of)
 
     def mask(self, update: Path) -> None:
         """Leave the masked form of a finished update; the update itself stays here, where it will be evaluated."""

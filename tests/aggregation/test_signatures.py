@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from facility.exchange.errors import ConfigurationError, ManifestError
 from facility.exchange.messages.manifest import (
     SIGNATURE,
     read_manifest,
+    store_manifest,
     verify_manifest,
     with_run,
     write_manifest,
@@ -111,6 +114,38 @@ def test_a_manifest_that_lies_in_place_of_the_one_that_was_written_is_not_signed
     with pytest.raises(ManifestError, match="of kind 'keys', expected 'update'"):
         sign_manifest(update, keys / "alpha", kind="update")
     assert not (update / SIGNATURE).exists()
+
+
+@pytest.mark.parametrize("other", [{"federation": "ibis"}, {"round": 1}], ids=str)
+@pytest.mark.parametrize("by", ["one_round", "failing"])
+def test_no_manifest_of_another_federation_or_round_is_signed_in_its_place(
+    keys: Path, update: Path, monkeypatch: pytest.MonkeyPatch, other: dict, by: str
+):
+    """By its coordinator, for a federation of another one in which the facility signs with the same key."""
+    module = importlib.import_module(f"facility.rounds.{by}")
+    training = TrainingSettings(signing_key=str(keys / "alpha"))
+    settings = FacilitySettings(federation="test", facility="alpha", rounds=3, seed=1, training=training)
+    refused: list[Path] = []
+
+    def exchanged(directory: Path, key: Path, **how) -> None:
+        store_manifest(directory, dataclasses.replace(read_manifest(directory), **other))
+        with pytest.raises(ManifestError, match="expected round 0 of 'test': it was exchanged"):
+            sign_manifest(directory, key, **how)
+        assert not (directory / SIGNATURE).exists()
+        refused.append(directory)
+
+    def sign(out: Path) -> None:
+        if by == "failing":
+            leave_failure(out, Failure(facility="alpha", round=0, reason="no disk"), settings)
+        else:
+            module.OneRound.sign(SimpleNamespace(job=SimpleNamespace(settings=settings, out=out)), 0)
+
+    shutil.copytree(update, again := keys / "again")
+    sign(update)
+    verify_signature(update, "alpha", keys / "allowed")
+    monkeypatch.setattr(module, "sign_manifest", exchanged)
+    sign(again)
+    assert len(refused) == 1
 
 
 def test_a_link_beside_a_manifest_leads_its_signature_nowhere(keys: Path, update: Path):

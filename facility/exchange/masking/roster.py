@@ -75,7 +75,7 @@ def write_keys(directory: Path, keys: Keys, signing_key: Path) -> None:
     write_json(directory / KEYS, value)
     manifest = Manifest(kind=KIND, federation=keys.federation, facility=keys.facility, round=keys.round, extra=extra)
     write_manifest(directory, manifest)
-    sign_manifest(directory, signing_key, kind=KIND)
+    sign_manifest(directory, signing_key, kind=KIND, of=(keys.federation, keys.round))
 
 
 def read_keys(directory: Path, signers: Path) -> tuple[Keys, str]:

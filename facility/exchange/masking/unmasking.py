@@ -100,7 +100,7 @@ def write_answer(directory: Path, answer: Answer, signing_key: Path) -> None:
     write_json(directory / ANSWER, dataclasses.asdict(answer))
     manifest = Manifest(kind=KIND, federation=answer.federation, facility=answer.facility, round=answer.round)
     write_manifest(directory, manifest)
-    sign_manifest(directory, signing_key, kind=KIND)
+    sign_manifest(directory, signing_key, kind=KIND, of=(answer.federation, answer.round))
 
 
 def read_answer(directory: Path, signers: Path) -> Answer:

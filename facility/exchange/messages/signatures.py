@@ -33,20 +33,26 @@ SECONDS = 30
 FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
 
-def sign_manifest(directory: Path, key: Path, *, kind: str) -> None:
+def sign_manifest(directory: Path, key: Path, *, kind: str, of: tuple[str, int] | None = None) -> None:
     """Sign the manifest of `directory`, which is of this `kind`, with the private key file `key`, or with the agent's
-    key for a public one.
+    key for a public one. `of`: its federation and round, where others can write it.
 
     A facility's directory may lie where its coordinator writes: what is signed is a private copy, and a manifest of
-    another kind (keys in place of an update) is refused. Raises `ManifestError`, and `ConfigurationError` when
-    ssh-keygen cannot sign: no such key, or a passphrase and no agent.
+    another kind (keys in place of an update), federation or round is refused. Raises `ManifestError`, and
+    `ConfigurationError` when ssh-keygen cannot sign: no such key, or a passphrase and no agent.
     """
     directory = Path(directory)
     with tempfile.TemporaryDirectory(prefix="crossfed-sign-") as scratch:
         copy = Path(scratch) / NAME
         copy.write_bytes((directory / NAME).read_bytes())
-        if (found := read_manifest(copy.parent).kind) != kind:
-            raise ManifestError(f"{directory}/{NAME} is of kind {found!r}, expected {kind!r}: it was exchanged")
+        found = read_manifest(copy.parent)
+        if found.kind != kind:
+            raise ManifestError(f"{directory}/{NAME} is of kind {found.kind!r}, expected {kind!r}: it was exchanged")
+        if of is not None and of != (found.federation, found.round):
+            raise ManifestError(
+                f"{directory}/{NAME} is of round {found.round} of {found.federation!r}, expected round {of[1]} of "
+                f"{of[0]!r}: it was exchanged"
+            )
         _run(
             ["-Y", "sign", "-f", str(key), "-n", NAMESPACE, str(copy)], b"", f"the manifest cannot be signed with {key}"
         )
