@@ -213,6 +213,8 @@ class _Reader:
             raise self.error("workdir holds this policy, which a coordinator could then replace", lines["workdir"])
         if policy.place.is_relative_to(real_path(self.file).parent / STATE):
             raise self.error("workdir lies in the gate's own directory, which no request may write", lines["workdir"])
+        if "%" in str(policy.place):
+            raise self.error("workdir holds a %, which a scheduler may replace in a job's output", lines["workdir"])
         self._check_private(policy, lines)
         return policy
 

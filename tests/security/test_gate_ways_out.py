@@ -168,6 +168,9 @@ def test_what_a_job_prints_goes_to_no_directory_whose_name_slurm_makes_of_the_jo
     code, _, error = site.ask(in_job(site, directory, site.round()))
     assert code == 77 and "holds a %" in error
     assert not [command for command, _ in site.calls if command[0] == "sbatch"]
+    with pytest.raises(ConfigurationError, match="workdir holds a %"):
+        site.policy(workdir=str(site.folder / directory))
+        read_policy(site.home / "policy.yml")
 
 
 def test_what_lies_in_an_update_before_its_job_is_none_of_the_job_s(site: Gate):
