@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from coordinator.archive.many import first_groups, group_for_display, kind_of, names_of, too_many_to_list
+from coordinator.archive.narrow import Fitted
 from coordinator.durations import format_duration
 from coordinator.engine.run_process import process_lives
 from coordinator.shown_text import safe_line
@@ -153,11 +154,12 @@ def live_table(snapshot: Snapshot, now: float | None = None, *, below: str = "")
     heads = ("facility", "state", "for", "step", "loss", f"{snapshot.unit}/s", "time\nleft", "last\nheard")
     for at, head in enumerate(heads):
         if at < ALWAYS or any(row[at] for row in rows):
-            breaks = head in ("facility", "state", "step")  # a narrow terminal breaks these, and no number
-            result.add_column(head, justify="left" if at < 2 else "right", no_wrap=not breaks, overflow="fold")
+            result.add_column(head, justify="left" if at < 2 else "right")
     for row in rows:
         result.add_row(*(escape(text) for at, text in enumerate(row) if at < ALWAYS or any(one[at] for one in rows)))
-    return Group(Text(title, style="italic"), result, *([Text(below, style="dim italic")] if below else []))
+    speed, left, heard = heads[-3:]
+    shown = Fitted(result, ("facility", "state", "step"), (speed, heard, "loss", "step", left, "for"))
+    return Group(Text(title, style="italic"), shown, *([Text(below, style="dim italic")] if below else []))
 
 
 def live_lines(snapshot: Snapshot, now: float | None = None) -> list[str]:

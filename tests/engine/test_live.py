@@ -311,6 +311,29 @@ def test_a_small_terminal_shows_every_facility_whole(at_work: int, seconds: floa
     assert [text.count(word) for word in (" training ", " 6.8510 ", " 79,400 ", " 2 s ")] == [at_work] * 4, lines
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 120])
+@pytest.mark.parametrize("name", ["karolina", "mn5", "facility-of-a-university-hpc-0"])
+def test_a_narrow_terminal_leaves_columns_out_and_breaks_no_name_into_letters(name: str, width: int):
+    """At 60 columns facilities had two letters a line, at 40 none, and numbers lost their last digits."""
+    training = FacilityState(state="training", since=1700.0, stage="training", step=1234, steps=5000, loss=2.3456)
+    training = dataclasses.replace(training, tokens_per_second=123456.0, seconds_left=3600.0, heard=1980.0)
+    states = {name: training, "vega": FacilityState(state="exit status 1: out of memory", since=100.0)}
+    snapshot = Snapshot(federation="", heading="round 0", coordinator="x", time=2000.0, facilities=states)
+    lines = on_a_terminal(snapshot, width)
+    assert max(map(len, lines)) <= width
+    rows = [[cell.strip() for cell in line.split("│")] for line in lines if line.startswith("│")]
+    first = next(at for at, row in enumerate(rows) if row[1] == "vega")
+    assert "".join(row[1] for row in rows[:first]) == name and first <= 3, lines
+    assert " ".join(row[2] for row in rows[first:]).split() == "exit status 1: out of memory".split(), lines
+    text = " ".join(" ".join(lines).split())
+    left_out = text.partition("too narrow to show: ")[2].split(", ") if "too narrow" in text else []
+    whole = {"tokens/s": "123,456", "last heard": "20 s", "loss": "2.3456", "time left": "60 min", "for": "5 min"}
+    for column, figure in whole.items():
+        assert (f" {figure} " in text) == (column not in left_out), (column, lines)
+    assert left_out == ["tokens/s", "last heard", "loss", "step", "time left", "for"][: len(left_out)]
+    assert bool(left_out) == (width < 80 or (width == 80 and len(name) > 16)), lines
+
+
 def test_the_heading_says_that_the_coordinator_waits_while_facilities_work(tmp_path: Path):
     """Not that it still looks at the archive, hours after it has."""
     progress = Progress(["a"], rounds=2)
