@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -125,6 +126,8 @@ def run(folder: Path, template: Path | None, fill: dict[str, str], home: Path, l
             raise InputError(
                 f"{template.name} is for {words[0]}, which is not on the PATH here: run this on a login node"
             )
+    queue = words[0] != "bash"  # a template without directives, such as ssh.sh, runs its command where it is
+    log.info("running %s", f"in a job of the queue, by {words[0]}" if queue else f"here, on {platform.node()}")
     result = submitted(words, text, folder, limit_seconds)
     sys.stderr.write(result.stdout + result.stderr)
     if not (folder / "job" / "update").is_dir():

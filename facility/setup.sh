@@ -20,7 +20,7 @@ usage: bash facility/setup.sh [options] [-- arguments for `python -m facility.pr
   --torch KIND          cuda, rocm, cpu, or auto (default: looks at the drivers here, the queue and the wheelhouse)
   --torch-index URL     extra package index for torch (default: PyTorch's own for rocm and cpu)
   --wheelhouse DIR      install from these files only, without network (`crossfed bundle` makes them)
-  --template NAME|FILE  job template for the self-check, through its queue (default: run it here)
+  --template NAME|FILE  job template for the self-check, through its queue if it has one (default: run it here)
   --fill NAME=VALUE     value for one of the template's placeholders (may be repeated)
   --no-self-check       leave the self-check out
   --gate KEY.pub        let this key of a coordinator in through the gate alone: a forced command that
@@ -310,10 +310,9 @@ if [ -n "$check" ]; then
     digest=$( { echo "$stamp ${fills[*]-}"; cat "$home/env.sh" ${template:+"$template"}; } | cksum)
     if [ "$(head -1 "$home/.self-check" 2>/dev/null)" = "$digest" ]; then say "self-check: passed before: $(tail -n +2 "$home/.self-check")"
     else
-        where=here; [ -z "$template" ] || where="in a job of the queue"
-        say "self-check: a small model takes three steps $where, which is a minute once it begins"
+        say "self-check: a small model takes three steps, which is a minute once it begins"
         trap - ERR; set +eu; . "$home/env.sh"; set -eu; trap "$at_error" ERR  # as in a job
-        result=$(meanwhile "self-check: its job waits or runs" "$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
+        result=$(meanwhile "self-check: it goes on" "$run" -m facility.selfcheck --home "$home" ${template:+--template "$template"} ${fills[@]+"${fills[@]}"}) || fail "the self-check failed; see above"
         printf '%s\n%s\n' "$digest" "$result" >"$home/.self-check"
         say "self-check: $result"
     fi

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import platform
 import threading
 import time
 from contextlib import suppress
@@ -42,7 +44,12 @@ echo fake1
     ],
 )
 def test_the_script_itself_is_submitted_and_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str, fill: dict[str, str], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    fill: dict[str, str],
+    words: str,
 ):
     """`flux submit` of a shell around it would be no nested instance, whose `flux run` waits for the site's for ever
     (recorded: `flux-jobs-selfcheck-deadlock`). `flux batch` has no `--wait`: every set-up of a Flux site failed."""
@@ -55,7 +62,9 @@ def test_the_script_itself_is_submitted_and_waited_for(
     monkeypatch.setenv("REFUSED", recorded("flux-batch-wait").err)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("ASKED", str(tmp_path / "asked"))
-    run(folder, TEMPLATES / f"{template}.sh", fill, tmp_path / "home", 60.0)
+    with caplog.at_level(logging.INFO):
+        run(folder, TEMPLATES / f"{template}.sh", fill, tmp_path / "home", 60.0)
+    assert caplog.messages[0] == f"running in a job of the queue, by {words.split()[0]}"
     asked, place = (tmp_path / "asked").read_text().splitlines()
     assert words in f"{asked} " and place == str(folder / "job"), "where a queue leaves what a job prints"
     script = (tmp_path / "asked.job").read_text()
@@ -63,6 +72,17 @@ def test_the_script_itself_is_submitted_and_waited_for(
     assert "<" not in "".join(
         line for line in script.splitlines() if line.startswith(("#SBATCH", "#PBS", "#flux", "#$"))
     )
+
+
+def test_without_directives_the_job_runs_here_and_no_queue_is_spoken_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """setup.sh said "in a job of the queue" of any template, that of a plain ssh login too."""
+    (tmp_path / "selfcheck" / "job").mkdir(parents=True)
+    (tmp_path / "own.sh").write_text("#!/bin/bash\nmkdir update\n: {{ streamflow_command }}\n")
+    with caplog.at_level(logging.INFO):
+        run(tmp_path / "selfcheck", tmp_path / "own.sh", {}, tmp_path / "home", 60.0)
+    assert caplog.messages == [f"running here, on {platform.node()}"]
 
 
 def test_what_looks_like_jinja2_in_a_template_reaches_the_job_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
