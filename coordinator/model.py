@@ -68,19 +68,7 @@ def convert_model(source: str, out: Path, *, dtype: str, revision: str, classes:
     folder = Path(source).expanduser()
     if present.exists(folder) and revision != "main":
         raise InputError(f"--revision has no effect with the folder {folder}: it is for a model of the hub")
-    if present.is_file(folder / "config.json"):
-        refuse_files_elsewhere(folder)
-        source_name = str(folder)
-    elif present.exists(folder):
-        raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
-    elif folder.is_symlink():
-        raise InputError(f"{folder} is a link that leads nowhere; expected a Hugging Face checkpoint's folder")
-    elif source.startswith((".", "/", "~")):
-        raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
-    elif not HUB_NAME.fullmatch(source):
-        raise InputError(f"{source!r} is neither a folder here nor a name of the hub; expected one like org/name")
-    else:
-        source_name = source
+    source_name = check_source(source)
     with nullcontext("") if present.exists(folder) else offline_if_silent() as silence:
         try:
             summary = _written(source_name, out, made_from, classes)
@@ -88,6 +76,24 @@ def convert_model(source: str, out: Path, *, dtype: str, revision: str, classes:
             more = f"; {silence}, and neither a folder here nor this machine's cache has that name" if silence else ""
             raise TransientError(f"{error}{more}") from None
     return f"{out}: {summary}"
+
+
+def check_source(source: str) -> str:
+    """The folder or hub name by which transformers loads the source. Raises `InputError` for what is neither; the hub
+    is not asked."""
+    folder = Path(source).expanduser()
+    if present.is_file(folder / "config.json"):
+        refuse_files_elsewhere(folder)
+        return str(folder)
+    if present.exists(folder):
+        raise InputError(f"{folder} holds no config.json; expected a Hugging Face checkpoint's folder")
+    if folder.is_symlink():
+        raise InputError(f"{folder} is a link that leads nowhere; expected a Hugging Face checkpoint's folder")
+    if source.startswith((".", "/", "~")):
+        raise InputError(f"{source} does not exist; expected a checkpoint's folder or a hub name like org/name")
+    if not HUB_NAME.fullmatch(source):
+        raise InputError(f"{source!r} is neither a folder here nor a name of the hub; expected one like org/name")
+    return source
 
 
 def _written(source: str, out: Path, made_from: dict[str, Any], classes: Sequence[str]) -> str:

@@ -17,7 +17,7 @@ from coordinator.config.federation import Facility, Federation, read_federation
 from coordinator.config.schema import NAME, write_schema
 from coordinator.demo import make_demo
 from coordinator.memory.figures import model_figures
-from coordinator.model import convert_model
+from coordinator.model import check_source, convert_model
 from coordinator.preflight.remote import check_connection, login_error
 from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import RoundTraining, federation_text
@@ -39,6 +39,7 @@ log = logging.getLogger(__name__)
 
 LOGIN = re.compile(rf"(?:({USER.pattern})@)?((?:{HOST.pattern}))")
 DEMO = "demo"
+MODEL = "model"
 SET_UP = "set-up"
 """The last question."""
 KEY = "~/.ssh/id_ed25519"
@@ -87,28 +88,32 @@ def begin(request: Request, dialog: Dialog) -> Path:
         log.info("%s exists: going on with it; what it says holds, whatever the command says of the same", file)
         federation = read_federation(file)
         check_names(request, federation.names, f"; they are those of {file}: edit it")
+        behind = _connect_all(dialog, {facility.name: facility.deployment for facility in federation.facilities})
         for facility in federation.facilities:
             if _is_dataset(federation, facility, texts.get(facility.name, "")):
                 texts[facility.name] = ""
-            if facility.deployment.host and _connect(dialog, facility.name, facility.deployment) is None:
+            if facility.name in behind and behind[facility.name] is None:
                 surveys[facility.name] = ask_site(facility.name, facility.deployment, facility.dataset)
     else:
         if not FACILITY_NAME.fullmatch(request.name):
             raise InputError(f"--name {request.name!r}: {NAME_WORDS}")
-        choices = []
-        logins = request.facilities or _ask_facilities(dialog, request)
+        if request.model and request.model != DEMO:
+            check_source(request.model)
+        choices, behind = [], {}
+        logins = request.facilities or _ask_facilities(dialog, request, behind)
         check_names(request, list(logins), "")
         _check_logins(request, logins)
-        for name, login in logins.items():
-            choice, survey = _facility(request, dialog, name, login)
+        deployments = {name: read_login(name, login, request) for name, login in logins.items()}
+        behind |= _connect_all(dialog, {name: one for name, one in deployments.items() if name not in behind})
+        for name, deployment in deployments.items():
+            choice, survey = _facility(request, dialog, name, deployment, behind.get(name))
             choices.append(choice)
             texts[name] = "" if choice.prepared else choice.data
             if survey is not None:
                 surveys[name] = survey
-        source = request.model or _ask_model(dialog)
         signing_key = _signing_key(request, dialog) if any(choice.gated for choice in choices) else ""
-        dialog.check_given(later=(SET_UP,))  # before a model is downloaded
-        model = _model(request, source)
+        dialog.check_given(later=(SET_UP, *([] if request.model else [MODEL])))  # before a model is downloaded
+        model = _model(request, request.model) if request.model else _ask_model(request, dialog)
         _write(file, request, model, choices, signing_key)
         log.info("%s is written", file)
         federation = read_federation(file)
@@ -141,12 +146,13 @@ def _is_dataset(federation: Federation, facility: Facility, data: str) -> bool:
     return bool(data) and Path(data).expanduser().resolve() == federation.path(facility.dataset)
 
 
-def _ask_facilities(dialog: Dialog, request: Request) -> dict[str, str]:
+def _ask_facilities(dialog: Dialog, request: Request, behind: dict[str, GateSummary | None]) -> dict[str, str]:
+    """Logins by name, each tried before the next is asked for. `behind`: takes what `_connect` found of each."""
     found: dict[str, str] = {}
     while True:
         question = f"facility-{len(found) + 1}"
         why = "NAME=[USER@]HOST[:PORT], or NAME=local; empty: no more"
-        no_login = partial(_no_login, request, found)
+        no_login = partial(_no_login, request, dialog, found, behind)
         answer = dialog.ask(question, Proposal(value="", why=why), must=not found, refuse=no_login)
         if not answer:
             return found
@@ -154,8 +160,10 @@ def _ask_facilities(dialog: Dialog, request: Request) -> dict[str, str]:
         found[name.strip()] = login.strip()
 
 
-def _no_login(request: Request, found: Mapping[str, str], answer: str) -> str:
-    """Why no facility is added to those `found` by this answer; empty where one is."""
+def _no_login(
+    request: Request, dialog: Dialog, found: Mapping[str, str], behind: dict[str, GateSummary | None], answer: str
+) -> str:
+    """Why no facility is added to those `found` by this answer, such as a login that fails; empty where one is."""
     name, _, login = (word.strip() for word in answer.partition("="))
     if not name or not login:
         return f"{answer}: expected NAME=[USER@]HOST[:PORT], or NAME=local"
@@ -163,7 +171,9 @@ def _no_login(request: Request, found: Mapping[str, str], answer: str) -> str:
         return f"{name} is there already, as {found[name]}; give this one another name"
     try:
         _check_logins(request, {**found, name: login})
-    except InputError as error:
+        if (deployment := read_login(name, login, request)).host:
+            behind[name] = _connect(dialog, name, deployment, then="answer again")
+    except (InputError, TransientError) as error:
         return str(error)
     return ""
 
@@ -186,9 +196,9 @@ def read_login(name: str, text: str, request: Request) -> Deployment:
     )
 
 
-def _facility(request: Request, dialog: Dialog, name: str, text: str) -> tuple[Choice, Survey | None]:
-    login = read_login(name, text, request)
-    behind = _connect(dialog, name, login) if login.host else None
+def _facility(
+    request: Request, dialog: Dialog, name: str, login: Deployment, behind: GateSummary | None
+) -> tuple[Choice, Survey | None]:
     if behind is not None:
         log.info("%s: %s", name, behind.said())
         return choose_gated(dialog, name, login, behind, request.data.get(name, ""), request.name), None
@@ -232,7 +242,27 @@ def _told(survey: Survey) -> str:
     return f"{queue}, {partitions}, {accounts}, {pythons}, {network}"
 
 
-def _connect(dialog: Dialog, name: str, login: Deployment) -> GateSummary | None:
+def _connect_all(dialog: Dialog, logins: Mapping[str, Deployment]) -> dict[str, GateSummary | None]:
+    """What `_connect` finds of each that is on another host. Where several fail, all are said before it raises."""
+    found: dict[str, GateSummary | None] = {}
+    failed: list[InputError | TransientError] = []
+    for name, login in logins.items():
+        try:
+            if login.host:
+                found[name] = _connect(dialog, name, login)
+        except (InputError, TransientError) as error:
+            failed.append(error)
+    failed.sort(key=lambda one: isinstance(one, InputError))  # it is the last that says how the command ends
+    for one in failed[:-1]:
+        log.error("%s", one)
+    if failed:
+        raise failed[-1]
+    return found
+
+
+def _connect(
+    dialog: Dialog, name: str, login: Deployment, then: str = "give the same command again"
+) -> GateSummary | None:
     """Test the login; returns a gate's summary of its policy, None for a shell. Raises `InputError`, `TransientError`.
 
     An unknown host key is accepted only by its fingerprint.
@@ -245,7 +275,7 @@ def _connect(dialog: Dialog, name: str, login: Deployment) -> GateSummary | None
     if row.check == "gate" and (found := ask_gate(login)) is not None:
         return found
     advice = row.fix if row.fix.endswith("?") else f"{row.fix};"
-    raise login_error(row, f"{name}: {row.found}; {advice} then give the same command again")
+    raise login_error(row, f"{name}: {row.found}; {advice} then {then}")
 
 
 def _signing_key(request: Request, dialog: Dialog) -> str:
@@ -260,9 +290,24 @@ def _signing_key(request: Request, dialog: Dialog) -> str:
     return dialog.ask("signing-key", Proposal(value=request.keys.get("", KEY), why=why), refuse=no_key)
 
 
-def _ask_model(dialog: Dialog) -> str:
+def _ask_model(request: Request, dialog: Dialog) -> Path:
+    """The federation's model, made of the one that is asked for."""
+    made: list[Path] = []
+
+    def no_model(source: str) -> str:
+        try:
+            made.append(_model(request, source))
+        except InputError as error:
+            return str(error)
+        except TransientError as error:  # the hub does not answer, or the name is not one that it has
+            if dialog.yes or MODEL in dialog.given:
+                raise
+            return str(error)
+        return ""
+
     why = f"hub name (ORG/NAME), folder of a checkpoint, or {DEMO!r} for a small one"
-    return dialog.ask("model", Proposal(value="", why=why))
+    dialog.ask(MODEL, Proposal(value="", why=why), refuse=no_model)
+    return made[-1]
 
 
 def _model(request: Request, source: str) -> Path:

@@ -86,7 +86,7 @@ def _begin(request: Request, dialog: Dialog) -> Path:
 
     try:
         return begin(request, dialog)
-    except CrossFedError:
+    except (CrossFedError, KeyboardInterrupt):
         if dialog.typed and not federation_file(request.folder).exists():
             print(f"to keep your answers, add them to the command, corrected: {dialog.again()}", file=sys.stderr)
         raise

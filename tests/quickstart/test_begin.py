@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import shlex
 from pathlib import Path
@@ -23,7 +24,7 @@ from coordinator.quickstart.command import quickstart
 from coordinator.quickstart.describe import RoundTraining
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.survey import Place, Python, Survey
-from facility.exchange.errors import InputError
+from facility.exchange.errors import InputError, TransientError
 from facility.exchange.messages.manifest import sha256_of
 from tests.federations import write_federation
 from tests.training.federation import write_dataset
@@ -123,23 +124,38 @@ def test_an_input_that_ends_is_an_error_that_names_the_question(tmp_path: Path):
 def test_what_was_typed_before_an_error_can_be_given_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """A model that does not exist, the last question of many, took all answers with it."""
+    """An input that ends at the last question of many took all answers with it."""
     (tmp_path / "a text").write_text("text")
     answers = f"here=local\n\n{tmp_path}/a text\n{tmp_path}/no-model\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(answers))
-    with pytest.raises(InputError, match="no-model does not exist"):
+    with pytest.raises(InputError, match="model has no answer, for the input has ended"):
         quickstart(tmp_path / "fed", set_up=False)
     kept = capsys.readouterr().err.split("corrected: ")[1].strip()
     words = shlex.split(kept)
-    assert words[::2] == ["--answer"] * 3
-    assert words[1::2] == ["facility-1=here=local", f"here.data={tmp_path}/a text", f"model={tmp_path}/no-model"]
-    mended = [word.replace("no-model", "model") for word in words[1::2]]
+    assert words[::2] == ["--answer"] * 2
+    assert words[1::2] == ["facility-1=here=local", f"here.data={tmp_path}/a text"]
+    mended = [*words[1::2], f"model={tmp_path}/model"]
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
     monkeypatch.setattr(check, "_check", lambda *_, **__: [ok("federation", "x", "y")])
     monkeypatch.setattr("sys.stdin", io.StringIO("\n"))
     with pytest.raises(typer.Exit):
         quickstart(tmp_path / "fed", set_up=False, answer=mended)
     assert (tmp_path / "fed" / "workflow" / "federation.yml").is_file()
+
+
+def test_the_answers_are_kept_where_a_person_stops_at_a_question(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Typed(io.StringIO):
+        def readline(self, size: int = -1) -> str:  # type: ignore[override]
+            if line := super().readline(size):
+                return line
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.stdin", Typed("here=local\n\n"))
+    with pytest.raises(KeyboardInterrupt):
+        quickstart(tmp_path / "fed", set_up=False)
+    assert "corrected: --answer facility-1=here=local" in capsys.readouterr().err
 
 
 def asked(lines: list[str], **given: str) -> tuple[Dialog, list[str]]:
@@ -152,7 +168,7 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(tmp_path: Path, monkey
     """A relative path was found when the model had been made, and then stood in a federation.yml that nothing read;
     others ended the command."""
     monkeypatch.setattr(beginning, "_model", lambda *_: tmp_path / "fed" / "model")
-    monkeypatch.setattr(beginning, "_connect", lambda *_: None)
+    monkeypatch.setattr(beginning, "_connect", lambda *_, **__: None)
     surveys = {"no.txt": Survey(), "data/x": Survey(data="prepared")}
     surveys |= {"text.txt": Survey(data="text", pythons=PYTHONS, places=PLACES)}
     monkeypatch.setattr(beginning, "ask_site", lambda name, login, data: surveys[data])
@@ -178,6 +194,44 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(tmp_path: Path, monkey
         dialog, _ = asked(["text.txt", "", ""], **{name: text})
         with pytest.raises(InputError, match=rf"--answer {name}={text}: .* an absolute path at the facility"):
             begin(made(tmp_path / "new", facilities={"far": "far.example.org"}, data={}), dialog)
+
+
+def test_a_login_and_a_model_that_fail_are_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each ended the command. The logins are real: nothing listens at the second, the first has no address."""
+    (tmp_path / "empty").mkdir()
+    model = tmp_path / "fed" / "model"
+
+    def make(request: Request, source: str) -> Path:
+        if source == "ORG/UNKNOWN":
+            raise TransientError("ORG/UNKNOWN could not be loaded: the hub does not answer")
+        return model if source == "demo" else convert(request, source)
+
+    convert = beginning._model
+    monkeypatch.setattr(beginning, "_model", make)
+    lines = ["far=u@no.host.invalid", "far=127.0.0.1:1", "near=local", "", str(tmp_path / "text")]
+    lines += [str(tmp_path / "empty"), "./none", "no name", "ORG/UNKNOWN", "demo"]
+    dialog, said = asked(lines)
+    begin(made(tmp_path, facilities={}, data={}, model=""), dialog)
+    refused = [line.strip() for line in said if line.startswith("  ")]
+    expected = ["far: the name no.host.invalid", "far: nothing listens at 127.0.0.1:1"]
+    expected += ["holds no config.json", "./none does not exist", "is neither a folder here nor", "hub does not answer"]
+    for line, words in zip(refused, expected, strict=True):
+        assert words in line
+    assert all(line.endswith("then answer again") for line in refused[:2])
+    for wrong in ({"model": "ORG/UNKNOWN"}, {"model": str(tmp_path / "empty")}):
+        dialog, _ = asked([], **wrong)
+        with pytest.raises(TransientError if "ORG" in wrong["model"] else InputError):
+            begin(dataclasses.replace(made(tmp_path, model=""), folder=tmp_path / "new"), dialog)
+
+
+def test_all_that_fails_of_what_the_command_says_is_said_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """The second login was tried once the first was corrected; a folder without a model was found after both."""
+    far = made(tmp_path, facilities={"far": "127.0.0.1:1", "too": "no.host.invalid"}, data={})
+    with pytest.raises(TransientError, match="too: the name no.host.invalid does not resolve"):
+        begin(far, Dialog(given={}, yes=True))
+    assert [record.message.partition(";")[0] for record in caplog.records] == ["far: nothing listens at 127.0.0.1:1"]
+    with pytest.raises(InputError, match="does not exist; expected a checkpoint"):
+        begin(dataclasses.replace(far, model="./none"), Dialog(given={}, yes=True))
 
 
 @pytest.mark.parametrize("code", [1, 0])
