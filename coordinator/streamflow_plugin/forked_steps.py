@@ -29,8 +29,6 @@ OF_COORDINATOR = frozenset(
     for step in ("start", "send", "receive", "aggregate", "report", "roster", "survivors", "aggregate_masked")
 )
 OF_FACILITY = frozenset({"facility.round", "facility.keys", "facility.unmask"})
-EXPANDED = '$`"\\\n'
-"""What a shell would change in an environment's value between double quotes."""
 BUSY_SECONDS = 0.01
 END_SECONDS = 5.0
 
@@ -63,7 +61,7 @@ def step_of_command(
     except ValueError:
         return None
     plain = shlex.join(words) == text and words[:2] == ["python3", "-m"] and words[2:3] and words[2] in modules
-    if not plain or directory is None or any(set(EXPANDED) & set(value) for value in own.values()):
+    if not plain or directory is None:
         return None
     whole = {**environment, **own}
     if SEPARATE_STEPS in whole or not is_this_python(whole.get("PATH", os.defpath)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shlex
 from collections.abc import MutableSequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from facility.exchange.exit_codes import ExitCode
 
 STEPS = ("start", "send", "receive", "aggregate", "report")
 """The coordinator's own steps, by the first word of their names; none of them fails for a facility's fault."""
+EXPANDED = re.compile(r'[$`"\\]')
+"""What a shell reads between double quotes as something else than itself."""
 LOOK_SECONDS = 1.0
 """Between two looks at processes that an earlier run left."""
 OURS, FACILITIES = ForkedSteps(), ForkedSteps(hidden=(VARIABLE, LOG))
@@ -96,6 +99,8 @@ class TellingLocalConnector(LocalConnector):
             command = ["unset", VARIABLE, LOG, "&&", *command]
         if rest.get("workdir"):  # StreamFlow writes it bare into the shell's line
             rest["workdir"] = shlex.quote(rest["workdir"])
+        if rest.get("environment"):  # and these between double quotes: HOME and TMPDIR, which lie in the workdir
+            rest["environment"] = {name: EXPANDED.sub(r"\\\g<0>", value) for name, value in rest["environment"].items()}
         return await super().run(location, command, *args, **rest)
 
     async def settle(self, location: ExecutionLocation, directory: str) -> None:

@@ -155,7 +155,7 @@ MODULES = frozenset({"a.step"})
         (["python3", "-m", "a.step", "&&", "true"], {}, False),
         (["python3", "-m", "a.step", "'unclosed"], {}, False),
         (["unset", "X", "&&", "python3", "-m", "a.step"], {}, False),
-        (["python3", "-m", "a.step"], {"HOME": "/x/$USER"}, False),
+        (["python3", "-m", "a.step", "--out", "'two words'"], {"HOME": "/x/$USER"}, True),
         (["python3", "-m", "a.step"], {"PATH": "/nowhere"}, False),
         (["python3", "-m", "a.step"], {SEPARATE_STEPS: "1"}, False),
     ],
@@ -165,7 +165,7 @@ def test_only_plain_commands_of_this_python_are_forked(command: list[str], own: 
     assert (step is not None) == forked
     if step is not None:
         assert (step.module, step.arguments) == ("a.step", ["--out", "two words"])
-        assert step.environment["HOME"] == "/x"
+        assert step.environment["HOME"] == own["HOME"]
 
 
 def test_without_a_directory_nothing_is_forked():

@@ -32,15 +32,21 @@ def test_only_the_coordinators_steps_have_the_event_file(name: str, seen: str, t
     assert asyncio.run(act()) == (seen, 0)
 
 
-@pytest.mark.parametrize("folder", ["a folder", "Zoé's", "$HOME; false"])
+@pytest.mark.parametrize("folder", ["a folder", "Zoé's", "$HOME; false", "\"a' `false` \\$x"])
 def test_a_step_runs_in_its_directory_whatever_that_is_called(folder: str, tmp_path: Path):
+    """Its HOME and TMPDIR lie there: a path with a double quote or a dollar ended every run with a code and no word."""
     (place := tmp_path / folder).mkdir()
     connector = TellingLocalConnector("coordinator", str(tmp_path))
     location = ExecutionLocation(name="local", deployment="coordinator", local=True)
     act = connector.run(
-        location=location, command=["pwd"], capture_output=True, workdir=str(place), job_name="/rounds/aggregate/0"
+        location=location,
+        command=['echo "$PWD:$HOME"'],
+        environment={"HOME": str(place)},
+        capture_output=True,
+        workdir=str(place),
+        job_name="/rounds/aggregate/0",
     )
-    assert asyncio.run(act) == (str(place), 0)
+    assert asyncio.run(act) == (f"{place}:{place}", 0)
 
 
 @pytest.mark.parametrize(
