@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shlex
 import shutil
 import tomllib
@@ -31,6 +32,9 @@ from facility.exchange.files.owners import not_ours, of_another, written_by_all
 from facility.exchange.files.paths import shipped_path
 from facility.exchange.messages.template_inheritance import find_template
 from facility.exchange.sizes import format_bytes
+
+OTHER_AS_URL = re.compile("[#?]|%[0-9A-Fa-f]{2}")
+"""What ends the path in a URL, or stands for another character there."""
 
 
 def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
@@ -75,7 +79,19 @@ def check_here(federation: Federation) -> tuple[list[Row], ModelFigures | None]:
         )
     else:
         rows.append(ok(ME, "rendered files", "those of this federation.yml"))
-    return [*rows, *_not_ours(federation), *_open_to_all(federation)], model
+    return [*rows, *_other_as_url(federation), *_not_ours(federation), *_open_to_all(federation)], model
+
+
+def _other_as_url(federation: Federation) -> list[Row]:
+    """A row where a path that StreamFlow opens means another one as a URL, which CWL has paths as; none otherwise."""
+    places = {"federation.yml": federation.file.parent, "workdir": federation.workdir_path}
+    for key, place in (places | {"model": federation.path(federation.model)}).items():
+        if found := OTHER_AS_URL.search(str(place)):
+            said = f"{key} is in {place}, where CWL, which has paths as URLs, takes {found[0]!r} for something else"
+            return [
+                fail(ME, key, said, "rename that folder, or name another: without '#', '?' and '%' before two digits")
+            ]
+    return []
 
 
 def _not_ours(federation: Federation) -> list[Row]:

@@ -3,6 +3,7 @@ told to."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from typer.testing import CliRunner
 
 from coordinator.cli import app
+from coordinator.config.federation import Federation, read_federation
 from coordinator.engine import run
 from coordinator.preflight import check, coordinator
 from coordinator.preflight.row import Row, fail, ok
@@ -71,3 +73,25 @@ def test_a_check_that_failed_stops_the_run_until_it_passes_or_the_file_changes(
     rows[:] = [ok("b", "job accepted", "yes")]
     call("check")
     assert runs() and not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize("name", ["c#", "is it?", "100%25", "100%", "a 'dir' \"ü\" [x]*$"])
+def test_a_path_that_is_another_one_as_a_url_is_refused_before_a_run(name: str, tmp_path: Path):
+    """StreamFlow was started again and again, since /tmp/100 had no main.cwl, or a step had a file that did not exist.
+    Runs in folders of the last two names came to their end."""
+    plain = _described(tmp_path)
+    for federation, key in (
+        (_described(tmp_path / name), "federation.yml"),
+        (dataclasses.replace(plain, workdir=f"../{name}"), "workdir"),
+        (dataclasses.replace(plain, model=f"../{name}"), "model"),
+    ):
+        refused = [row.check for row in coordinator.failing_here(federation) if "URL" in row.found]
+        assert refused == ([key] if name in ("c#", "is it?", "100%25") else [])
+
+
+def _described(folder: Path) -> Federation:
+    """A federation in that folder, whose model and data are not there."""
+    (folder / "workflow").mkdir(parents=True)
+    file = folder / "workflow" / "federation.yml"
+    file.write_text("{name: f, rounds: 1, model: ../model, facilities: [{name: a, dataset: ../data}]}")
+    return read_federation(file)
