@@ -84,7 +84,9 @@ def _readable(file: Path) -> Federation | Row:
         federation = read_federation(file)
         render(federation)
     except ConfigurationError as error:
-        return fail("federation", "federation.yml", str(error), "fix that line")
+        return fail(
+            "federation", "federation.yml", str(error), "fix that file" if error.line is None else "fix that line"
+        )
     return federation
 
 

@@ -592,6 +592,13 @@ def test_the_command_prints_a_table_or_json_and_its_code_says_it(site: Site, mon
     assert checking.show_rows([], as_json=True, write=lambda _: None) == 0
 
 
+def test_no_line_is_spoken_of_where_there_is_no_file(tmp_path: Path):
+    (row,) = check(tmp_path / "federation.yml")
+    assert "no such file" in row.found and row.fix == "fix that file"
+    (tmp_path / "federation.yml").write_text("nmae: f\n")
+    assert check(tmp_path / "federation.yml")[0].fix == "fix that line"
+
+
 def test_ssh_holds_the_jump_host_to_the_same_rules():
     raw = {
         "type": "ssh",
