@@ -131,7 +131,7 @@ class Drawn:
         noised = "differential" in self.settings.get("privacy", {})
         return not noised and self.settings["rounds"].get("steps") is None
 
-    def write(self, root: Path, **training: Any) -> Path:
+    def write(self, root: Path, keys: Path | None = None, **training: Any) -> Path:
         """Its federation.yml, whose `training` has these settings as well."""
         root.mkdir(parents=True, exist_ok=True)
         file = write_federation(root, self.names, training=self.training | training, size=self.size, **self.settings)
@@ -140,11 +140,11 @@ class Drawn:
             if facility["name"] == "b" and self.own:
                 facility["training"] = self.own
         if self.masked:
-            signers = ssh_keys(root / "keys", self.names)
+            signers = ssh_keys(keys or root / "keys", self.names)
             described["privacy"]["peer_signers"] = str(signers)
             described["aggregation"]["allowed_signers"] = str(signers)
             for facility in described["facilities"]:
-                key = {"signing_key": str(root / "keys" / facility["name"])}
+                key = {"signing_key": str((keys or root / "keys") / facility["name"])}
                 facility["training"] = facility.get("training", {}) | key
         file.write_text(yaml.safe_dump(described, sort_keys=False))
         if self.kind is not None:

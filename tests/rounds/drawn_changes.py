@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,11 +21,12 @@ from coordinator.rounds.acceptance import accept, changes_since
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.task_words import Task
 from tests.rounds.by_steps import BySteps
-from tests.rounds.drawn import Drawn, draw
+from tests.rounds.drawn import Drawn, draw, under_masks
 
 KEPT = ("rounds", "seed", "aggregation", "pretrained")
 """Sections of which an edit changes keys, or which it leaves alone."""
 
+MASKED = {"secure_aggregation": True, "minimum_sum": 2}
 NEEDED = ("steps", "batch_sequences", "learning_rate", "count")
 
 
@@ -44,6 +46,7 @@ def draw_edits(drawn: Drawn, seed: int) -> list[Edit]:
     edits: list[Edit] = []
     for number in range(chance.choice([1, 1, 2])):
         other = draw(chance.randrange(1 << 30))
+        other = under_masks(other, chance.randrange(1 << 30)) if drawn.masked else other
         now = edits[-1].to if edits else drawn
         after = number + 1
         back = chance.randrange(after) if chance.random() < 0.2 else None
@@ -58,6 +61,8 @@ def edited(drawn: Drawn, other: Drawn, chance: random.Random, after: int) -> Dra
     aggregation = mixed(drawn.settings["aggregation"], other.settings["aggregation"], chance)
     rounds = mixed(drawn.settings["rounds"], other.settings["rounds"], chance)
     settings |= {"aggregation": aggregation, "rounds": rounds | {"count": after + chance.choice([1, 2])}}
+    if drawn.masked:
+        settings["privacy"] = mixed(drawn.settings["privacy"], other.settings["privacy"], chance) | MASKED
     training = mixed(drawn.training, other.training, chance)
     if "lora" in drawn.training and chance.random() < 0.8:
         training["lora"] = drawn.training["lora"]
@@ -93,7 +98,7 @@ class Edited(BySteps):
     more: Mapping[str, Any] = field(default_factory=dict)
     """Of `training` in every version of the file."""
     refusals: list[str] = field(default_factory=list)
-    """Why edits were refused, after which the file is as it was."""
+    """Why edits were refused, after which the file is as it was; without numbers of lines."""
 
     def edited(self) -> bool:
         """Whether the complete rounds are as many as those of the next edit, which is made."""
@@ -110,7 +115,7 @@ class Edited(BySteps):
     def edit(self, edit: Edit) -> None:
         """Write the edited file, and go on with it as `crossfed run --accept` does, unless it is refused."""
         scratch = self.root / f"edit-{edit.after}"
-        text = edit.to.write(scratch, **self.more).read_text()
+        text = edit.to.write(scratch, keys=self.root / "keys", **self.more).read_text()
         for place in (scratch / "sites").iterdir():
             if not (self.root / "sites" / place.name).exists():
                 shutil.copytree(place, self.root / "sites" / place.name)
@@ -124,7 +129,7 @@ class Edited(BySteps):
             if changes_since(archive, now):
                 accept(archive, now)
         except InputError as error:
-            self.refusals.append(str(error).replace(str(self.root), ""))
+            self.refusals.append(re.sub(r"\.yml:\d+:", ".yml:", str(error).replace(str(self.root), "")))
             self.file.write_text(before)
             return
         self.federation = federation
