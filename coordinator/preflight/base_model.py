@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from coordinator.config.federation import Facility
 from coordinator.preflight.alike import others_than_most
+from coordinator.preflight.probe_answer import BaseModelAnswer
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.sizes import format_bytes
 
 CHECK = "base model"
 
 
-def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]:
+def check_base_model(facility: Facility, found: BaseModelAnswer | None) -> list[Row]:
     """One row where the facility's probe was asked for its base model, by the digest that federation.yml states."""
     name, lora = facility.name, facility.training.lora
-    if not lora.base or "base_model" not in answer:
+    if not lora.base or found is None:
         return []
-    found = answer["base_model"]
-    if "error" in found:
-        problem = f"{lora.base} is no model at the facility: {found['error']}"
+    if found.error:
+        problem = f"{lora.base} is no model at the facility: {found.error}"
         return [fail(name, CHECK, problem, "correct training.lora.base, or fetch the model there")]
-    if found["sha256"] is None:
-        within = f"not hashed within {found['seconds']:g} s" if found["seconds"] else "never hashed"
-        unknown = f"{lora.base} ({format_bytes(found['bytes'])}) was {within} there"
+    if found.sha256 is None:
+        within = f"not hashed within {found.seconds:g} s" if found.seconds else "never hashed"
+        unknown = f"{lora.base} ({format_bytes(found.bytes)}) was {within} there"
         return [warning(name, CHECK, unknown, f"run `python -m facility.base_model {lora.base}` there once, in a job")]
-    digest = found["sha256"]
+    digest = found.sha256
     if not lora.base_sha256:
         stated = f"{lora.base} has the digest {digest}, and federation.yml states none"
         return [warning(name, CHECK, stated, f"set training.lora.base_sha256: {digest}")]
@@ -36,12 +35,12 @@ def check_base_model(facility: Facility, answer: Mapping[str, Any]) -> list[Row]
     return [ok(name, CHECK, f"{lora.base} is the stated one ({digest[:16]}...)")]
 
 
-def check_same_base(answers: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def check_same_base(answers: Mapping[str, BaseModelAnswer | None]) -> list[Row]:
     """A row for each facility whose base model is not the one that most have; for all, where most have none in common.
 
     `answers`: what each probe said of it.
     """
-    digests = {name: one["sha256"] for name, one in answers.items() if one.get("sha256")}
+    digests = {name: one.sha256 for name, one in answers.items() if one is not None and one.sha256}
     return [
         fail(
             name,

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from coordinator.preflight.probe_answer import DatasetAnswer
 from coordinator.preflight.row import Row, warning
 from facility.exchange.checkpoints.model_files import model_file_if_any
 
 
-def check_chat_template(model: Path, datasets: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+def check_chat_template(model: Path, datasets: Mapping[str, DatasetAnswer]) -> list[Row]:
     """A warning where whoever gets the final model could not ask it as it was trained; [] where nothing is odd.
 
     `datasets`: what each facility's probe said of its dataset.
     """
-    if not any(answer.get("chat_template_sha256") for answer in datasets.values()) or carries_template(model):
+    if not any(answer.chat_template_sha256 for answer in datasets.values()) or carries_template(model):
         return []
     return [
         warning(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,6 +39,7 @@ from coordinator.preflight.fitting import check_fitting
 from coordinator.preflight.gate import check_gate
 from coordinator.preflight.last_check import remember_failures
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
+from coordinator.preflight.probe_answer import DatasetAnswer, ProbeAnswer
 from coordinator.preflight.remote import check_connection
 from coordinator.preflight.row import Row, fail, ok, skipped, warning
 from coordinator.preflight.scheduler import check_scheduler, wanted_hours
@@ -118,12 +119,12 @@ def _check(federation: Federation, *, link: bool, submit: bool, progress: Callab
         )
         with told_meanwhile(lambda: "the facilities have answered; what the archive holds is being verified", progress):
             archived = archive.result()
-    answered = {one.name: answer or {} for one, (_, answer) in zip(federation.facilities, found, strict=True)}
-    datasets = {name: answer.get("dataset", {}) for name, answer in answered.items()}
+    answered = {one.name: answer for one, (_, answer) in zip(federation.facilities, found, strict=True)}
+    datasets = {name: answer.dataset for name, answer in answered.items() if answer is not None}
     unstated = [one.name for one in federation.facilities if not one.training.lora.base_sha256]
-    same = check_same_base({name: answered[name].get("base_model", {}) for name in unstated})
+    same = check_same_base({name: one.base_model for name in unstated if (one := answered[name]) is not None})
     if model is not None:
-        here += check_fitting(federation, {name: answer.get("task") for name, answer in datasets.items()})
+        here += check_fitting(federation, {name: answer.task for name, answer in datasets.items()})
     here += archived
     here += check_chat_template(federation.path(federation.model), datasets)
     alike = check_alike(datasets) + check_claims(federation.claims, datasets)
@@ -152,7 +153,7 @@ ALIKE = (
 """What a probe says of a dataset that all facilities must have alike, and what to call it."""
 
 
-def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
+def check_alike(datasets: Mapping[str, DatasetAnswer]) -> list[Row]:
     """Facilities whose conversations were put into words otherwise than most others' train another model than theirs,
     and so do those whose images have another size or whose classes another order.
 
@@ -160,7 +161,8 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     """
     rows = []
     for key, subject in ALIKE:
-        values = {name: clean_text(str(answer[key]), 80) for name, answer in datasets.items() if key in answer}
+        told = {name: getattr(answer, key) for name, answer in datasets.items()}
+        values = {name: clean_text(value, 80) for name, value in told.items() if value is not None}
         for name, others in others_than_most(values).items():
             rows.append(
                 fail(
@@ -174,7 +176,7 @@ def check_alike(datasets: dict[str, dict[str, Any]]) -> list[Row]:
     return rows
 
 
-def check_claims(claims: ClaimSettings, datasets: dict[str, dict[str, Any]]) -> list[Row]:
+def check_claims(claims: ClaimSettings, datasets: Mapping[str, DatasetAnswer]) -> list[Row]:
     """Facilities whose blocks are longer than `claims.sequence_tokens` says would claim too much in every round.
 
     `datasets`: as for `check_alike`.
@@ -184,12 +186,12 @@ def check_claims(claims: ClaimSettings, datasets: dict[str, dict[str, Any]]) -> 
         fail(
             name,
             "claims",
-            f"its blocks have {answer['block_tokens']} tokens, claims.sequence_tokens allows {longest}: no update of "
+            f"its blocks have {answer.block_tokens} tokens, claims.sequence_tokens allows {longest}: no update of "
             "it would count as it is",
-            f"set claims.sequence_tokens to {answer['block_tokens']} or more, or to 0",
+            f"set claims.sequence_tokens to {answer.block_tokens} or more, or to 0",
         )
         for name, answer in datasets.items()
-        if longest and answer.get("block_tokens", 0) > longest
+        if longest and answer.block_tokens > longest
     ]
 
 
@@ -201,7 +203,7 @@ def check_facility(
     link: bool,
     submit: bool = False,
     elastic: Outlook | None = None,
-) -> tuple[list[Row], dict[str, Any] | None]:
+) -> tuple[list[Row], ProbeAnswer | None]:
     """Rows of one facility, and what its probe answered, if it did."""
     deployment = facility.deployment
     template = job_template(deployment, federation.file.parent) or ""
@@ -231,16 +233,17 @@ def check_facility(
         facility, deployment, model, dataset=dataset, workdir=workdir, reserve=need, trainer=trainer, base=base
     )
     rows += rows_of_site
-    rows += check_tasks(federation, facility.name, answer or {})
-    rows += check_clock(elastic, facility.name, (answer or {}).get("clock", 0.0))
-    rows += check_differential_privacy(federation, facility, (answer or {}).get("dataset", {"error": "unknown"}))
+    if answer is not None:
+        rows += check_tasks(federation, facility.name, answer.optional)
+        rows += check_clock(elastic, facility.name, answer.clock)
+        rows += check_differential_privacy(federation, facility, answer.dataset)
     if deployment.type in QUEUES and not deployment.gate:
         rows += check_scheduler(facility.name, deployment, template, submit=submit)
         rows.append(check_hours(federation, facility, deployment, template))
     if (compared := check_comparison(federation, facility, deployment, model, template)) is not None:
         rows.append(compared)
     if model is not None:
-        block = (answer or {}).get("dataset", {}).get("block_tokens") or model.positions or 1024
+        block = (answer.dataset.block_tokens if answer is not None else 0) or model.positions or 1024
         rows.append(memory_row(federation, facility, model, block, template))
         if link and not deployment.gate:
             rows.append(link_row(federation, facility, model))

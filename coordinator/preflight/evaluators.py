@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from collections.abc import Mapping
 
 from coordinator.config.federation import Federation
 from coordinator.preflight.row import ME, Row, ok, warning
@@ -13,14 +13,14 @@ TASKS, TRACKERS = "tasks", "trackers"
 EVALUATOR = "lm_eval"
 
 
-def check_tasks(federation: Federation, name: str, answer: dict[str, Any]) -> list[Row]:
+def check_tasks(federation: Federation, name: str, optional: Mapping[str, str | None] | None) -> list[Row]:
     """Whether a facility that evaluates on tasks has lm-eval; no row for others, or where that is not told.
 
-    A warning: an evaluation that fails costs the round nothing but the scores.
+    `optional`: what its probe said of packages that only some settings need. A warning: an evaluation that fails costs
+    the round nothing but the scores.
     """
     plan = federation.evaluation.for_facility(name, masked=bool(federation.masks))
-    optional = answer.get("optional", {})
-    if not plan.tasks or EVALUATOR not in optional:
+    if not plan.tasks or optional is None or EVALUATOR not in optional:
         return []
     if (version := optional[EVALUATOR]) is None:
         found = f"evaluation.tasks are evaluated at {name}, which has no lm-eval: there would be no scores"

@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 import time
-from typing import Any
+from dataclasses import replace
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility
@@ -14,7 +14,13 @@ from coordinator.memory.figures import ModelFigures
 from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_base_model
 from coordinator.preflight.disk import Disk
-from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row
+from coordinator.preflight.probe_answer import (
+    PROBE_SECONDS,
+    DatasetAnswer,
+    DiskAnswer,
+    ProbeAnswer,
+    answer_or_row,
+)
 from coordinator.preflight.remote import run_there
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.versions import check_versions
@@ -40,7 +46,7 @@ def probe_facility(
     reserve: int,
     trainer: TrainerSettings | None = None,
     base: str = "",
-) -> tuple[dict[str, Any] | None, Row | None]:
+) -> ProbeAnswer | Row:
     """The facility's answer, or a row (with an empty subject) that gives the reason for its absence."""
     words = ["-m", "facility.probe", "--dataset", dataset, "--workdir", workdir, "--reserve", str(reserve)]
     words += ["--trainer", trainer.module] if trainer and not trainer.built_in else []
@@ -65,11 +71,11 @@ def probe_facility(
     text, after = said.out.partition(BEGIN)[2], time.time()
     if said.code or not text.strip():
         lines = clean_text(said.error, 4000, lines=True).strip().splitlines()
-        return None, _unanswered(deployment, lines or [f"code {said.code}"])
-    answer, wrong = answer_or_row(text)
-    if answer is not None:
-        answer["clock"] = clock_ahead(text.partition("\n")[0], before, after)
-    return answer, wrong
+        return _unanswered(deployment, lines or [f"code {said.code}"])
+    answer = answer_or_row(text)
+    if isinstance(answer, Row):
+        return answer
+    return replace(answer, clock=clock_ahead(text.partition("\n")[0], before, after))
 
 
 def clock_ahead(told: str, before: float, after: float) -> float:
@@ -125,37 +131,36 @@ def check_site(
     reserve: Disk,
     trainer: TrainerSettings | None,
     base: str,
-) -> tuple[list[Row], dict[str, Any] | None]:
+) -> tuple[list[Row], ProbeAnswer | None]:
     """Rows on environment, versions, trainer, dataset, base model and room; and the answer itself.
 
     `reserve`: what its rounds need at most. `base`: the facility's `training.lora.base`, resolved where the facility is
     this machine.
     """
     if deployment.gate:
-        answer, wrong = gate.probe_by_gate(deployment, dataset, reserve.bytes)
+        answer = gate.probe_by_gate(deployment, dataset, reserve.bytes)
     else:
-        answer, wrong = probe_facility(deployment, dataset, workdir, reserve.bytes, trainer, base)
+        answer = probe_facility(deployment, dataset, workdir, reserve.bytes, trainer, base)
     name = facility.name
-    if answer is None:
-        assert wrong is not None
-        return [Row(subject=name, check=wrong.check, verdict=wrong.verdict, found=wrong.found, fix=wrong.fix)], None
+    if isinstance(answer, Row):
+        return [replace(answer, subject=name)], None
     rows = [
         *check_versions(name, answer),
         *_quantized(facility, answer),
         *_trainer(name, answer, trainer),
-        *_dataset(facility, answer["dataset"], dataset, model),
-        *check_base_model(facility, answer),
-        _room(name, answer["disk"], workdir, reserve),
+        *_dataset(facility, answer.dataset, dataset, model),
+        *check_base_model(facility, answer.base_model),
+        _room(name, answer.disk, workdir, reserve),
     ]
     return rows, answer
 
 
-def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
+def _quantized(facility: Facility, answer: ProbeAnswer) -> list[Row]:
     """Whether the package that holds a base in 4 bits is installed; no row where none is asked for."""
     asked = facility.training.lora.quantize_base
-    version = answer.get("optional", {}).get("bitsandbytes")
-    if asked == "none" or "optional" not in answer:
+    if asked == "none" or answer.optional is None:
         return []
+    version = answer.optional.get("bitsandbytes")
     if version is None or not meets_requirement(version, QUANTIZES):
         has = "no bitsandbytes" if version is None else f"bitsandbytes {clean_text(str(version), 40)}"
         return [
@@ -169,11 +174,11 @@ def _quantized(facility: Facility, answer: dict[str, Any]) -> list[Row]:
     return [ok(facility.name, "bitsandbytes", f"bitsandbytes {clean_text(str(version), 40)} is installed there")]
 
 
-def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None) -> list[Row]:
+def _trainer(name: str, answer: ProbeAnswer, trainer: TrainerSettings | None) -> list[Row]:
     """Whether the federation's own trainer is installed; no row for CrossFed's, or where a gate's policy decides."""
-    if trainer is None or "trainer" not in answer:
+    if trainer is None or answer.trainer is None:
         return []
-    if problem := clean_text(str(answer["trainer"]), 200):
+    if problem := clean_text(answer.trainer, 200):
         return [
             fail(
                 name,
@@ -185,9 +190,9 @@ def _trainer(name: str, answer: dict[str, Any], trainer: TrainerSettings | None)
     return [ok(name, "trainer", f"{trainer.module} is installed there")]
 
 
-def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: ModelFigures | None) -> list[Row]:
+def _dataset(facility: Facility, answer: DatasetAnswer, path: str, model: ModelFigures | None) -> list[Row]:
     name, prepare = facility.name, "prepare it there with `python -m facility.prepare` (or facility/setup.sh -- ...)"
-    if answer.get("error") == "missing":
+    if answer.error == "missing":
         return [
             fail(
                 name,
@@ -196,10 +201,10 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
                 f"correct `dataset:`, or {prepare}",
             )
         ]
-    if "error" in answer:
-        return [fail(name, "dataset", f"the dataset is not usable: {answer['error']}", prepare)]
+    if answer.error:
+        return [fail(name, "dataset", f"the dataset is not usable: {answer.error}", prepare)]
     rows = [*_tokenizer(name, answer, model), *_classes(name, answer, model), *_blocks(facility, answer, model)]
-    blocks = answer["blocks"]
+    blocks = answer.blocks
     return rows or [
         ok(
             name,
@@ -209,21 +214,21 @@ def _dataset(facility: Facility, answer: dict[str, Any], path: str, model: Model
     ]
 
 
-def _what(answer: dict[str, Any]) -> str:
+def _what(answer: DatasetAnswer) -> str:
     """What the dataset counts, with its size."""
-    if "image_size" in answer:
-        return f"images of {clean_text(str(answer['image_size']), 40)}"
-    return f"blocks of {answer['block_tokens']} tokens"
+    if answer.image_size is not None:
+        return f"images of {clean_text(answer.image_size, 40)}"
+    return f"blocks of {answer.block_tokens} tokens"
 
 
-def _classes(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+def _classes(name: str, answer: DatasetAnswer, model: ModelFigures | None) -> list[Row]:
     """A row where the model's head does not have the dataset's classes in its order; a head without names takes any."""
-    if not model or not answer.get("classes"):
+    if not model or not answer.classes:
         return []
-    labels, count = list(model.labels), answer["classes"]
+    labels, count = list(model.labels), answer.classes
     if count != len(labels):
         found = f"the dataset has {count} classes, the model's head has {len(labels)}"
-    elif labels != default_labels(count) and answer.get("classes_sha256") not in (None, classes_digest(labels)):
+    elif labels != default_labels(count) and answer.classes_sha256 not in (None, classes_digest(labels)):
         found = f"the dataset's classes are not the model's, or in another order; its head names {_some(labels)}"
     elif model.problem:
         found = (
@@ -239,23 +244,23 @@ def _some(names: list[str]) -> str:
     return clean_text(", ".join(names[:10]), 200) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+def _tokenizer(name: str, answer: DatasetAnswer, model: ModelFigures | None) -> list[Row]:
     """A row where the dataset was not tokenised, or its images not sized and scaled, as the model expects."""
-    if model and model.vocabulary and answer["vocabulary_size"] > model.vocabulary:
+    if model and model.vocabulary and answer.vocabulary_size > model.vocabulary:
         found = (
-            f"the dataset was tokenised with {answer['vocabulary_size']} tokens, the model has {model.vocabulary}: "
+            f"the dataset was tokenised with {answer.vocabulary_size} tokens, the model has {model.vocabulary}: "
             "another tokenizer"
         )
-    elif model and tokenizers_differ(answer.get("image_processor_sha256"), model.image_processor):
+    elif model and tokenizers_differ(answer.image_processor_sha256, model.image_processor):
         found = (
-            f"the images were made by {clean_text(str(answer['image_processor_sha256']), 100)}, the model carries "
+            f"the images were made by {clean_text(str(answer.image_processor_sha256), 100)}, the model carries "
             f"{model.image_processor}: another image processor"
         )
         fix = "prepare the dataset with the model's own preprocessor_config.json"
         return [fail(name, "image processor", found, fix)]
-    elif model and tokenizers_differ(answer.get("tokenizer_sha256"), model.tokenizer):
+    elif model and tokenizers_differ(answer.tokenizer_sha256, model.tokenizer):
         found = (
-            f"the dataset was tokenised with {answer['tokenizer_sha256']}, the model carries {model.tokenizer}: "
+            f"the dataset was tokenised with {answer.tokenizer_sha256}, the model carries {model.tokenizer}: "
             "another tokenizer of the same size"
         )
     else:
@@ -263,14 +268,14 @@ def _tokenizer(name: str, answer: dict[str, Any], model: ModelFigures | None) ->
     return [fail(name, "tokenizer", found, "prepare the dataset with the model's own tokenizer")]
 
 
-def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | None) -> list[Row]:
+def _blocks(facility: Facility, answer: DatasetAnswer, model: ModelFigures | None) -> list[Row]:
     """A row for blocks too long for the model, and for too few of them for a batch or for validation."""
-    blocks, batch = answer["blocks"], facility.training.batch_sequences
+    blocks, batch = answer.blocks, facility.training.batch_sequences
     rows = []
-    if model and model.positions and answer["block_tokens"] > model.positions:
+    if model and model.positions and answer.block_tokens > model.positions:
         rows.append(
             (
-                f"blocks have {answer['block_tokens']} tokens, the model takes at most {model.positions} positions",
+                f"blocks have {answer.block_tokens} tokens, the model takes at most {model.positions} positions",
                 f"prepare with --block-tokens {model.positions} or less",
             )
         )
@@ -291,49 +296,49 @@ def _blocks(facility: Facility, answer: dict[str, Any], model: ModelFigures | No
     return [fail(facility.name, "dataset", found, fix) for found, fix in rows]
 
 
-def _room(name: str, answer: dict[str, Any], workdir: str, need: Disk) -> Row:
-    if not answer["writable"]:
+def _room(name: str, answer: DiskAnswer, workdir: str, need: Disk) -> Row:
+    if not answer.writable:
         return fail(
             name,
             "room",
             f"{workdir} cannot be written to",
             "correct `workdir:`, or make the directory and give it to your account",
         )
-    if "shared" in answer:
-        found = f"{answer['shared']}, so that others could exchange what its jobs are given"
+    if answer.shared is not None:
+        found = f"{answer.shared}, so that others could exchange what its jobs are given"
         return fail(name, "workdir", found, "choose another `workdir:`, which a run then makes for your account alone")
-    if answer["free"] < need.bytes:
+    if answer.free < need.bytes:
         return fail(
             name,
             "room",
-            f"{format_bytes(answer['free'])} are free at {workdir}, the rounds need {need}",
+            f"{format_bytes(answer.free)} are free at {workdir}, the rounds need {need}",
             "free some, or choose a larger file system for `workdir:`",
         )
-    for quota in answer.get("quotas", []):
-        if quota["free"] is not None and quota["free"] < need.bytes:
+    for quota in answer.quotas:
+        if quota.free is not None and quota.free < need.bytes:
             return fail(
                 name,
                 "room",
-                f"the quota of {quota['of']} leaves {format_bytes(quota['free'])}, the rounds need {need} at {workdir}",
+                f"the quota of {quota.of} leaves {format_bytes(quota.free)}, the rounds need {need} at {workdir}",
                 "free some, ask the site for more, or choose another file system for `workdir:`",
             )
-        if quota["files_free"] is not None and quota["files_free"] < FILES:
+        if quota.files_free is not None and quota.files_free < FILES:
             return fail(
                 name,
                 "room",
-                f"the quota of {quota['of']} leaves {quota['files_free']} files, the rounds need up to {FILES}",
+                f"the quota of {quota.of} leaves {quota.files_free} files, the rounds need up to {FILES}",
                 "remove files there (a Python environment has tens of thousands), or ask the site for more",
             )
-    if "refused" in answer:
+    if answer.refused is not None:
         return fail(
             name,
             "room",
-            f"{format_bytes(need.bytes)} could not be reserved at {workdir}: {answer['refused']}",
+            f"{format_bytes(need.bytes)} could not be reserved at {workdir}: {answer.refused}",
             "your quota there is smaller than the free space; ask for more or choose another `workdir:`",
         )
-    if "above" in answer:
-        found = f"every account of the host may write {answer['above']}, and exchange what lies there, {workdir} too"
+    if answer.above is not None:
+        found = f"every account of the host may write {answer.above}, and exchange what lies there, {workdir} too"
         return warning(
             name, "workdir", found, "choose another `workdir:`, or have `chmod o-w` or `chmod +t` done there"
         )
-    return ok(name, "room", f"{format_bytes(answer['free'])} free at {workdir}, the rounds need {need}")
+    return ok(name, "room", f"{format_bytes(answer.free)} free at {workdir}, the rounds need {need}")

@@ -10,7 +10,7 @@ from coordinator.config.federation import Facility, Federation
 from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
-from coordinator.preflight.probe_answer import PROBE_SECONDS, answer_or_row, last_line
+from coordinator.preflight.probe_answer import PROBE_SECONDS, ProbeAnswer, answer_or_row, last_line
 from coordinator.preflight.remote import (
     Answer,
     answer_of,
@@ -163,10 +163,10 @@ def _link(name: str, deployment: Deployment) -> Row:
     return found if isinstance(found, Row) else ok(name, "link", found.words)
 
 
-def probe_by_gate(deployment: Deployment, dataset: str, reserve: int) -> tuple[dict[str, Any] | None, Row | None]:
-    """The facility's own probe, run by its gate; or a row that gives the reason for its absence."""
+def probe_by_gate(deployment: Deployment, dataset: str, reserve: int) -> ProbeAnswer | Row:
+    """What the facility's own probe says, run by its gate; or a row that gives the reason for its absence."""
     answer = send_to_gate(deployment, "probe", "--dataset", dataset, "--reserve", str(reserve), seconds=PROBE_SECONDS)
     if answer.code or not answer.out.strip():
         said = clean_text(answer.error or f"code {answer.code}", 300)
-        return None, fail("", "environment", f"the gate runs no probe: {said}", "tell the site")
+        return fail("", "environment", f"the gate runs no probe: {said}", "tell the site")
     return answer_or_row(answer.out)

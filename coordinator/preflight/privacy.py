@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from coordinator.config.federation import Facility, Federation
+from coordinator.preflight.probe_answer import DatasetAnswer
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings
@@ -35,15 +35,15 @@ def check_secure_aggregation(federation: Federation) -> list[Row]:
     return [ok("federation", CHECK, f"{found}; updates are noised at their facility before they are masked")]
 
 
-def check_differential_privacy(federation: Federation, facility: Facility, answer: dict[str, Any]) -> list[Row]:
+def check_differential_privacy(federation: Federation, facility: Facility, answer: DatasetAnswer) -> list[Row]:
     """Rows on the budget of one facility; `answer`: what its probe says of the dataset."""
     settings = federation.privacy.differential if federation.privacy is not None else None
-    if settings is None or "error" in answer:
+    if settings is None or answer.error:
         return []
-    if "image_size" in answer:
+    if answer.image_size is not None:
         found = "images are not trained with differential privacy"
         return [fail(facility.name, CHECK, found, "remove privacy.differential")]
-    counts = answer.get("documents" if settings.unit == "document" else "blocks")
+    counts = answer.documents if settings.unit == "document" else answer.blocks
     if not counts:
         return [
             fail(
@@ -53,7 +53,7 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
                 "prepare it with --documents separate, or set privacy.differential.unit to block",
             )
         ]
-    if settings.unit == "document" and answer.get("hides_rests"):
+    if settings.unit == "document" and answer.hides_rests:
         return [
             fail(
                 facility.name,
@@ -62,7 +62,7 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
                 "prepare it again with --replace",
             )
         ]
-    train, validation = int(counts["train"]), int(counts["validation"])
+    train, validation = counts["train"], counts["validation"]
     batch, name = facility.training.batch_sequences, facility.name
     if train < batch or not validation:
         return []  # the dataset's own rows tell
@@ -87,7 +87,7 @@ def _bought(
     settings: DifferentialSettings,
     train: int,
     validation: int,
-    answer: dict[str, Any],
+    answer: DatasetAnswer,
 ) -> Row:
     training, epsilon, delta = facility.training, settings.epsilon, settings.delta
     steps = federation.rounds * training.steps
@@ -100,7 +100,7 @@ def _bought(
             f"no noise is enough for epsilon {settings.epsilon:g} at delta {settings.delta:g} over {steps:,} steps",
             "allow a larger epsilon, or take fewer steps",
         )
-    bound = math.log(max(2, answer.get("classes") or answer["vocabulary_size"]))
+    bound = math.log(max(2, answer.classes or answer.vocabulary_size))
     evaluated = min(validation, training.evaluation_sequences or validation)
     deviation = figures * bound / evaluated
     found = (

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from coordinator.preflight.probe_answer import ProbeAnswer
 from coordinator.preflight.row import Row, fail, ok, warning
 from facility import __version__
 from facility.exchange.files.paths import shipped_path
@@ -14,13 +13,13 @@ from facility.exchange.messages.settings import FacilitySettings
 FORMATS = {"manifest": manifest.FORMAT, "report": report.FORMAT, "settings": settings.FORMAT}
 
 
-def check_versions(name: str, answer: dict[str, Any]) -> list[Row]:
+def check_versions(name: str, answer: ProbeAnswer) -> list[Row]:
     """Rows on its CrossFed and its packages."""
     rows = []
-    if answer["formats"] != FORMATS:
+    if answer.formats != FORMATS:
         other = ", ".join(
             f"{key} {value} there, {FORMATS.get(key)} here"
-            for key, value in answer["formats"].items()
+            for key, value in answer.formats.items()
             if FORMATS.get(key) != value
         )
         rows.append(
@@ -33,44 +32,44 @@ def check_versions(name: str, answer: dict[str, Any]) -> list[Row]:
         )
     elif (row := _unknown_settings(name, answer)) is not None:
         rows.append(row)
-    elif answer["crossfed"] != __version__:
+    elif answer.crossfed != __version__:
         rows.append(
             warning(
                 name,
                 "message format",
-                f"CrossFed {answer['crossfed']} there, {__version__} here; formats agree",
+                f"CrossFed {answer.crossfed} there, {__version__} here; formats agree",
                 "bring both to one version when you can",
             )
         )
     else:
-        rows.append(ok(name, "message format", f"CrossFed {answer['crossfed']} on both sides"))
+        rows.append(ok(name, "message format", f"CrossFed {answer.crossfed} on both sides"))
     return [*rows, _packages(name, answer)]
 
 
-def _unknown_settings(name: str, answer: dict[str, Any]) -> Row | None:
+def _unknown_settings(name: str, answer: ProbeAnswer) -> Row | None:
     """A row where the facility's jobs would, or may, refuse their settings, which name every key: a CrossFed of the
     same version number may be older, and its jobs ended so only after their wait in the queue."""
     fix = f"bring it to the coordinator's CrossFed: crossfed setup {name}, or facility/setup.sh there"
-    if "settings_keys" not in answer:
-        found = f"CrossFed {answer['crossfed']} there is older than the one here: its jobs may not know all settings"
+    if answer.settings_keys is None:
+        found = f"CrossFed {answer.crossfed} there is older than the one here: its jobs may not know all settings"
         return warning(name, "message format", found, fix)
-    unknown = sorted(set(keys_of(FacilitySettings)) - answer["settings_keys"])
+    unknown = sorted(set(keys_of(FacilitySettings)) - answer.settings_keys)
     if not unknown:
         return None
     listed = ", ".join(unknown[:3]) + (f" and {len(unknown) - 3} more" if len(unknown) > 3 else "")
     return fail(name, "message format", f"its CrossFed is older, its jobs would refuse their settings: {listed}", fix)
 
 
-def _packages(name: str, answer: dict[str, Any]) -> Row:
+def _packages(name: str, answer: ProbeAnswer) -> Row:
     """Whether the facility's environment has what CrossFed asks for, in the versions that it was tested with."""
-    has = answer["packages"]
-    if missing := sorted(package for package, version in has.items() if version is None):
+    has = {package: version for package, version in answer.packages.items() if version is not None}
+    if missing := sorted(answer.packages.keys() - has.keys()):
         return fail(name, "packages", f"the facility lacks {', '.join(missing)}", "run facility/setup.sh there again")
-    if unmet := answer.get("unmet"):
+    if answer.unmet:
         return warning(
             name,
             "packages",
-            f"Python {answer['python']}; other packages than CrossFed asks for: {'; '.join(unmet)}",
+            f"Python {answer.python}; other packages than CrossFed asks for: {'; '.join(answer.unmet)}",
             "run facility/setup.sh there again, without --as-is; what a job does not need may stay as it is",
         )
     versions = ", ".join(f"{package} {has[package]}" for package in ("torch", "transformers"))
@@ -81,10 +80,10 @@ def _packages(name: str, answer: dict[str, Any]) -> Row:
         return warning(
             name,
             "packages",
-            f"Python {answer['python']}, {versions}; tested is {wanted}",
+            f"Python {answer.python}, {versions}; tested is {wanted}",
             "run facility/setup.sh there again, unless the site provides its own torch",
         )
-    return ok(name, "packages", f"Python {answer['python']}, {versions}")
+    return ok(name, "packages", f"Python {answer.python}, {versions}")
 
 
 def _pinned() -> dict[str, str]:

@@ -13,6 +13,7 @@ from coordinator.bundle import COMPLETE, make_bundle
 from coordinator.config.deployments import job_template
 from coordinator.config.federation import Facility, Federation
 from coordinator.preflight.facility import probe_facility
+from coordinator.preflight.row import Row
 from coordinator.quickstart.choice import largest_batch
 from coordinator.quickstart.gated import blocks_behind
 from coordinator.quickstart.propose import install, python_version
@@ -71,13 +72,13 @@ def equip(
         chosen = ["--torch", torch] if torch == "cpu" and not sent and "--as-is" not in method.arguments else []
         arguments = [*method.arguments, *chosen, *(["--", *words] if text else [])]
         set_up(federation, facility.name, bundle=sent, arguments=arguments)
-    answer, wrong = probe_facility(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
-    if answer is None or "blocks" not in answer["dataset"]:
-        reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
+    answer = probe_facility(facility.deployment, dataset, facility.deployment.workdir or "/tmp", 0)
+    if isinstance(answer, Row) or answer.dataset.error:
+        reason = answer.found if isinstance(answer, Row) else answer.dataset.error
         raise InputError(
             f"{facility.name}: no dataset at {dataset}: {reason}; give --data {facility.name}=PATH of text"
         )
-    return int(answer["dataset"]["blocks"].get("train", 0))
+    return answer.dataset.blocks["train"]
 
 
 def fit_batch(file: Path, blocks: Sequence[int], wanted: int) -> str | None:

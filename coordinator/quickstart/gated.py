@@ -9,6 +9,7 @@ from typing import Any
 from coordinator.config.deployments import GATED, WORKDIR, Deployment
 from coordinator.config.federation import Facility
 from coordinator.preflight import gate
+from coordinator.preflight.row import Row
 from coordinator.quickstart.choice import Choice
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
@@ -119,11 +120,11 @@ def choose_gated(
 
 def blocks_behind(facility: Facility) -> int:
     """Training blocks of the facility's dataset, from the probe that its gate runs. Raises `InputError`."""
-    answer, wrong = gate.probe_by_gate(facility.deployment, facility.dataset, 0)
-    if answer is None or "blocks" not in answer["dataset"]:
-        reason = wrong.found if wrong else answer["dataset"].get("error", "it cannot be opened")  # type: ignore[index]
+    answer = gate.probe_by_gate(facility.deployment, facility.dataset, 0)
+    if isinstance(answer, Row) or answer.dataset.error:
+        reason = answer.found if isinstance(answer, Row) else answer.dataset.error
         raise InputError(
             f"{facility.name}: no dataset at {facility.dataset} behind the gate: {clean_text(str(reason), 300)}; the "
             "site's own people prepare it"
         )
-    return int(answer["dataset"]["blocks"].get("train", 0))
+    return answer.dataset.blocks["train"]

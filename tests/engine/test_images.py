@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from facility.preparing.images.build import ImageRequest, prepare_images
 from facility.probe import dataset as probed
 from tests.conftest import ROOT
 from tests.engine.engines import streamflow
+from tests.preflight.answers import dataset_answer
 from tests.training.images import save_image_model, write_images
 
 NAMES = ["north", "south"]
@@ -122,9 +124,9 @@ def test_personal_statistics_leave_no_facility_and_are_there_in_the_next_round(t
 def test_facilities_whose_images_or_classes_differ_are_named(tmp_path: Path):
     for name, changes in (("a", {}), ("b", {}), ("c", {"classes": ["right", "middle", "left"]})):
         write_images(tmp_path / name, **changes)
-    answers = {name: probed(tmp_path / name) for name in "abc"}
+    answers = {name: dataset_answer(probed(tmp_path / name)) for name in "abc"}
     (row,) = check_alike(answers)
     assert row.subject == "c" and "classes" in row.found and "--classes" in (row.fix or "")
-    answers["c"] = answers["a"] | {"image_size": "3 x 8 x 8", "image_processor_sha256": "x"}
+    answers["c"] = replace(answers["a"], image_size="3 x 8 x 8", image_processor_sha256="x")
     assert [row.subject for row in check_alike(answers)] == ["c", "c"]
-    assert answers["a"]["documents"] == {"train": 40, "validation": 10}
+    assert answers["a"].documents == {"train": 40, "validation": 10}

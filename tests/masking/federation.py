@@ -37,14 +37,14 @@ SHAPES = {"a": (5, 7), "b.weight": (300, 500), "c": (3,)}
 
 
 def ssh_keys(folder: Path, names: Sequence[str]) -> Path:
-    """A signing key for each name, and the allowed-signers file with all of them; returns that."""
+    """A signing key for each name that has none there, and the allowed-signers file with all; returns that."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for name in names:
-        if not (folder / name).exists():
-            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-        public = (folder / f"{name}.pub").read_text().split()
-        lines.append(f'{name} namespaces="crossfed" {public[0]} {public[1]}\n')
+    for name in [name for name in names if not (folder / name).exists()]:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
+    for file in sorted(folder.glob("*.pub")):
+        public = file.read_text().split()
+        lines.append(f'{file.stem} namespaces="crossfed" {public[0]} {public[1]}\n')
     (folder / "signers").write_text("".join(lines))
     return folder / "signers"
 

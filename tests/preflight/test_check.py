@@ -31,6 +31,7 @@ from coordinator.preflight.check import check
 from coordinator.preflight.coordinator import failing_here
 from coordinator.preflight.cost import check_memory, link_speed
 from coordinator.preflight.fitting import check_fitting
+from coordinator.preflight.probe_answer import DatasetAnswer
 from coordinator.preflight.remote import ssh_command
 from coordinator.preflight.row import Row
 from coordinator.preflight.scheduler import flux_refusal, wanted_hours, wanted_nodes
@@ -839,8 +840,9 @@ def test_flux_queues_are_read_as_they_were_recorded(queue: str, nodes: int, stat
 
 
 def test_facilities_that_render_conversations_otherwise_are_named():
-    told = {"task": "chat", "chat_template_sha256": "a" * 64}
-    others = {"north": told, "south": told, "west": told | {"chat_template_sha256": ""}, "lost": {"error": "missing"}}
+    told = DatasetAnswer(task="chat", chat_template_sha256="a" * 64)
+    west = dataclasses.replace(told, chat_template_sha256="")
+    others = {"north": told, "south": told, "west": west, "lost": DatasetAnswer(error="missing")}
     (row,) = checking.check_alike(others)
     assert row.subject == "west" and row.verdict == "fail" and "has the chat template none" in row.found
     assert not checking.check_alike({"north": told, "south": told})

@@ -22,12 +22,12 @@ def federation(folder: Path, more: str) -> Federation:
 
 def test_a_facility_without_lm_eval_is_named_where_it_is_to_evaluate(tmp_path: Path):
     asked = federation(tmp_path, "evaluation: {tasks: [arc_easy], facility: a}\n")
-    (row,) = check_tasks(asked, "a", {"optional": {"lm_eval": None}})
+    (row,) = check_tasks(asked, "a", {"lm_eval": None})
     assert row.verdict == "warning" and "a, which has no lm-eval" in row.found and "pip install" in row.fix
-    (row,) = check_tasks(asked, "a", {"optional": {"lm_eval": "0.4.9"}})
+    (row,) = check_tasks(asked, "a", {"lm_eval": "0.4.9"})
     assert row.verdict == "ok" and "0.4.9" in row.found
-    assert not check_tasks(asked, "b", {"optional": {"lm_eval": None}}), "asked for nothing"
-    assert not check_tasks(asked, "a", {"optional": {}}) and not check_tasks(asked, "a", {}), "an older version there"
+    assert not check_tasks(asked, "b", {"lm_eval": None}), "asked for nothing"
+    assert not check_tasks(asked, "a", {}) and not check_tasks(asked, "a", None), "an older version there"
     assert "lm_eval" in packages(OPTIONAL)
 
 

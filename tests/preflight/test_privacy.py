@@ -16,10 +16,17 @@ from facility.dataset import LOSS, START
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.probe import dataset as probe_dataset
 from tests.config.test_privacy import described, read
+from tests.preflight.answers import dataset_answer
 from tests.training.federation import write_dataset
 from tests.training.privacy.test_units import marked as stream_of
 
-TOLD = {"vocabulary_size": 32_000, "blocks": {"train": 4000, "validation": 2000}, "documents": {}, "classes": 0}
+TOLD = {
+    "block_tokens": 32,
+    "vocabulary_size": 32_000,
+    "blocks": {"train": 4000, "validation": 2000},
+    "documents": {},
+    "classes": 0,
+}
 APART = TOLD | {"documents": {"train": 2000, "validation": 5000}}
 
 
@@ -31,7 +38,7 @@ def rows(tmp_path: Path, answer: dict[str, Any], **changes: Any) -> list[Row]:
         f"privacy: {{differential: {{{budget}}}}}\nfacilities:\n  - {{name: a, dataset: d}}\n"
     )
     federation = read_federation(path)
-    return check_differential_privacy(federation, federation.facilities[0], answer)
+    return check_differential_privacy(federation, federation.facilities[0], dataset_answer(answer))
 
 
 def test_the_noise_that_is_told_keeps_the_budget(tmp_path: Path):

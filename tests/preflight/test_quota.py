@@ -9,6 +9,7 @@ import pytest
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.facility import _room
 from facility.quota import Quota, ask, read_mmlsquota, read_quotas, read_table
+from tests.preflight.answers import disk_answer
 
 NEED = Disk(parts={"models": 5 * 10**9})
 LFS = """Disk quotas for usr bob (uid 500):
@@ -88,7 +89,8 @@ def test_here_it_is_asked_for_real(tmp_path: Path):
     ],
 )
 def test_a_small_quota_fails_the_check_with_what_to_do(quota: dict, words: str):
-    row = _room("site", {"writable": True, "free": 10**13, "quotas": [quota]}, "/scratch/work", NEED)
+    row = _room("site", disk_answer({"writable": True, "free": 10**13, "quotas": [quota]}), "/scratch/work", NEED)
     assert row.verdict == "fail" and words in row.found and row.fix
     enough = {"of": "/scratch", "free": 10**12, "files_free": 10**6}
-    assert _room("site", {"writable": True, "free": 10**13, "quotas": [enough]}, "/w", NEED).verdict == "ok"
+    answer = disk_answer({"writable": True, "free": 10**13, "quotas": [enough]})
+    assert _room("site", answer, "/w", NEED).verdict == "ok"

@@ -13,6 +13,7 @@ from transformers import AutoConfig
 from coordinator.memory.figures import model_figures
 from coordinator.preflight.check import check_alike
 from coordinator.preflight.facility import _classes
+from coordinator.preflight.probe_answer import DatasetAnswer
 from facility.dataset import DatasetError, PreparedDataset
 from facility.exchange.errors import InputError
 from facility.prepare import main
@@ -21,6 +22,7 @@ from facility.preparing.sources import Fields
 from facility.probe import dataset as probed
 from facility.training.data.tasks import task_for
 from tests.pico import pico_config
+from tests.preflight.answers import dataset_answer
 from tests.preparing.corpora import save_tokenizer, sentences, write_json_lines
 
 ALL = ["north", "south", "east"]
@@ -114,7 +116,7 @@ def test_facilities_with_other_classes_of_texts_are_named(tmp_path: Path):
     """As many classes, under other names: each facility would train the other's outputs for its own."""
     for name, labels in (("a", ALL), ("b", ALL), ("c", ["up", "down", "left"])):
         prepared(tmp_path / name, labels)
-    rows = check_alike({name: probed(tmp_path / name / "out") for name in "abc"})
+    rows = check_alike({name: dataset_answer(probed(tmp_path / name / "out")) for name in "abc"})
     assert [row.subject for row in rows] == ["c"] and "classes" in rows[0].found
 
 
@@ -131,7 +133,7 @@ def test_the_head_has_the_datasets_classes_or_check_and_trainer_say_that_it_has_
     names = {"num_labels": 3} if head is None else {"id2label": dict(enumerate(head)), "num_labels": len(head)}
     pad = {"pad_token_id": dataset.manifest.pad_token_id}
     AutoModelForSequenceClassification.from_config(pico_config(**names, **pad)).save_pretrained(tmp_path / "model")
-    rows = _classes("far", probed(dataset.directory), model_figures(tmp_path / "model"))
+    rows = _classes("far", dataset_answer(probed(dataset.directory)), model_figures(tmp_path / "model"))
     assert (rows == []) == fits
     config = AutoConfig.from_pretrained(tmp_path / "model")
     if fits:
@@ -149,7 +151,7 @@ def test_a_head_of_another_problem_is_refused_by_check_and_trainer(tmp_path: Pat
     dataset = prepared(tmp_path / "data", ALL)
     config = pico_config(num_labels=3, pad_token_id=dataset.manifest.pad_token_id, problem_type=problem)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
-    rows = _classes("far", probed(dataset.directory), model_figures(tmp_path / "model"))
+    rows = _classes("far", dataset_answer(probed(dataset.directory)), model_figures(tmp_path / "model"))
     if problem in (None, "single_label_classification"):
         assert rows == []
         task_for(dataset, AutoConfig.from_pretrained(tmp_path / "model"))
@@ -165,7 +167,7 @@ def test_a_facility_that_tells_no_digest_is_compared_by_the_number_of_its_classe
 
     AutoModelForSequenceClassification.from_config(pico_config(num_labels=3)).save_pretrained(tmp_path / "model")
     figures = model_figures(tmp_path / "model")
-    told = {"classes": 3, "vocabulary_size": 128}
+    told = DatasetAnswer(classes=3, vocabulary_size=128)
     assert _classes("far", told, dataclasses.replace(figures, labels=ALL)) == []
-    assert len(_classes("far", told | {"classes": 2}, figures)) == 1
-    assert _classes("far", told | {"classes": 0}, figures) == []
+    assert len(_classes("far", dataclasses.replace(told, classes=2), figures)) == 1
+    assert _classes("far", dataclasses.replace(told, classes=0), figures) == []

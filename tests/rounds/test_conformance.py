@@ -18,6 +18,7 @@ from coordinator.conformance import check_conformance as tried_at_the_coordinato
 from coordinator.conformance import refused_updates
 from coordinator.engine.render import render
 from coordinator.preflight.facility import probe_facility
+from coordinator.preflight.probe_answer import ProbeAnswer
 from facility.conformance import main as conformance
 from facility.conforming.laws import refuses
 from facility.conforming.trial import Ended
@@ -247,9 +248,9 @@ def test_the_probe_reports_a_trainer_that_is_not_installed():
     deployment = Facility(name="here", dataset="d").deployment
     answers = {}
     for module in (STAND_IN, "tests.no_such_trainer", "no_such_package.train"):
-        answer, wrong = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings(module=module))
-        assert wrong is None and answer is not None
-        answers[module] = answer["trainer"]
-    assert answers.pop(STAND_IN) == "" and all("No module named" in said for said in answers.values())
-    answer, _ = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
-    assert answer is not None and "trainer" not in answer and answer["clock"] == 0.0
+        answer = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings(module=module))
+        assert isinstance(answer, ProbeAnswer), answer
+        answers[module] = answer.trainer
+    assert answers.pop(STAND_IN) == "" and all(said and "No module named" in said for said in answers.values())
+    answer = probe_facility(deployment, "/nowhere", "/tmp", 0, TrainerSettings())
+    assert isinstance(answer, ProbeAnswer) and answer.trainer is None and answer.clock == 0.0

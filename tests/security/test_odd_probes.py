@@ -15,6 +15,7 @@ from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.check import check_alike, check_facility
 from coordinator.preflight.facility import BEGIN
+from coordinator.preflight.probe_answer import BaseModelAnswer, DatasetAnswer, ProbeAnswer, read_probe_answer
 from coordinator.preflight.remote import Answer, answer_of
 from coordinator.preflight.versions import FORMATS
 from facility import __version__
@@ -100,24 +101,25 @@ def federation(tmp_path: Path):
     return read_federation(write_federation(tmp_path, ["far", "near"], training=training))
 
 
-def rows_of(federation: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], dict[str, Any]]:
+def rows_of(federation: Any, line: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], ProbeAnswer | None]:
     said = Answer(code=0, out=f"a greeting\n{BEGIN}\n{line}\n", error="")
     monkeypatch.setattr("coordinator.preflight.facility.run_there", lambda *_, **__: said)
     rows, answer = check_facility(federation, federation.facilities[0], None, link=False)
-    return rows, answer or {}
+    return rows, answer
 
 
-def assert_told(rows: list[Any], answers: dict[str, dict[str, Any]]) -> None:
+def assert_told(rows: list[Any], answers: dict[str, ProbeAnswer | None]) -> None:
     """Every row is a line of printable text, and what is compared between facilities takes these answers."""
-    rows = [*rows, *check_alike({name: one.get("dataset", {}) for name, one in answers.items()})]
-    rows += check_same_base({name: one.get("base_model", {}) for name, one in answers.items()})
+    there = {name: one for name, one in answers.items() if one is not None}
+    rows = [*rows, *check_alike({name: one.dataset for name, one in there.items()})]
+    rows += check_same_base({name: one.base_model for name, one in there.items()})
     for row in rows:
         assert is_printable(row.found) and len(row.found) < 2000, row
 
 
 def test_an_honest_answer_is_read(federation: Any, monkeypatch: pytest.MonkeyPatch):
     rows, answer = rows_of(federation, json.dumps(HONEST), monkeypatch)
-    assert answer["dataset"]["blocks"] == {"train": 100, "validation": 20}
+    assert answer is not None and answer.dataset.blocks == {"train": 100, "validation": 20}
     assert {row.check for row in rows} >= {"message format", "packages", "dataset", "base model", "room"}
     assert not [row for row in rows if row.verdict == "fail"], rows
 
@@ -145,12 +147,12 @@ def test_an_older_crossfed_of_the_same_version_number_is_told_before_its_jobs_re
 
 
 def test_no_odd_answer_ends_the_check_or_shows_more_than_text(federation: Any, monkeypatch: pytest.MonkeyPatch):
-    refused = 0
+    refused, honest = 0, read_probe_answer(json.dumps(HONEST))
     for line in [*LINES, *map(changed, range(200))]:
         rows, answer = rows_of(federation, line, monkeypatch)
         assert rows and {row.subject for row in rows} == {"far"}
-        refused += not answer
-        assert_told(rows, {"far": answer, "near": HONEST, "third": HONEST})
+        refused += answer is None
+        assert_told(rows, {"far": answer, "near": honest, "third": honest})
     assert 100 < refused < len(LINES) + 200, "most are refused, some are harmless"
 
 
@@ -199,14 +201,14 @@ def test_commands_answer_as_before(tmp_path: Path):
 )
 def test_nobody_is_called_odd_without_a_majority(digests: str, told: dict[str, str]):
     """Of two facilities with different base models the second was told that most have the first one's."""
-    answers = {name: {"sha256": letter * 64} for name, letter in zip("abcd", digests, strict=False)}
+    answers = {name: BaseModelAnswer(sha256=letter * 64) for name, letter in zip("abcd", digests, strict=False)}
     rows = {row.subject: row.found for row in check_same_base(answers)}
     assert rows.keys() == told.keys()
     for name, words in told.items():
         for letter in "ABC":
             words = words.replace(letter, letter.lower() * 64)
         assert words in rows[name]
-    values = {name: {"image_size": letter} for name, letter in zip("abcd", digests, strict=False)}
+    values = {name: DatasetAnswer(image_size=letter) for name, letter in zip("abcd", digests, strict=False)}
     assert {row.subject for row in check_alike(values)} == set(told)
 
 

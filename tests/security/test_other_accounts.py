@@ -21,7 +21,6 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight.coordinator import check_here, failing_here
 from coordinator.preflight.disk import Disk
 from coordinator.preflight.facility import _room
-from coordinator.preflight.probe_answer import _disk
 from coordinator.remote_setup import set_up
 from coordinator.report.write import write_report
 from coordinator.testbed.layout import MARK, load
@@ -33,7 +32,6 @@ from facility.exchange.files.owners import not_ours
 from facility.exchange.messages.evaluation import EvaluationSettings
 from facility.exchange.messages.progress import FILE, JobProgress, write_progress
 from facility.exchange.messages.settings import read_facility_settings
-from facility.exchange.messages.strict_json import Fields
 from facility.gating.policy import read_policy
 from facility.preparing.output import finish_replacement, publish_directory
 from facility.preparing.resuming import part_of
@@ -43,6 +41,7 @@ from facility.rounds.kept import state_directory
 from facility.rounds.workdir_check import check_workdir
 from tests.federations import write_dataset, write_federation
 from tests.pico import save_pico
+from tests.preflight.answers import disk_answer
 from tests.rounds import test_remote_setup
 from tests.rounds.test_bundle_tasks import wheels_appear
 from tests.rounds.test_setup import setup
@@ -137,7 +136,7 @@ def test_a_job_in_a_workdir_of_another_account_works_with_nothing_that_lies_ther
 
 
 def test_crossfed_check_names_whose_workdir_it_is(tmp_path: Path):
-    answer = _disk(Fields(raw=disk(strangers(tmp_path / "work"), 0), where="the answer"))
+    answer = disk_answer(disk(strangers(tmp_path / "work"), 0))
     row = _room("a", answer, str(tmp_path / "work"), need=None)  # type: ignore[arg-type]
     assert row.verdict == "fail" and row.check == "workdir" and f"user {STRANGER}" in row.found
     assert "shared" not in disk(tmp_path, 0)
@@ -151,7 +150,7 @@ def test_crossfed_check_names_a_folder_above_a_workdir_in_which_every_account_ma
     (work if made else reached / "scratch").mkdir(parents=True)
     for mode, named in ((0o755, False), (0o1777, False), (0o777, True)):
         (reached / "scratch").chmod(mode)
-        answer = _disk(Fields(raw=disk(work, 0), where="the answer"))
+        answer = disk_answer(disk(work, 0))
         row = _room("a", answer, str(work), need=Disk(parts={}))
         found = f"every account of the host may write {reached / 'scratch'}, and exchange"
         assert ((row.verdict, row.check) == ("warning", "workdir") and row.found.startswith(found)) is named, row
