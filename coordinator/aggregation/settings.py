@@ -150,9 +150,7 @@ class AggregationSettings:
         self._check_parameters()
         if self.clip_ratio < 0 and self.clip_ratio != AUTOMATIC:
             raise ConfigurationError(f"clip_ratio is {self.clip_ratio}, expected 0 or more, or -1 for automatic")
-        if MOMENTUM in RULES.get(self.aggregation_rule).needs and (
-            SERVER_OPTIMIZERS.get(self.server_optimizer).slots[:1] != ("velocity",)
-        ):
+        if self._turns_to_momentum and SERVER_OPTIMIZERS.get(self.server_optimizer).slots[:1] != ("velocity",):
             raise ConfigurationError(
                 f"{self.aggregation_rule} turns late updates towards the server optimizer's momentum, and rule is "
                 f"{self.rule!r}; expected {self.aggregation_rule}+nesterov or {self.aggregation_rule}+fedavgm",
@@ -201,10 +199,14 @@ class AggregationSettings:
         return fewest_updates(self.aggregation_rule, self.values_of(RULES.get(self.aggregation_rule)))
 
     def without_optimizer(self) -> AggregationSettings:
-        """These settings without a server optimizer: the step is added to the model as it is."""
-        names = {p.name for p in RULES.get(self.aggregation_rule).parameters if not isinstance(p, str)}
+        """These settings without a server optimizer: the step is added to the model as it is.
+
+        A rule that turns updates towards the optimizer's momentum is then the mean, as it is before there is any.
+        """
+        rule = "mean" if self._turns_to_momentum else self.aggregation_rule
+        names = {p.name for p in RULES.get(rule).parameters if not isinstance(p, str)}
         changes: dict[str, Any] = {
-            "rule": self.aggregation_rule,
+            "rule": rule,
             "server_learning_rate": 1.0,
             "parameters": {name: value for name, value in self.parameters.items() if name in names},
         }
@@ -224,6 +226,10 @@ class AggregationSettings:
     def aggregation_rule(self) -> str:
         """Name or dotted path of the rule that combines the updates."""
         return split_rule(self.rule)[0]
+
+    @property
+    def _turns_to_momentum(self) -> bool:
+        return MOMENTUM in RULES.get(self.aggregation_rule).needs
 
     @property
     def weighs_rows(self) -> bool:

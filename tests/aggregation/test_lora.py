@@ -258,9 +258,10 @@ def test_a_long_step_of_adapters_counts_as_one_of_the_median_norm(tmp_path: Path
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-5)
 
 
-def test_momentum_over_adapters_begins_in_the_second_round(tmp_path: Path):
+@pytest.mark.parametrize("rule", ["nesterov", "heloco+nesterov"])
+def test_momentum_over_adapters_begins_in_the_second_round(tmp_path: Path, rule: str):
     base, state = make.model(tmp_path / "m0", {"layer.weight": torch.zeros(LAYER)}), None
-    settings = AggregationSettings(rule="nesterov", server_learning_rate=0.7, momentum=0.5, weights="equal")
+    settings = AggregationSettings(rule=rule, server_learning_rate=0.7, momentum=0.5, weights="equal")
     start = adapters(0)
     first = [adapter_update(tmp_path / f"a{i}", start, base, f"f{i}") for i in range(2)]
     aggregate(base=base, updates=first, out=tmp_path / "m1", settings=settings, state_out=tmp_path / "s1")
