@@ -34,6 +34,7 @@ from facility.preparing.conversations import (
 )
 from facility.preparing.labels import class_name, declared_names, opened_arrow
 from facility.preparing.said_of_records import kind_of, name_of, names_in
+from facility.preparing.tables import batch_rows, open_parquet, parquet_rows
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
@@ -328,6 +329,11 @@ def _read_text(path: Path, fields: Fields) -> Iterator[Document]:
     done = 0.0
     for number, (raw, done) in enumerate(_lines(path), start=1):
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+        if "\0" in line:
+            raise DatasetError(
+                f"{path}:{number}: found a NUL character, expected UTF-8 text; convert the file first if it is UTF-16; "
+                "a file that ends in them was cut by a crash or a full disk: write it again"
+            )
         if fields.unit == "line":
             yield Document(text=line.rstrip("\n"), done=done)
         elif fields.unit == "paragraph" and not line.strip():
@@ -342,16 +348,12 @@ def _read_text(path: Path, fields: Fields) -> Iterator[Document]:
 
 def _read_parquet(path: Path, fields: Fields) -> Iterator[Document]:
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = fields.columns(file.schema_arrow.names, str(path))
-            rows, number = max(file.metadata.num_rows, 1), 0
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield _document(_row(record, fields), fields, f"{path}: row {number}", number / rows)
+        with open_parquet(path) as file:
+            columns, rows = fields.columns(file.schema_arrow.names, str(path)), file.metadata.num_rows
+            for number, record in enumerate(parquet_rows(file, columns), start=1):
+                yield _document(_row(record, fields), fields, f"{path}: row {number}", number / rows)
     except pyarrow.ArrowException as error:
         raise DatasetError(f"{path} is not a readable Parquet file: {error}") from None
 
@@ -364,7 +366,7 @@ def _read_arrow(path: Path, fields: Fields) -> Iterator[Document]:
             schema, batches = opened_arrow(file)
             columns, number, size = fields.columns(schema.names, str(path)), 0, max(file.size(), 1)
             for batch in batches:
-                for record in batch.select(columns).to_pylist():
+                for record in batch_rows(batch.select(columns)):
                     number += 1
                     place = f"{path}: row {number}"
                     yield _document(_row(record, fields), fields, place, min(file.tell() / size, 1.0))

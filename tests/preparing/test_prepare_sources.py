@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy
 import pyarrow
 import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from facility.dataset import DatasetError, open_dataset
@@ -198,6 +199,11 @@ def test_text_by_line_paragraph_and_file(make, expected, tmp_path: Path):
     assert (make(tmp_path / "lines.txt") == expected).all()
     (tmp_path / "crlf.txt").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(TEXTS).encode())
     assert (make(tmp_path / "crlf.txt", out="crlf") == expected).all()
+    (tmp_path / "utf-16.txt").write_text("\n".join(TEXTS), encoding="utf-16-le")  # no mark at its beginning
+    (tmp_path / "lost.txt").write_bytes("\n".join(TEXTS).encode() + bytes(4096))
+    for name, line in (("utf-16", 1), ("lost", len(TEXTS))):
+        with pytest.raises(DatasetError, match=rf"{name}\.txt:{line}: found a NUL character, expected UTF-8 text"):
+            make(tmp_path / f"{name}.txt", out=name)
     (tmp_path / "paragraphs.txt").write_text("\n\n \n".join(TEXTS) + "\n\n")
     assert (make(tmp_path / "paragraphs.txt", out="p", fields=Fields(unit="paragraph")) == expected).all()
     folder = tmp_path / "folder"
@@ -210,9 +216,6 @@ def test_text_by_line_paragraph_and_file(make, expected, tmp_path: Path):
 
 
 def test_parquet(make, expected, tmp_path: Path):
-    import pyarrow
-    import pyarrow.parquet
-
     path = tmp_path / "c.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"n": range(60), "body": TEXTS}), path, row_group_size=7)
     assert (make(path, fields=Fields(text="body")) == expected).all()

@@ -22,6 +22,7 @@ from facility.exchange.text import number_of
 from facility.preparing.labels import class_name, label_names
 from facility.preparing.said_of_records import name_of, names_in
 from facility.preparing.sources import unicode_name, unicode_text
+from facility.preparing.tables import open_parquet, parquet_rows
 from facility.preparing.walking import files_below, path_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
@@ -233,19 +234,15 @@ def label_of(value: Any, place: str, label_field: str) -> str:
 def rows_of(table: Path, image_field: str, label_field: str) -> Iterator[Picture]:
     """Images in a Parquet file as `datasets` writes it: a column of {bytes, path}, or of bytes; no path is opened."""
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(table) as file:
+        with open_parquet(table) as file:
             columns = file.schema_arrow.names
             if missing := [name for name in (image_field, label_field) if name not in columns]:
                 raise DatasetError(f"{table}: no column {missing[0]!r}; it has {names_in(columns)}")
             names = label_names(file.schema_arrow.metadata or {}, label_field)
-            number = 0
-            for batch in file.iter_batches(batch_size=64, columns=[image_field, label_field]):
-                for record in batch.to_pylist():
-                    number += 1
-                    yield _picture(record, f"{table.name}: row {number}", image_field, label_field, names)
+            for number, record in enumerate(parquet_rows(file, [image_field, label_field]), start=1):
+                yield _picture(record, f"{table.name}: row {number}", image_field, label_field, names)
     except (pyarrow.ArrowException, OSError) as error:
         raise DatasetError(f"{table} is not a readable Parquet file: {error}") from None
 
