@@ -24,6 +24,7 @@ from coordinator.aggregation.run import aggregate
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.archive.rounds import Archive
 from tests.aggregation import make
+from tests.bench.asked import at_least
 from tests.masking.federation import Masking, ssh_keys
 from tests.pico import save_pico
 
@@ -151,9 +152,9 @@ def measure(root: Path, rounds: int, steps: int, seeds: int, bits: int) -> dict[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="optimizer steps a round (default 20)")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least(1), default=5)
+    parser.add_argument("--steps", type=at_least(1), default=20, help="optimizer steps a round (default 20)")
+    parser.add_argument("--seeds", type=at_least(1), default=3)
     parser.add_argument("--bits", type=int, choices=(16, 32), default=16)
     arguments = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -28,6 +28,7 @@ from coordinator.preflight.disk import facility_disk
 from facility.exchange.messages.manifest import Manifest, read_manifest, write_manifest
 from facility.exchange.messages.report import predicted_memory_of, read_report
 from facility.exchange.messages.settings import read_facility_settings
+from tests.bench.asked import names_of
 from tests.federations import write_dataset
 from tests.pico import save_pico
 
@@ -137,14 +138,13 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=",".join(CASES), help="names of cases, by commas (default: all)")
+    parser.add_argument(
+        "--cases", type=names_of(CASES), default=",".join(CASES), help="names of cases, by commas (default: all)"
+    )
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     arguments = parser.parse_args()
-    names = arguments.cases.split(",")
-    if unknown := [name for name in names if name not in CASES]:
-        parser.error(f"--cases names {unknown[0]!r}, expected of {', '.join(CASES)}")
     found = {}
-    for name in names:
+    for name in arguments.cases:
         with tempfile.TemporaryDirectory(prefix="crossfed-predictions-") as folder:
             found[name] = run(CASES[name], Path(folder))
         print(name, json.dumps(found[name]), file=sys.stderr, flush=True)

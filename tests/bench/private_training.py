@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from facility.exchange.messages.report import read_report
+from tests.bench.asked import at_least
 from tests.pico import save_pico
 from tests.training.federation import write_dataset, write_settings
 
@@ -62,9 +63,9 @@ def run(work: Path, name: str, *, private: bool, steps: int, **training: Any) ->
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=at_least(3), default=12)
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16], help="sequences of a micro-batch")
+    parser.add_argument("--rows", type=at_least(1), nargs="+", default=[1, 8, 16], help="sequences of a micro-batch")
     arguments = parser.parse_args()
     work = arguments.work
     shutil.rmtree(work / "data", ignore_errors=True)

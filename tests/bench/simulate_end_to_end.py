@@ -34,6 +34,7 @@ from coordinator.problem.problem import Problem
 from coordinator.problem.read import problem_from_json
 from coordinator.simulation.pipelines.plans import simulate
 from facility.exchange.messages.plan import Plan, write_plan
+from tests.bench.asked import at_least
 from tests.pico import save_pico
 from tests.ports import free_port
 from tests.training.federation import write_dataset, write_settings
@@ -233,12 +234,10 @@ def main() -> int:
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     top.add_argument("--settings", nargs="+", choices=tuple(SETTINGS), default=tuple(SETTINGS))
     top.add_argument("--factors", nargs="+", default=["1,2,4,1", "1,1,3,3"], help="slowness of the four ranks")
-    top.add_argument("--steps", type=int, default=4, help="optimizer steps a run (default 4)")
+    top.add_argument("--steps", type=at_least(3), default=4, help="optimizer steps a run (default 4)")
     top.add_argument("--repeats", type=int, default=2, help="runs of every plan, in turns (default 2)")
     top.add_argument("--seconds", type=float, default=3.0, help="of planning (default 3)")
     options = top.parse_args()
-    if options.steps < 3:
-        top.error(f"--steps is {options.steps}, expected 3 or more: the first two are not steady")
     results = []
     for name in options.settings:
         setting = SETTINGS[name]

@@ -31,6 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
+from facility.exchange.scheduling.policies import POLICIES
+from tests.bench.asked import at_least
 from tests.ports import free_port
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
@@ -233,12 +235,12 @@ def worker(rank: int, world: int, port: int, language: str, jobs: list[dict[str,
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=80, help="all-reduce's steps (default 80)")
+    parser.add_argument("--steps", type=at_least(1), default=80, help="all-reduce's steps (default 80)")
     parser.add_argument("--rate", type=float, default=3e-3, help="AdamW's (peak) learning rate (default 0.003)")
     parser.add_argument("--constant", action="store_true", help="the learning rate neither warms up nor decays")
     parser.add_argument("--pretrain", type=int, default=1500, help="steps on German and French before (default 1500)")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
-    parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME")
+    parser.add_argument("--policies", nargs="*", default=["partial_reduce"], choices=POLICIES.names(), metavar="NAME")
     parser.add_argument("--no-time", action="store_true", help="leave out the runs of equal time")
     parser.add_argument("--bound", type=int, default=10, help="partial_reduce: P, rounds (default 10)")
     parser.add_argument(

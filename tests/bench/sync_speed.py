@@ -28,6 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from facility.exchange.messages.emulation import Emulation
 from facility.exchange.messages.sync import SyncSettings
 from facility.exchange.scheduling.draws import uniform_draw
+from facility.exchange.scheduling.policies import POLICIES
+from tests.bench.asked import at_least
 from tests.ports import free_port
 
 FORWARD, BACKWARD, JITTER = 0.070, 0.140, 0.02
@@ -262,9 +264,16 @@ def predict(row: str, policy: str, options: dict[str, Any], steps: int, costs: d
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="steps of each worker (default 40)")
+    parser.add_argument("--steps", type=at_least(1), default=40, help="steps of each worker (default 40)")
     parser.add_argument("--rows", nargs="*", default=list(ROWS), choices=list(ROWS), metavar="ROW")
-    parser.add_argument("--policies", nargs="*", default=["partial_reduce"], metavar="NAME", help="beside allreduce")
+    parser.add_argument(
+        "--policies",
+        nargs="*",
+        default=["partial_reduce"],
+        choices=POLICIES.names(),
+        metavar="NAME",
+        help="beside allreduce",
+    )
     parser.add_argument("--bound", type=int, default=10, help="P, rounds (default 10)")
     parser.add_argument("--minimum", type=int, default=1, help="members of a group at least (default 1)")
     parser.add_argument(

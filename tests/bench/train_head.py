@@ -20,8 +20,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.asked import at_least
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 
 def imported_bytes() -> int:
@@ -95,8 +98,10 @@ def main() -> None:
     p.add_argument("--sequences", type=int, default=2, help="sequences of a step, one forward pass")
     p.add_argument("--hidden", type=int, default=64, help="width of the Llama")
     p.add_argument("--layers", type=int, default=2, help="blocks of the Llama")
-    p.add_argument("--steps", type=int, default=5, help="optimizer steps of a round")
-    p.add_argument("--repeats", type=int, default=1, help="turns of each way")
+    p.add_argument(
+        "--steps", type=at_least(3), default=5, help="optimizer steps of a round; the first two are not counted"
+    )
+    p.add_argument("--repeats", type=at_least(1), default=1, help="turns of each way")
     p.add_argument("--threads", type=int, default=2, help="CPU threads")
     a = p.parse_args()
     from transformers import AutoModelForCausalLM, LlamaConfig

@@ -21,6 +21,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.bench.asked import names_of
+
 
 def resident() -> int:
     """Resident bytes that are no file's (`RssAnon`): a mapped file may be dropped at any time."""
@@ -107,7 +109,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=1024, help="width of the Llama (units)")
     parser.add_argument("--layers", type=int, default=8, help="blocks of the Llama")
     parser.add_argument("--vocabulary", type=int, default=32_000, help="tokens")
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of processes, by commas")
+    parser.add_argument(
+        "--ranks", type=names_of(map(str, range(1, 17))), default="1,2,4", help="numbers of processes, by commas"
+    )
     arguments = parser.parse_args()
     os.environ.update(PYTHONPATH=str(Path(__file__).resolve().parents[2]), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     folder = Path(tempfile.mkdtemp(prefix="train-memory-"))
@@ -129,7 +133,7 @@ def main() -> None:
         parameters = sum(p.numel() for p in model.parameters())
         del model
         results = {}
-        for world in map(int, arguments.ranks.split(",")):
+        for world in map(int, arguments.ranks):
             results[str(world)] = run_distributed(
                 measure, world, str(folder / "model"), str(folder / f"out-{world}"), timeout=900
             )

@@ -32,10 +32,11 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.bench.asked import at_least, names_of
+
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-
 MOST_SPREAD = 0.1
 """Largest relative distance of a turn's ratio from the median of all turns' ratios."""
 OURS = {"fsdp2": {}, "ddp": {"sharding": "NO_SHARD"}, "single": {}, "documents": {}}
@@ -311,8 +312,10 @@ def run_trainer(a: argparse.Namespace) -> None:
 def main() -> None:
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     p.add_argument("--ranks", type=int, default=2, help="processes")
-    p.add_argument("--repeats", type=int, default=3, help="turns of each")
-    p.add_argument("--steps", type=int, default=10, help="optimizer steps a turn; the first two are not counted")
+    p.add_argument("--repeats", type=at_least(1), default=3, help="turns of each")
+    p.add_argument(
+        "--steps", type=at_least(3), default=10, help="optimizer steps a turn; the first two are not counted"
+    )
     p.add_argument("--batch", type=int, default=4, help="sequences a step over all processes")
     p.add_argument("--micro", type=int, default=0, help="sequences a forward pass; 0: what the batch gives a process")
     p.add_argument("--tokens", type=int, default=256, help="tokens a sequence")
@@ -322,7 +325,9 @@ def main() -> None:
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--threads", type=int, default=1, help="CPU threads a process")
-    p.add_argument("--kinds", default="single,ddp,fsdp2,documents", help="which comparisons, by commas")
+    p.add_argument(
+        "--kinds", type=names_of(OURS), default="single,ddp,fsdp2,documents", help="which comparisons, by commas"
+    )
     p.add_argument("--compile", action="store_true", help="torch.compile for both")
     p.add_argument("--trainer", help=argparse.SUPPRESS)
     p.add_argument("--folder", help=argparse.SUPPRESS)
@@ -351,7 +356,7 @@ def main() -> None:
         write_documents(folder / "padded", a, alone=True)
         write_dataset(folder / "data", train=a.batch * a.steps, block_tokens=a.tokens, vocabulary=a.vocabulary)
         result: dict[str, Any] = {}
-        for kind in a.kinds.split(","):
+        for kind in a.kinds:
             try:
                 result[kind] = compared(turns_of(folder, a, kind))
             except RuntimeError as error:

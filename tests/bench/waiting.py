@@ -25,6 +25,7 @@ from coordinator.simulation.facilities import simulate_federation
 from coordinator.steps.even import steps_ahead
 from coordinator.streamflow_plugin.closing import INPUT, Closing
 from coordinator.streamflow_plugin.errand import Errand
+from tests.bench.asked import at_least
 
 SPEEDS = {"a": 1.0, "b": 1.0, "c": 1.0, "d": 4.0}
 """Units of time that a round's work takes."""
@@ -103,7 +104,7 @@ def _row(number: int, name: str, steps: int, seconds: float) -> FacilityRow:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--unit", type=float, default=0.2, help="seconds of one unit (default 0.2)")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds (default 20)")
+    parser.add_argument("--rounds", type=at_least(1), default=20, help="rounds (default 20)")
     arguments = parser.parse_args()
     rounds, unit = arguments.rounds, arguments.unit
     waiting = max(SPEEDS.values()) * rounds
