@@ -22,7 +22,7 @@ import numpy
 from facility.exchange.errors import TransientError
 from facility.exchange.panics import panics_refused
 from facility.preparing.chat import ChatEncoder, ChatEncoding
-from facility.preparing.pieces import encode_texts, enough_to_cut
+from facility.preparing.pieces import cut_pair, encode_texts, special_tokens
 from facility.preparing.sources import Document
 from facility.preparing.template import Special, Template
 
@@ -140,26 +140,29 @@ class _Rows:
 def _fast_rows(encoding: Encoding, backend: str) -> _Rows:
     from tokenizers import Tokenizer
 
-    fast, cuts = Tokenizer.from_str(backend), Tokenizer.from_str(backend)
-    for tokenizer in (fast, cuts):
-        tokenizer.no_padding()
-        tokenizer.no_truncation()
-        tokenizer.encode_special_tokens = True  # text that spells a special token stays text
+    fast = Tokenizer.from_str(backend)
+    fast.no_padding()
+    fast.no_truncation()
+    fast.encode_special_tokens = True  # text that spells a special token stays text
     most, side = encoding.max_tokens, encoding.cut_side
-    if most is not None:
-        cuts.enable_truncation(most, direction=side)
 
     def whole(texts: list[str]) -> list[numpy.ndarray]:
-        return encode_texts(texts, fast, special_tokens=encoding.wrap)
+        return encode_texts(texts, fast, wrapped=encoding.wrap)
 
     def paired(texts: list[tuple[str, str]]) -> list[_Pair]:
+        """As the tokenizer cuts, which would also make every pair of what it cuts away from the two texts."""
         assert most is not None, "texts are cut to a length"
-        enough = (enough_to_cut(pair, fast, most, side) for pair in texts)
-        inputs = [(first, second) if second else first for first, second in enough]
-        return [
-            _Pair(e.ids, _first(e.sequence_ids), bool(e.overflowing))
-            for e in cuts.encode_batch(inputs, add_special_tokens=True)
-        ]
+        around = {pair: special_tokens(fast, pair=pair) for pair in {bool(second) for _, second in texts}}
+        ids = iter(encode_texts([text for pair in texts for text in pair], fast, wrapped=False))
+        found = []
+        for (_, text), first, second in zip(texts, ids, ids, strict=True):
+            before, between, after = around[bool(text)]
+            room = most - len(before) - len(between) - len(after)
+            left, right = cut_pair(first, second, room, side)
+            row = [*before, *left.tolist(), *between, *right.tolist(), *after]
+            at = len(before) + len(left) + len(between) if len(right) else len(row)
+            found.append(_Pair(row, at, len(first) + len(second) > room))
+        return found
 
     return _Rows(whole, paired)
 

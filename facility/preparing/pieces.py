@@ -15,6 +15,11 @@ from typing import Any
 
 import numpy
 
+from facility.exchange.errors import InputError
+
+Ids = numpy.ndarray
+"""Token ids, int32."""
+
 PIECE_CHARACTERS = 100_000
 """Texts up to this length are encoded whole."""
 BATCH_CHARACTERS = 4 * PIECE_CHARACTERS
@@ -42,13 +47,11 @@ def split_text(text: str, tokenizer: Any) -> list[str]:
     return [*parts, text[start:]]
 
 
-def encode_texts(texts: list[str], tokenizer: Any, *, special_tokens: bool) -> list[numpy.ndarray]:
-    """The int32 ids of each text; with `special_tokens`, between those that the tokenizer adds by itself."""
+def encode_texts(texts: list[str], tokenizer: Any, *, wrapped: bool) -> list[Ids]:
+    """The int32 ids of each text; `wrapped`, between those that the tokenizer adds by itself."""
     parts = [split_text(text, tokenizer) for text in texts]
-    encoded = _encode(
-        ((part, special_tokens and len(of_text) == 1) for of_text in parts for part in of_text), tokenizer
-    )
-    before, after = _special_tokens(tokenizer) if special_tokens else ([], [])
+    encoded = _encode(((part, wrapped and len(of_text) == 1) for of_text in parts for part in of_text), tokenizer)
+    before, _, after = special_tokens(tokenizer, pair=False) if wrapped else ([], [], [])
     rows = []
     for of_text in parts:
         ids = [next(encoded) for _ in of_text]
@@ -69,28 +72,36 @@ def encode_with_offsets(text: str, tokenizer: Any) -> tuple[numpy.ndarray, numpy
     return numpy.concatenate(ids), numpy.concatenate(offsets)
 
 
-def enough_to_cut(texts: tuple[str, str], tokenizer: Any, tokens: int, side: str) -> tuple[str, str]:
-    """A text, or a pair, of which a long one lacks what goes when both are cut to `tokens` from the end at `side`.
+def cut_pair(first: Ids, second: Ids, tokens: int, side: str) -> tuple[Ids, Ids]:
+    """The ids of two texts, cut to `tokens` together from the end at `side`; a single text has an empty second one.
 
-    Of a pair the longer text is cut first, so it stays the longer one; where both are long they stay whole.
+    As tokenizers and transformers cut with the strategy `longest_first`: the longer text to the length of the other,
+    then both to half. An odd token is left to the longer one, and to the second where both are as long.
     """
-    first, second = texts
-    if len(second) > PIECE_CHARACTERS:
-        return (first, _enough(second, first, tokenizer, tokens, side)) if len(first) <= PIECE_CHARACTERS else texts
-    return _enough(first, second, tokenizer, tokens, side), second
+    if len(first) + len(second) <= tokens:
+        return first, second
+    shorter = min(len(first), len(second), tokens // 2)
+    kept = (tokens - shorter, shorter) if len(first) > len(second) else (shorter, tokens - shorter)
+    if side == "left":
+        return first[len(first) - kept[0] :], second[len(second) - kept[1] :]
+    return first[: kept[0]], second[: kept[1]]
 
 
-def _enough(text: str, other: str, tokenizer: Any, tokens: int, side: str) -> str:
-    """Parts of a text that together have more than `tokens` tokens, and more than the other text."""
-    parts = split_text(text, tokenizer)
-    if len(parts) == 1:
-        return text
-    left = max(tokens, len(tokenizer.encode(other, add_special_tokens=False).ids))
-    kept: list[str] = []
-    while parts and left >= 0:
-        kept.append(parts.pop() if side == "left" else parts.pop(0))
-        left -= len(tokenizer.encode(kept[-1], add_special_tokens=False).ids)
-    return "".join(reversed(kept) if side == "left" else kept)
+def special_tokens(tokenizer: Any, *, pair: bool) -> tuple[list[int], list[int], list[int]]:
+    """Ids that the tokenizer adds before a text, between the two of a pair, and after."""
+    text = next((t for t in ("a", *tokenizer.get_vocab()) if tokenizer.encode(t, add_special_tokens=False).ids), "a")
+    alone = tokenizer.encode(text, add_special_tokens=False).ids
+    whole = tokenizer.encode(text, text if pair else None, add_special_tokens=True)
+    ids, places = whole.ids, [place for place, sequence in enumerate(whole.sequence_ids) if sequence is not None]
+    begin, end = (places[0], places[-1] + 1) if places else (0, 0)
+    between = ids[begin + len(alone) : end - len(alone)] if pair else []
+    before, after = ids[:begin], ids[end:]
+    if ids != [*before, *alone, *between, *(alone if pair else []), *after]:
+        raise InputError(
+            "the tokenizer does not keep the ids of texts as they are between its special tokens: "
+            f"{text!r} has the ids {alone}, and {'twice, as a pair' if pair else 'with special tokens'}, {ids}"
+        )
+    return before, between, after
 
 
 def _encode(parts: Iterable[tuple[str, bool]], tokenizer: Any) -> Iterator[numpy.ndarray]:
@@ -132,11 +143,3 @@ def _separates(text: str, cut: int, tokenizer: Any) -> bool:
         return False
     words = whole.word_ids
     return words[len(first.ids) - 1] != words[len(first.ids)]
-
-
-def _special_tokens(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Ids that the tokenizer adds before and after a text."""
-    alone = tokenizer.encode("a", add_special_tokens=False).ids
-    whole = tokenizer.encode("a", add_special_tokens=True).ids
-    at = next(i for i in range(len(whole)) if whole[i : i + len(alone)] == alone)
-    return whole[:at], whole[at + len(alone) :]

@@ -12,8 +12,10 @@ from typing import Any
 import numpy
 import pytest
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
 
-from facility.preparing import encoding, pieces
+from facility.exchange.errors import InputError
+from facility.preparing import pieces
 from facility.preparing.chat import ChatEncoder, chat_encoding
 from facility.preparing.conversations import conversation_of
 from facility.preparing.encoding import encoder, encoding_of
@@ -85,7 +87,7 @@ def test_the_pieces_have_the_ids_of_the_whole(name: str, wrapped: bool, spaced: 
         assert parts == [text]
     elif spaced or name in ("byte level", "llama 3", "bert"):  # others end a word at white space or a full stop only
         assert len(parts) > 10 or name == "metaspace, whole"  # at an added token only
-    found = pieces.encode_texts(["un gatto", text, "dorme"], tokenizer, special_tokens=wrapped)
+    found = pieces.encode_texts(["un gatto", text, "dorme"], tokenizer, wrapped=wrapped)
     assert found[1].tolist() == whole
     assert [found[0].tolist(), found[2].tolist()] == [
         tokenizer.encode(t, add_special_tokens=wrapped).ids for t in ("un gatto", "dorme")
@@ -128,40 +130,54 @@ def test_a_long_conversation_in_pieces_has_the_ids_and_the_loss_of_the_whole(
     assert 0 < whole.loss.sum() < len(whole.ids)
 
 
+SPECIAL = ["[UNK]", "<s>", "</s>", "<sep>", "<cls>"]
+PAIRS = {
+    "bert": processors.BertProcessing(("</s>", 2), ("<s>", 1)),
+    "roberta": processors.RobertaProcessing(("</s>", 2), ("<s>", 1)),
+    "t5": ("$A </s>", "$A </s> $B:1 </s>:1"),
+    "llama": ("<s> $A", "<s> $A <s> $B:1"),
+    "xlnet": ("$A <sep> <cls>", "$A <sep> $B:1 <sep>:1 <cls>:2"),
+    "gpt2": None,
+}
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pair", [False, True])
-def test_what_goes_when_a_long_text_is_cut_changes_nothing(
-    pair: bool, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    directory = save_tokenizer(tmp_path / "tokenizer", truncation_side=side)
-    tokenizer, template = load_tokenizer(directory), parse_template("{text}")
-    texts = [*sentences(2), *(" ".join(sentences(count, count)) for count in (20, 60, 300))]
-    others = texts if pair else [""]
-    documents = [
-        Document(text=one, pair=other, done=0.0)
-        for one in texts
-        for other in others
-        if min(map(len, (one, other))) < 900
-    ]
-
-    def encoded(tokens: int) -> list[list[int] | int]:
-        encode = encoder(
-            encoding_of(tokenizer, directory, template, specials={}, wrap=True, max_tokens=tokens, chat=None)
+@pytest.mark.parametrize("name", PAIRS)
+def test_pairs_are_cut_as_transformers_cuts_them(name: str, side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also where there is room for one token, and for an odd number of them; texts are encoded in pieces."""
+    bare = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*SPECIAL, *sorted(set(WORDS))])}, "[UNK]"))
+    bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if (around := PAIRS[name]) is not None:
+        if isinstance(around, tuple):
+            around = processors.TemplateProcessing(*around, [(t, i) for i, t in enumerate(SPECIAL)])
+        bare.post_processor = around
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bare, truncation_side=side, unk_token="[UNK]")
+    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 30)
+    monkeypatch.setattr(pieces, "WINDOW_CHARACTERS", 20)
+    text = " ".join(WORDS)
+    lengths = [0, 1, 2, 5, 10, len(WORDS)]
+    texts = [(" ".join(WORDS[:one]), " ".join(WORDS[-other:]) if other else "") for one in lengths for other in lengths]
+    assert len(pieces.split_text(text, bare)) > 2
+    uncut = [len(tokenizer(one, other or None).input_ids) for one, other in texts]
+    least = 1 + tokenizer.num_special_tokens_to_add(pair=True)
+    for most in (least, least + 1, 12, 15, 22):
+        how = encoding_of(
+            tokenizer, tmp_path, parse_template("{text}"), specials={}, wrap=True, max_tokens=most, chat=None
         )
-        found = encode(documents)
-        return [*(each.tolist() for each in (found.tokens, found.lengths, found.seconds)), found.truncated]
+        found = encoder(how)([Document(text=one, pair=other, done=0.0) for one, other in texts])
+        rows = [tokenizer(one, other or None, truncation=True, max_length=most) for one, other in texts]
+        seconds = [row.sequence_ids().index(1) if 1 in row.sequence_ids() else len(row.input_ids) for row in rows]
+        assert found.tokens.tolist() == [token for row in rows for token in row.input_ids]
+        assert found.lengths.tolist() == [len(row.input_ids) for row in rows] and found.seconds.tolist() == seconds
+        assert found.truncated == sum(length > most for length in uncut)
 
-    whole = {tokens: encoded(tokens) for tokens in (9, 201)}
-    given: list[int] = []
-    enough = pieces.enough_to_cut
-    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 900)
-    monkeypatch.setattr(pieces, "WINDOW_CHARACTERS", 100)
-    monkeypatch.setattr(
-        encoding, "enough_to_cut", lambda *a: (found := enough(*a), given.append(len(found[0]) + len(found[1])))[0]
-    )
-    assert {tokens: encoded(tokens) for tokens in whole} == whole
-    longest = max(len(one.text) for one in documents if len(one.pair) < 900)
-    assert longest > 9_000 and min(given[i] for i, one in enumerate(documents) if len(one.text) == longest) < 2_000
+
+@pytest.mark.parametrize("template", ["$B:1 <sep> $A", "$A <sep> $A $B:1"])
+def test_a_tokenizer_that_does_not_join_texts_as_they_are_is_refused(template: str):
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate([*SPECIAL, *sorted(set(WORDS))])}, "[UNK]"))
+    tokenizer.post_processor = processors.TemplateProcessing("$A $A", template, [("<sep>", 3)])
+    with pytest.raises(InputError, match=r"does not keep the ids of texts as they are.*twice, as a pair"):
+        pieces.special_tokens(tokenizer, pair=True)
 
 
 def peaks_of(runs: list[list[Any]]) -> list[float]:
@@ -220,3 +236,21 @@ def test_a_long_text_to_classify_and_a_long_message_need_little_memory(task: str
     runs = [["--input", files[name], "--out", tmp_path / name, *more] for name in ("small", "train")]
     before, after = peaks_of(runs)
     assert after - before < 300, "megabytes beside what was imported, and small texts take"
+
+
+@pytest.mark.slow
+def test_a_pair_of_two_long_texts_needs_little_memory(tmp_path: Path):
+    """The library would make every pair of the parts that are cut away: of these two texts 1.5 GB."""
+    text = " ".join(sentences(400))[:15_000]
+
+    def pairs(name: str, longest: str) -> Path:
+        texts = [*sentences(49), longest]
+        records = [{"text": one, "pair": one, "label": "ab"[n % 2]} for n, one in enumerate(texts)]
+        return write_json_lines(tmp_path / f"{name}.jsonl", records)
+
+    files = {"small": pairs("small", "sogna"), "train": pairs("train", text)}
+    validation = pairs("validation", "nuota")
+    more = ["--task", "classification", "--pair-field", "pair", "--allow-overlap", "--block-tokens", "64"]
+    more += ["--validation", validation, "--tokenizer", save_tokenizer(tmp_path / "tokenizer")]
+    before, after = peaks_of([["--input", path, "--out", tmp_path / name, *more] for name, path in files.items()])
+    assert after - before < 150, "megabytes beside what was imported, and small texts take"
