@@ -10,8 +10,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from tests.bench.quality_arms import DEFAULT
-
 Row = Mapping[str, Any]
 Panel = tuple[str, int, str]
 """Experiment, width, schedule."""
@@ -21,20 +19,21 @@ TICKS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8)
 SIZES = {64: "0.16 M", 128: "0.53 M", 384: "11 M"}
 
 
-def curves(rows: Sequence[Row], names: Sequence[str]) -> dict[Panel, dict[str, list[tuple[int, float]]]]:
-    """By panel and arm: steps taken, and perplexity over that of pooled training with the same seed (mean of seeds)."""
+def curves(rows: Sequence[Row], names: Mapping[str, Sequence[str]]) -> dict[Panel, dict[str, list[tuple[int, float]]]]:
+    """By panel and name of arms: steps taken, and perplexity over pooled training with the same seed (seeds: mean)."""
+    named = {arm: name for name, arms in names.items() for arm in arms}
     pooled = {_place(row["key"]): row["geometric_mean"] for row in rows if row["name"] == "pooled"}
     found: dict[Panel, dict[str, dict[int, list[float]]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
     for row in rows:
         key = row["key"]
         against = pooled.get(_place(key))
-        if row["name"] not in names or "x" not in key["schedule"] or against is None:
+        if row["name"] not in named or "x" not in key["schedule"] or against is None:
             continue
         steps = int(key["schedule"].partition("x")[2])
         place = key["experiment"], key["width"], key["schedule"]
         for number, values in zip(row["curve"]["rounds"], row["curve"]["perplexities"], strict=True):
             mean = math.exp(statistics.mean(map(math.log, values.values())))
-            found[place][row["name"]][number * steps].append(mean / against)
+            found[place][named[row["name"]]][number * steps].append(mean / against)
     return {
         panel: {name: [(x, statistics.mean(y)) for x, y in sorted(of.items())] for name, of in arms.items()}
         for panel, arms in sorted(found.items(), key=lambda pair: (pair[0][1], pair[0][0], pair[0][2]))
@@ -48,7 +47,7 @@ def _place(key: Mapping[str, Any]) -> tuple[Any, ...]:
     return key["experiment"], total, key["seed"], key["width"]
 
 
-def write_svg(rows: Sequence[Row], names: Sequence[str], file: Path, *, columns: int = 3) -> None:
+def write_svg(rows: Sequence[Row], names: Mapping[str, Sequence[str]], file: Path, *, columns: int = 3) -> None:
     """Write the panels, `columns` a line; the last point of a curve is over all validation text, the others over 96
     blocks of it."""
     panels = curves(rows, names)
@@ -58,18 +57,17 @@ def write_svg(rows: Sequence[Row], names: Sequence[str], file: Path, *, columns:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif" '
         'font-size="11">',
         f'<rect width="{size[0]}" height="{size[1]}" fill="white"/>',
-        *_legend(names),
+        *_legend([*names]),
     ]
     for number, (panel, arms) in enumerate(panels.items()):
         x, y = LEFT + number % columns * (WIDTH + GAP), TOP + 20 + number // columns * (HEIGHT + GAP)
-        parts += _panel(panel, arms, names, x, y)
+        parts += _panel(panel, arms, [*names], x, y)
     file.write_text("\n".join([*parts, "</svg>", ""]))
 
 
 def _legend(names: Sequence[str]) -> list[str]:
     found = []
-    told = [name.replace(DEFAULT, "default") for name in names]
-    for number, (name, colour) in enumerate(zip([*told, "pooled"], [*COLOURS[: len(told)], "#555"], strict=True)):
+    for number, (name, colour) in enumerate(zip([*names, "pooled"], [*COLOURS[: len(names)], "#555"], strict=True)):
         x, y = LEFT + number % 3 * (WIDTH + GAP), 14 + 18 * (number // 3)
         dash = ' stroke-dasharray="4"' if name == "pooled" else ""
         found.append(f'<path d="M{x} {y}h18" stroke="{colour}" stroke-width="2"{dash}/>')
