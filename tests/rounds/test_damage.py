@@ -82,6 +82,20 @@ def test_damage_that_the_round_does_without_is_put_aside_by_name(inner: tuple[st
     assert check_kept(tmp_path, 3) == [], "what is aside is not looked at again"
 
 
+@pytest.mark.parametrize("harm", ["", "altered", "missing", "seal", "taken"])
+def test_a_replacement_that_was_killed_between_its_two_moves_is_ended_only_with_a_sound_directory(
+    harm: str, tmp_path: Path
+):
+    old, new = (kept(tmp_path, f"round-2{end}") for end in (sealed.OLD, sealed.NEW))
+    if harm == "taken":
+        kept(tmp_path, "round-2")
+    elif harm:
+        hurt(new, harm)
+    check_kept(tmp_path, 3)
+    assert (tmp_path / "round-2").is_dir() == (harm in ("", "taken")) and old.is_dir()
+    assert new.is_dir() == (harm == "taken")
+
+
 @pytest.mark.parametrize("harm", ["altered", "missing", "seal"])
 @pytest.mark.parametrize("inner", [("round-2",), ("personal", "round-1"), ("residual", "round-2")], ids="-".join)
 def test_damage_to_what_the_round_goes_on_from_is_refused_and_nothing_is_touched(
