@@ -306,6 +306,33 @@ def test_half_of_all_are_not_left_out_by_default():
     assert sorted(screened(list("abcde"), five @ five.T, ScreenSettings()).quarantined) == ["c", "d"]
 
 
+def test_half_of_all_are_refused_where_quarantine_was_asked_for():
+    steps = np.array([[1.0, 0.0], [1.0, 0.0], [-1.0, 0.0], [0.0, 20.0]])
+    settings = ScreenSettings(action="quarantine")
+    with pytest.raises(InputError, match=r"would quarantine 2 of 4 updates \(c: .*; d: "):
+        screened(list("abcd"), steps @ steps.T, settings)
+    five = np.vstack([steps, steps[:1]])
+    assert sorted(screened(list("abcde"), five @ five.T, settings).quarantined) == ["c", "d"]
+
+
+def test_of_two_updates_the_one_of_more_work_may_be_longer_by_as_much():
+    settings = ScreenSettings()
+    steps = np.diag([1.0, 2 * settings.norm_ratio])
+    found = [[*screened(list("ab"), steps @ steps.T, settings, work).suspects] for work in (None, (1, 1), (1, 3))]
+    assert found == [["b"], ["b"], []]
+
+
+def test_what_is_too_short_is_reported_and_never_left_out_by_default():
+    steps = np.diag([1.0, 1.0, 0.01])
+    found = screened(list("abc"), steps @ steps.T, ScreenSettings(cosine_minimum=-1.0))
+    assert [*found.suspects] == ["c"] and not found.quarantined
+
+
+def test_without_a_limit_of_norms_directions_alone_leave_out():
+    steps = np.array([[1.0, 0.0], [100.0, 0.0], [1.0, 0.0], [-1.0, 0.0]])
+    assert [*screened(list("abcd"), steps @ steps.T, ScreenSettings(norm_ratio=0.0)).quarantined] == ["d"]
+
+
 def test_without_a_majority_nobody_is_left_out_by_default():
     steps = np.array([[1.0, 0], [1, 0], [-1, 0], [-1, 0]])
     found = screened(list("abcd"), steps @ steps.T, ScreenSettings())
