@@ -263,7 +263,7 @@ def _cost(data: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     total = data["headline"]
     return [
         *table(head, rows),
-        f"From the first event to the last: {format_duration(total['wall_seconds'])}; moved both ways: "
+        f"From the first job to the last result: {format_duration(total['wall_seconds'])}; moved both ways: "
         f"{format_bytes(total['bytes'])}.",
         "",
     ]

@@ -85,7 +85,7 @@ def figures(data: Mapping[str, Any]) -> list[tuple[str, str]]:
         ends = [words.figure(head[key]) for key in ("perplexity_first", "perplexity_last")]
         change = " → ".join(f"{one:.4g}" for one in ends if one is not None)
         found.insert(0, (change, f"{words.metric} of the global model"))
-    found.append((format_duration(head["wall_seconds"]), "from the first event to the last"))
+    found.append((format_duration(head["wall_seconds"]), "from the first job to the last result"))
     for key, label in (
         ("node_hours", "node-hours"),
         ("waited_node_hours", "node-hours of these in jobs that waited for a model"),
