@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import gc
 import hashlib
+import itertools
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -134,6 +136,19 @@ def own_umask_and_signals() -> Iterator[None]:
     for number, handler in handlers.items():
         if signal.getsignal(number) != handler:
             signal.signal(number, handler)
+
+
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the test alone, as pytest's own fixture makes it, but numbered by this process. pytest looks through
+    the folders of all tests before for the next number and moves a link, which takes more than most tests."""
+    name = re.sub(r"\W", "_", request.node.name)[:30]
+    path = tmp_path_factory.getbasetemp() / f"{name}-{next(NUMBERS)}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 @pytest.fixture
