@@ -6,7 +6,7 @@ import ast
 import re
 
 from tests.conftest import ROOT
-from tests.house.imports import parsed, together
+from tests.house.imports import nodes, together
 
 pytestmark = together
 
@@ -18,7 +18,7 @@ def test_no_message_leaves_the_number_to_its_reader():
     for room in ("coordinator", "facility"):
         for file in (ROOT / room).rglob("*.py"):
             if EITHER.search(text := file.read_text(encoding="utf-8")):
-                said = [one for one in ast.walk(parsed(text)) if isinstance(one, ast.Constant)]
+                said = [one for one in nodes(text) if isinstance(one, ast.Constant)]
                 if lines := [one.lineno for one in said if EITHER.search(str(one.value))]:
                     python[str(file.relative_to(ROOT))] = lines
     assert python == {}

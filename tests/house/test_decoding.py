@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from tests.conftest import ROOT
-from tests.house.imports import parsed, together
+from tests.house.imports import nodes, together
 
 pytestmark = together
 
@@ -22,7 +22,7 @@ def calls(file: Path, names: Collection[str]) -> list[ast.Call]:
     text = file.read_text(encoding="utf-8")
     if not any(f"{name}(" in text for name in names):
         return []
-    found = [node for node in ast.walk(parsed(text)) if isinstance(node, ast.Call)]
+    found = [node for node in nodes(text) if isinstance(node, ast.Call)]
     return [one for one in found if getattr(one.func, "attr", getattr(one.func, "id", "")) in names]
 
 

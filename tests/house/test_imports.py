@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.imports import ROOT, all_circles, modules, parsed, together
+from tests.house.imports import ROOT, all_circles, modules, nodes, together
 
 pytestmark = together
 
@@ -63,7 +63,7 @@ def missing_names(root: Path, folders: tuple[str, ...], packages: tuple[str, ...
 def names_in(path: Path) -> frozenset[str]:
     """Names that a file defines, assigns or imports, at any depth."""
     found: set[str] = set()
-    for node in ast.walk(parsed(path.read_text())):
+    for node in nodes(path.read_text()):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.house.imports import parsed, together
+from tests.house.imports import nodes, together
 
 pytestmark = together
 
@@ -20,7 +20,7 @@ FILES = sorted(path for room in ("coordinator", "facility") for path in (ROOT / 
 
 def functions(file: Path) -> Iterator[tuple[str, int]]:
     """Name and lines of every function of a file, decorators left out."""
-    for node in ast.walk(parsed(file.read_text())):
+    for node in nodes(file.read_text()):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node.name, (node.end_lineno or node.lineno) - node.lineno + 1
 

@@ -11,7 +11,7 @@ import pytest
 
 from facility.exchange import logs
 from tests.conftest import ROOT
-from tests.house.imports import parsed, together
+from tests.house.imports import nodes, together
 
 pytestmark = together
 
@@ -40,7 +40,7 @@ def prints(file: Path) -> bool:
     """Does a file call `print`?"""
     return any(
         isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-        for node in ast.walk(parsed(file.read_text()))
+        for node in nodes(file.read_text())
     )
 
 

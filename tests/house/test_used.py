@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
-from tests.house.imports import parsed, together
+from tests.house.imports import nodes, parsed, together
 
 pytestmark = together
 
@@ -41,8 +41,9 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 def mentioned(node: ast.AST) -> Iterator[str]:
     """Names that code mentions; docstrings and what is defined under a name do not count."""
-    documentation = {id(child.value) for child in ast.walk(node) if isinstance(child, ast.Expr)}
-    for child in ast.walk(node):
+    inside = list(ast.walk(node))
+    documentation = {id(child.value) for child in inside if isinstance(child, ast.Expr)}
+    for child in inside:
         if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Load):
             yield child.id
         elif isinstance(child, ast.Attribute):
@@ -86,9 +87,9 @@ def unread(root: Path, folders: Sequence[str] = ("",)) -> list[str]:
     attributes: set[str] = set()
     assigned: list[tuple[str, str, str]] = []
     for file in sorted(file for folder in folders for file in (root / folder).rglob("*.py")):
-        name_of, tree = str(file.relative_to(root)), parsed(file.read_text())
+        name_of, text = str(file.relative_to(root)), file.read_text()
         own: set[str] = set()
-        for node in ast.walk(tree):
+        for node in nodes(text):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 own.add(node.id)
             elif isinstance(node, ast.ImportFrom):
@@ -96,7 +97,7 @@ def unread(root: Path, folders: Sequence[str] = ("",)) -> list[str]:
             elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
                 attributes.add(f"{node.value.id}.{node.attr}")
         module = name_of.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-        targets = [target for node in tree.body for target in _targets(node)]
+        targets = [target for node in parsed(text).body for target in _targets(node)]
         assigned += [(name_of, module, name) for name in targets if name not in own]
     return [
         f"{file}:{name}"
