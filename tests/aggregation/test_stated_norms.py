@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from coordinator.aggregation import streams
 from coordinator.aggregation.record import RoundRecord
 from coordinator.aggregation.settings import AggregationSettings
 from coordinator.steps.expectation import Expected
@@ -21,6 +22,7 @@ from facility.contract import Call
 from facility.exchange.checkpoints import native, step_norms
 from facility.exchange.checkpoints.checkpoint import open_checkpoint, save_tensors
 from facility.exchange.checkpoints.delta import encode_update
+from facility.exchange.checkpoints.spans import PIECE
 from facility.exchange.checkpoints.step_norms import NAME, StepNorms, read_step_norms
 from facility.exchange.messages.manifest import read_manifest, write_manifest
 from facility.exchange.messages.settings import FacilitySettings
@@ -32,8 +34,15 @@ pytestmark = pytest.mark.skipif(native.library() is None, reason="norms are stat
 SETTINGS = AggregationSettings(rule="mean+nesterov")
 SHAPES: dict[str, tuple[int, ...]] = {"large": (300, 203), "odd": (777,), "one": (1,), "norm": (65536,)}
 """Lengths that fill neither a piece nor a run, and one that fills a piece."""
-LONG = {"odd": (777,), "large": (2100, 2003)}
-"""More than a span."""
+LONG = {"odd": (777,), "large": (36, 16831)}
+"""More than a span, as `short_spans` leaves it."""
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spans of an eighth of their length, on both sides: no law depends on it, and a tensor of several is made soon."""
+    for module in (step_norms, streams):
+        monkeypatch.setattr(module, "SPAN", 8 * PIECE)
 
 
 def states(update: Path, base: Path) -> Path:
