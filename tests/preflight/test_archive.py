@@ -16,6 +16,7 @@ from coordinator.preflight.check import check
 from coordinator.steps.start import start
 from tests.archive.test_archive import SETTINGS, close
 from tests.federations import write_federation
+from tests.forked_trainers import variables
 
 
 @pytest.fixture
@@ -70,7 +71,9 @@ def test_what_was_altered_or_removed_is_named_with_a_way_back(federation: Federa
     assert re.search(fix, said) and "send" not in said, "nobody sends what is kept here"
 
 
-def test_the_whole_check_has_the_row(federation: Federation):
+def test_the_whole_check_has_the_row(federation: Federation, monkeypatch: pytest.MonkeyPatch):
+    for name, value in variables().items():
+        monkeypatch.setenv(name, value)
     turn_a_bit(federation.archive_path / "round-0001" / "model" / "model.safetensors")
     rows = check(federation.file, link=False)
     assert [row.verdict for row in rows if row.check == "archive"] == ["fail"]

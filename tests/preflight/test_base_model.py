@@ -16,13 +16,15 @@ from coordinator.preflight.row import Row
 from facility.exchange.checkpoints.base_model import base_digest
 from facility.exchange.errors import ConfigurationError
 from tests.federations import write_federation
+from tests.forked_trainers import variables
 from tests.pico import save_pico
 
 
 @pytest.fixture
 def federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Two facilities with a base model each, the same one."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for name, value in (variables() | {"XDG_CACHE_HOME": str(tmp_path / "cache")}).items():
+        monkeypatch.setenv(name, value)
     for name in ("alpha", "beta"):
         save_pico(tmp_path / "bases" / name, dtype="bfloat16")
     return tmp_path

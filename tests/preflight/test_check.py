@@ -42,6 +42,7 @@ from facility.exchange.messages.layout import LayoutSettings, LoraSettings
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject_adapters
+from tests.forked_trainers import SOCKET, variables
 from tests.pico import save_pico
 from tests.preparing.corpora import save_bert_tokenizer
 from tests.schedulers.recordings import recorded
@@ -134,7 +135,8 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
     (there / "home" / ".bash_profile").write_text(f"export PATH={programs}:$PATH\n")
     (there / "queue").write_text("    enabled = True\n    started = True\n")
     (there / "crossfed").mkdir()
-    (there / "crossfed" / "env.sh").write_text(f"export PATH={Path(sys.executable).parent}:$PATH PYTHONPATH={ROOT}\n")
+    forked = " ".join(f"{name}={value}" for name, value in variables().items())
+    (there / "crossfed" / "env.sh").write_text(f"export PATH={Path(sys.executable).parent}:$PATH {forked}\n")
     (there / "work").mkdir()
     write_dataset(there / "data")
     save_pico(tmp_path / "model")
@@ -157,6 +159,8 @@ def failing(rows: list[Row]) -> list[Row]:
 
 
 def test_a_sound_federation_passes_and_submits_nothing(site: Site):
+    """Its probe is a Python of its own; those of other laws are forks, which have imported what it does."""
+    site.env(f"unset {SOCKET}")
     rows = check(site.file)
     assert failing(rows) == [], failing(rows)
     told = {row.check: row.found for row in rows if row.subject == "far"}
@@ -335,7 +339,7 @@ def missing_package(site: Site, package: str = "transformers", version: str = ""
         f"def version(name):\n    if name == '{package}':\n        if '{version}': return '{version}'\n"
         "        raise m.PackageNotFoundError(name)\n    return old(name)\nm.version = version\n"
     )
-    site.env(f"export PYTHONPATH=$PYTHONPATH:{trick}")
+    site.env(f"unset {SOCKET}; export PYTHONPATH={ROOT}:{trick}")
 
 
 def quantised_without_the_package(site: Site, version: str = "") -> None:

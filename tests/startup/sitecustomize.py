@@ -1,15 +1,16 @@
 """Python imports this at its start where `tests.forked_trainers.variables` are in the environment.
 
-`python -m facility.train ...` or `facility.prepare` asks the server there for a fork, which runs in its place, and
-waits for its end: signals go on to the fork, its exit code comes back, and it dies with this process. Every other
-command starts as ever.
+`python -m facility.train ...`, `facility.prepare` or `facility.probe` asks the server there for a fork, which runs in
+its place, and waits for its end: signals go on to the fork, its exit code comes back, and it dies with this process.
+Every other command starts as ever.
 """
 
 import os
 import sys
 
+FORKED = ("facility.train", "facility.prepare", "facility.probe")
 words = [word for word in sys.orig_argv[1:] if word != "-P"]
-if os.environ.get("CROSSFED_TEST_TRAINERS") and words[:2] in (["-m", "facility.train"], ["-m", "facility.prepare"]):
+if os.environ.get("CROSSFED_TEST_TRAINERS") and words[:1] == ["-m"] and words[1] in FORKED:
     import json
     import signal
     import socket
