@@ -48,6 +48,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "sshd_config").write_text(
         f"ListenAddress 127.0.0.1\nPort {port}\nHostKey {tmp_path}/host\nPidFile none\nUsePAM no\nStrictModes no\n"
         f"AuthorizedKeysFile none\nTrustedUserCAKeys {tmp_path}/authority.pub\nPasswordAuthentication no\n"
+        f"SetEnv HOME={tmp_path}\n"  # no start-up file of whoever runs the tests, which may take a second each time
         f"{getattr(request, 'param', '')}\n"
     )
     Path("/run/sshd").mkdir(exist_ok=True) if getpass.getuser() == "root" else None
