@@ -152,7 +152,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(["16 bits", "clipped", "adapters", "moments"], CASES))
 def test_every_bit_is_that_of_an_update_masked_from_disk(
     tmp_path: Path, signers: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ):

@@ -530,6 +530,7 @@ exit 137
 """A `cp` that is killed when half is there."""
 
 
+@pytest.mark.slow
 def test_data_of_tasks_whose_copying_was_cut_off_come_whole_with_the_next_setup(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -23,6 +23,7 @@ from facility.exchange.validation import parse_dataclass
 from facility.training.lora import inject_adapters
 from tests.aggregation import make
 from tests.aggregation.make import aggregate
+from tests.cases import slow_but
 from tests.pico import save_pico
 from tests.training.adapter_step import check_step_is_pefts
 from tests.training.families import save_tiny
@@ -70,7 +71,7 @@ def named(words: list[str], facility: str) -> list[str]:
     return words
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", slow_but(["dora", "fused experts", "frozen A", "frozen A of experts"], KINDS))
 def test_a_step_from_received_adapters_is_pefts(tmp_path: Path, kind: str):
     family, lora = KINDS[kind]
     dataset, model = write_dataset(tmp_path / "data"), made(tmp_path / "model", family)

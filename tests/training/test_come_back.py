@@ -107,7 +107,7 @@ def with_small_files(rank: int, world: int, cases: list[tuple[str, list[str]]], 
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_disk_without_room_for_a_mid_round_checkpoint_costs_the_round_that_checkpoint_alone(
     tmp_path: Path, pico_llama: Path, dataset: Path, ranks: int
 ):

@@ -282,6 +282,7 @@ def without_merging(rank: int, world: int, cases: list[tuple[str, list[str]]]) -
     return run_rounds(rank, world, cases)
 
 
+@pytest.mark.slow
 def test_a_pipeline_keeps_no_logits_of_a_step(tmp_path: Path):
     """torch kept those of every micro-batch, and put them together in one tensor that nobody read."""
     dataset, model = write_dataset(tmp_path / "data"), save_pico(tmp_path / "model")

@@ -108,7 +108,8 @@ def await_file(pattern: str, root: Path, job: subprocess.Popen[str]) -> Path:
     return found[0]
 
 
-@pytest.mark.parametrize("by", [by_launcher, pytest.param(by_torchrun, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [by_launcher, by_torchrun])
 def test_a_process_that_knows_the_port_does_not_get_the_seat_of_rank_1(
     tmp_path: Path, by: Callable[[Path, int], Start]
 ):
