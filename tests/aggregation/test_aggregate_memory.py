@@ -19,6 +19,7 @@ from facility.exchange.checkpoints.delta import encode_update
 from facility.exchange.checkpoints.writer import Planned, TensorWriter
 from facility.exchange.files.durable import write_json
 from facility.exchange.messages.manifest import NAME, Manifest, read_manifest, write_manifest
+from tests.cases import slow_but
 
 LAUNCH = """
 import os, sys
@@ -104,6 +105,7 @@ def megabytes_of_imports(*more: str) -> float:
     return peak_of([sys.executable, "-c", f"import {', '.join(['coordinator.aggregate', *more])}"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss has other units elsewhere")
 def test_memory_is_bounded(tmp_path: Path):
     small, large = save(tmp_path / "small", 4), save(tmp_path / "large", 12)  # 34 and 101 MB
@@ -183,7 +185,7 @@ def test_masked_updates_fit_a_bound_too(tmp_path: Path, count: int):
 @pytest.mark.skipif(native.library() is None, reason="no C compiler here")
 @pytest.mark.parametrize(
     "encoding",
-    ["delta-int8", *(pytest.param(one, marks=pytest.mark.slow) for one in ("delta-int4", "sparse")), "sparseloco"],
+    slow_but(["sparseloco"], ["delta-int8", "delta-int4", "sparse", "sparseloco"]),
 )
 @pytest.mark.parametrize("count", [pytest.param(4, marks=pytest.mark.slow), 16])
 def test_messages_as_they_are_stored_fit_the_same_bound(tmp_path: Path, count: int, encoding: str):
