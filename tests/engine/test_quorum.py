@@ -106,7 +106,7 @@ def test_a_facility_that_cannot_be_reached_holds_no_round_up(tmp_path: Path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("moment", ["while its job runs", "after its update was handed on"])
 def test_killed_the_engine_finds_a_late_update_again_and_uses_it_once(tmp_path: Path, moment: str):
-    path, over = federate(tmp_path, ["a", "b", "slow"]), tmp_path / "over"
+    path, over = federate(tmp_path, ["a", "b", "slow"], count=12), tmp_path / "over"  # some go by until its job ends
     (tmp_path / "sites" / "slow" / "dataset" / "until").write_text(str(over))
     workdir = read_federation(path).workdir_path / "coordinator"
     process = crossfed("run", "--quiet", "-f", path, folder=tmp_path / "engine")

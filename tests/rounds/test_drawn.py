@@ -19,13 +19,13 @@ from tests.rounds.drawn_changes import Edit, Edited, draw_edits, refusal_of
 EDITED = "edited between rounds"
 PAUSED = {"limits": {"stop_after": 1}}
 CHANGES: dict[str, tuple[Callable[[Drawn, int], Drawn], str, float]] = {
-    "blocks of tokens": (lambda drawn, seed: drawn, "10:30", 0.15),
-    "families and tasks": (of_a_kind, "10:24", 0.15),
-    "late updates": (with_late, "1:9", 0.15),
-    "secure aggregation": (under_masks, "10:16", 0.3),
-    EDITED: (lambda drawn, seed: drawn, "34:41", 0.15),
-    f"families and tasks, {EDITED}": (of_a_kind, "323:326", 0.15),
-    f"secure aggregation, {EDITED}": (under_masks, "312:315", 0.15),
+    "blocks of tokens": (lambda drawn, seed: drawn, "10:17", 0.15),
+    "families and tasks": (of_a_kind, "10:17", 0.15),
+    "late updates": (with_late, "1:8", 0.15),
+    "secure aggregation": (under_masks, "10:14", 0.3),
+    EDITED: (lambda drawn, seed: drawn, "34:37", 0.15),
+    f"families and tasks, {EDITED}": (of_a_kind, "324:326", 0.15),
+    f"secure aggregation, {EDITED}": (under_masks, "312:313", 0.15),
 }
 """What is drawn beside settings; the seeds, for which `CROSSFED_DRAWN=1000:1200` names others; and of those drawn, such
 as are run: fewer would mean that next to nothing is looked at."""
