@@ -9,14 +9,13 @@ from pathlib import Path
 
 from facility.exchange.errors import CrossFedError
 from facility.exchange.files.durable import new_directory
-from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages import report
 from facility.exchange.messages.manifest import Manifest, manifest_if_any, run_of, with_run, write_manifest
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign_manifest
 from facility.launching.supervise import Ending
 from facility.rounds.job import Job, clear_attempt
+from facility.rounds.signing import sign_update
 
 NOTE_SECONDS = 1.0
 """Another node that failed at the same time may still be about to note why."""
@@ -57,5 +56,4 @@ def leave_failure(
             if (model := manifest_if_any(received) if received is not None else None) is not None:
                 with_run(temporary, run_of(model))
             with suppress(CrossFedError):  # a key that is away is perhaps the failure that is reported
-                of = settings.federation, failure.round
-                sign_manifest(temporary, resolve_path(settings.training.signing_key), kind="update", of=of)
+                sign_update(temporary, settings, failure.round)

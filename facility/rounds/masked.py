@@ -27,7 +27,6 @@ from facility.exchange.masking.walks import check_own, check_walks
 from facility.exchange.messages.manifest import read_manifest, run_of, with_run, write_manifest
 from facility.exchange.messages.report import Report, read_report, skipped_of
 from facility.exchange.messages.settings import FacilitySettings
-from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.steps import steps_asked
 from facility.masking.ledger import AnswerLedger
 from facility.masking.mask_update import check_base, complete_masked_update, mask_update
@@ -36,6 +35,7 @@ from facility.masking.request_copy import private_roster
 from facility.masking.site_rules import site_rules
 from facility.rounds.finished import Finished
 from facility.rounds.held import drop_held, is_held, keep_rest, read_held, take_off, write_held
+from facility.rounds.signing import sign_update
 from facility.rounds.smaller import drop_pending, keep_residual, residual_path
 
 log = logging.getLogger(__name__)
@@ -83,8 +83,7 @@ class Masked:
             )
             keep_residual(self.state, round, left)
         with_run(out, run_of(read_manifest(received)))
-        of = self.settings.federation, round
-        sign_manifest(out, resolve_path(self.settings.training.signing_key), kind="update", of=of)
+        sign_update(out, self.settings, round)
         kept.keep(own_key, round, out)
 
     def hold(self, update: Checkpoint, *, received: Path) -> None:

@@ -11,13 +11,11 @@ from facility.dataset import NAME as DATASET
 from facility.exchange.errors import InputError, ManifestError
 from facility.exchange.files.audit_log import AUDIT
 from facility.exchange.files.links import link_tree
-from facility.exchange.files.paths import resolve_path
 from facility.exchange.messages.comparison import ALONE, MODELS, folders_of, with_missing
 from facility.exchange.messages.dataset_card import with_dataset
 from facility.exchange.messages.manifest import NAME, read_manifest, run_of, verify_manifest, with_head, with_run
 from facility.exchange.messages.outcome import Outcome
 from facility.exchange.messages.report import read_report
-from facility.exchange.messages.signatures import sign_manifest
 from facility.exchange.messages.usage import with_usage
 from facility.launch import limits_from
 from facility.launching.supervise import Ending
@@ -35,6 +33,7 @@ from facility.rounds.models import Models, digest_of, note_kept_model
 from facility.rounds.own_models import gather_own_models, keep_own_update
 from facility.rounds.sealed import check_kept
 from facility.rounds.set_aside import forget_set_aside
+from facility.rounds.signing import sign_update
 from facility.rounds.smaller import drop_pending, make_smaller
 from facility.rounds.steps import decide_steps, remember_beside
 from facility.rounds.sweep import forget_earlier, note_job, remove_old_rounds, sweep_jobs
@@ -86,7 +85,7 @@ class OneRound:
             with_usage(job.out, job.meter.usage(job.notes))
             with_head(job.out, os.environ.get(AUDIT, ""))
             if job.settings.training.signing_key:
-                self.sign(job.settings.rounds)
+                sign_update(job.out, job.settings, job.settings.rounds)
         return ending
 
     def open(self) -> None:
@@ -193,18 +192,12 @@ class OneRound:
             self.mask(self.finished.place(job.round))
             return
         if job.settings.training.signing_key:
-            self.sign(job.round)
+            sign_update(job.out, job.settings, job.round)
         self.finished.keep(self.key, job.round, job.out)
         if self.decided is not None:
             remember_beside(job.state, time.time() - self.decided - read_report(job.out).seconds.train)
         forget_earlier(job.state, job.round)
         clear_attempt(compared_place(job.state))
-
-    def sign(self, round: int) -> None:
-        """Sign what lies where the coordinator reads, and may write, if it is of this federation and round."""
-        settings = self.job.settings
-        key, of = resolve_path(settings.training.signing_key), (settings.federation, round)
-        sign_manifest(self.job.out, key, kind="update", of=of)
 
     def mask(self, update: Path) -> None:
         """Leave the masked form of a finished update; the update itself stays here, where it will be evaluated."""

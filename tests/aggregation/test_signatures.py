@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import shutil
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,7 +25,9 @@ from facility.exchange.messages.manifest import (
 from facility.exchange.messages.report import Failure
 from facility.exchange.messages.settings import FacilitySettings, TrainingSettings
 from facility.exchange.messages.signatures import NAMESPACE, sign_manifest, verify_signature
+from facility.rounds import signing
 from facility.rounds.failing import leave_failure
+from facility.rounds.signing import sign_update
 from tests.aggregation import make
 
 pytestmark = pytest.mark.skipif(not shutil.which("ssh-keygen"), reason="ssh-keygen is absent")
@@ -117,12 +117,11 @@ def test_a_manifest_that_lies_in_place_of_the_one_that_was_written_is_not_signed
 
 
 @pytest.mark.parametrize("other", [{"federation": "ibis"}, {"round": 1}], ids=str)
-@pytest.mark.parametrize("by", ["one_round", "failing"])
+@pytest.mark.parametrize("by", ["update", "failing"])
 def test_no_manifest_of_another_federation_or_round_is_signed_in_its_place(
     keys: Path, update: Path, monkeypatch: pytest.MonkeyPatch, other: dict, by: str
 ):
     """By its coordinator, for a federation of another one in which the facility signs with the same key."""
-    module = importlib.import_module(f"facility.rounds.{by}")
     training = TrainingSettings(signing_key=str(keys / "alpha"))
     settings = FacilitySettings(federation="test", facility="alpha", rounds=3, seed=1, training=training)
     refused: list[Path] = []
@@ -138,12 +137,12 @@ def test_no_manifest_of_another_federation_or_round_is_signed_in_its_place(
         if by == "failing":
             leave_failure(out, Failure(facility="alpha", round=0, reason="no disk"), settings)
         else:
-            module.OneRound.sign(SimpleNamespace(job=SimpleNamespace(settings=settings, out=out)), 0)
+            sign_update(out, settings, 0)
 
     shutil.copytree(update, again := keys / "again")
     sign(update)
     verify_signature(update, "alpha", keys / "allowed")
-    monkeypatch.setattr(module, "sign_manifest", exchanged)
+    monkeypatch.setattr(signing, "sign_manifest", exchanged)
     sign(again)
     assert len(refused) == 1
 

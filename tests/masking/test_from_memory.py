@@ -200,7 +200,7 @@ PLACES: dict[str, list[tuple[Any, str]]] = {
     "before it is sent": [(masked, "keep_rest")],
     "as what is left is kept": [(smaller, "fsync_directory")],
     "before it is complete": [(masked, "complete_masked_update")],
-    "before it is signed": [(masked, "sign_manifest")],
+    "before it is signed": [(masked, "sign_update")],
     "before it is kept as sent": [(Finished, "keep")],
 }
 
@@ -362,7 +362,7 @@ ANEW: dict[str, tuple[Any, str]] = {
     "before what was masked is dropped": (masked, "drop_held"),
     "before it is masked": (masked, "mask_update"),
     "before what is left is kept": (masked, "keep_residual"),
-    "before it is signed": (masked, "sign_manifest"),
+    "before it is signed": (masked, "sign_update"),
 }
 
 
