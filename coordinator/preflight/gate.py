@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any
 
 from coordinator.config.deployments import Deployment
 from coordinator.config.federation import Facility, Federation
 from coordinator.engine.render import facility_settings
 from coordinator.preflight.ahead import check_ahead
 from coordinator.preflight.cost import jobs_of, measure_link, told_jobs, told_more
-from coordinator.preflight.probe_answer import PROBE_SECONDS, ProbeAnswer, answer_or_row, last_line
+from coordinator.preflight.gate_answer import GateSummary, summary_or_none
+from coordinator.preflight.probe_answer import PROBE_SECONDS, ProbeAnswer, answer_or_row
 from coordinator.preflight.remote import (
     Answer,
     answer_of,
@@ -21,7 +21,6 @@ from coordinator.preflight.remote import (
 )
 from coordinator.preflight.row import Row, fail, ok, warning
 from coordinator.preflight.ssh_errors import explain_ssh_failure
-from facility.exchange.errors import ManifestError
 from facility.exchange.exit_codes import BROKE
 from facility.exchange.gate_requests import GATE
 from facility.exchange.messages.strict_json import clean_text
@@ -39,7 +38,7 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
     if (row := other_way(name, deployment)) is not None:
         return [row]
     answer = send_to_gate(deployment, "hello", seconds=answer_seconds(deployment))
-    summary = told_of(answer)
+    summary = summary_or_none(answer.out)
     if summary is None:
         if answer.code == BROKE:
             line = ssh_command(deployment)
@@ -61,40 +60,33 @@ def check_gate(federation: Federation, facility: Facility, *, link: bool) -> lis
         rows.append(_allowed(federation, facility, summary))
     if deployment.type != "ssh":
         rows.append(_queue(name, deployment))
-        hours = jobs_of(federation) * float(summary["nodes"]) * float(summary["hours"])
+        hours = jobs_of(federation) * summary.nodes * summary.hours
         found = f"at most {hours:g} ({told_jobs(federation)}, by the site's policy){told_more(federation)}"
         rows.append(ok(name, "node-hours", found))
         rows += _ahead(federation, facility, summary)
     return [*rows, _link(name, deployment)] if link else rows
 
 
-def _ahead(federation: Federation, facility: Facility, summary: dict[str, Any]) -> list[Row]:
-    """What the policy says of jobs that are submitted ahead; a gate of an earlier version lets none wait."""
-    lets = float(summary.get("ahead_seconds", 0.0))
-    row = check_ahead(federation, facility, float(summary["hours"]), gate_seconds=lets)
+def _ahead(federation: Federation, facility: Facility, summary: GateSummary) -> list[Row]:
+    """What the policy says of jobs that are submitted ahead."""
+    row = check_ahead(federation, facility, summary.hours, gate_seconds=summary.ahead_seconds)
     return [row] if row is not None else []
 
 
-def told_of(answer: Answer) -> dict[str, Any] | None:
-    """The answer to `hello`; None for anything else."""
-    try:
-        fields = last_line(answer.out, "the gate's answer")
-        fields.whole("gate"), fields.number("nodes"), fields.number("hours"), fields.number("ahead_seconds", 0.0)
-        return fields.raw if isinstance(fields.raw.get("federations"), list) else None
-    except ManifestError:
-        return None
-
-
-def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any]) -> list[Row]:
+def _agreed(federation: Federation, facility: Facility, summary: GateSummary) -> list[Row]:
     """The policy's names and places against federation.yml's."""
     name, deployment, rows = facility.name, facility.deployment, []
-    wanted = {"facility": name, "scheduler": deployment.type, "workdir": deployment.workdir}
-    for key, ours in wanted.items():
-        if (theirs := clean_text(str(summary.get(key)), 200)) != ours:
+    both = {
+        "facility": (summary.facility, name),
+        "scheduler": (summary.scheduler, deployment.type),
+        "workdir": (summary.workdir, deployment.workdir),
+    }
+    for key, (theirs, ours) in both.items():
+        if theirs != ours:
             rows.append(
                 fail(name, "policy", f"the site's policy has {key} {theirs!r}, federation.yml {ours!r}", "agree on one")
             )
-    if federation.name not in summary["federations"]:
+    if federation.name not in summary.federations:
         rows.append(
             fail(name, "policy", f"the site's policy does not name {federation.name!r}", "ask the site to add it")
         )
@@ -111,10 +103,10 @@ def _agreed(federation: Federation, facility: Facility, summary: dict[str, Any])
     return rows
 
 
-def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]) -> Row:
+def _allowed(federation: Federation, facility: Facility, summary: GateSummary) -> Row:
     """What the gate says of the facility's settings; one of an earlier version says it of the first job."""
     name, agreed = facility.name, "facility, federation, scheduler and workdir agree; models are signed"
-    if int(summary["gate"]) < 2:
+    if summary.version < 2:
         return ok(name, "policy", agreed)
     words, text = ("test-settings", "--dataset", facility.dataset), facility_settings(federation, facility)
     answer = send_to_gate(facility.deployment, *words, seconds=PROBE_SECONDS, data=text.encode())
@@ -124,21 +116,21 @@ def _allowed(federation: Federation, facility: Facility, summary: dict[str, Any]
     return fail(name, "policy", said, "change federation.yml, or ask the site to change policy.yml")
 
 
-def _masks_agreed(federation: Federation, name: str, summary: dict[str, Any]) -> list[Row]:
+def _masks_agreed(federation: Federation, name: str, summary: GateSummary) -> list[Row]:
     """What the policy says of secure aggregation, where federation.yml asks for it."""
     privacy = federation.masks
     if privacy is None:
         return []
-    if summary.get("masks") is not True:
+    if not summary.masks:
         problem = "the site's policy names no peer_signers, and without them its gate masks nothing"
         return [fail(name, "policy", problem, "ask the site to set peer_signers in policy.yml")]
-    least, ours = summary.get("minimum_sum"), privacy.least_sum_of(len(federation.facilities))
-    if isinstance(least, int) and least > len(federation.facilities):
+    least, ours = summary.minimum_sum, privacy.least_sum_of(len(federation.facilities))
+    if least is not None and least > len(federation.facilities):
         problem = (
             f"the site helps to unmask sums of {least} updates or more, of {len(federation.facilities)} facilities"
         )
         return [fail(name, "policy", problem, "ask the site to lower minimum_sum in policy.yml")]
-    if isinstance(least, int) and least > ours:
+    if least is not None and least > ours:
         problem = f"the site helps to unmask sums of {least} updates or more, privacy.minimum_sum is {ours}"
         return [
             warning(name, "policy", problem, f"set privacy: {{minimum_sum: {least}}}, so that no sum is tried in vain")

@@ -18,12 +18,13 @@ from coordinator.config.schema import NAME, write_schema
 from coordinator.demo import make_demo
 from coordinator.memory.figures import model_figures
 from coordinator.model import check_source, convert_model
+from coordinator.preflight.gate_answer import GateSummary
 from coordinator.preflight.remote import check_connection, login_error
 from coordinator.quickstart.choice import Choice, choose, choose_local
 from coordinator.quickstart.describe import RoundTraining, federation_text
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.equip import equip, fit_batch
-from coordinator.quickstart.gated import GateSummary, ask_gate, choose_gated
+from coordinator.quickstart.gated import ask_gate, choose_gated
 from coordinator.quickstart.host_keys import trust
 from coordinator.quickstart.propose import Proposal
 from coordinator.quickstart.survey import Survey, ask_site

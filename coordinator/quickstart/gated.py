@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
 
 from coordinator.config.deployments import GATED, WORKDIR, Deployment
 from coordinator.config.federation import Facility
 from coordinator.preflight import gate
+from coordinator.preflight.gate_answer import GateSummary, summary_or_none
 from coordinator.preflight.row import Row
 from coordinator.quickstart.choice import Choice
 from coordinator.quickstart.dialog import Dialog
 from coordinator.quickstart.propose import Proposal
 from facility.exchange.errors import InputError
 from facility.exchange.messages.strict_json import clean_text
-from facility.exchange.text import NAME, number_of
+from facility.exchange.text import NAME
 
 log = logging.getLogger(__name__)
 
@@ -26,53 +25,12 @@ LIMITS = (
 """What cannot go through a gate by its nature: its key opens requests, and none of them runs a command of ours."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateSummary:
-    """A policy as reported by a gate. It is another institution's text: only fields of the expected form are used."""
-
-    facility: str
-    federations: tuple[str, ...]
-    scheduler: str
-    workdir: str
-    datasets: tuple[str, ...]
-    """Prepared ones, as the policy names them; empty for a gate of an earlier version."""
-    nodes: int = 1
-    hours: float = 0.0
-    """Most hours of one job; 0: the policy does not say."""
-
-    def said(self) -> str:
-        data = ", ".join(self.datasets) or "datasets that it does not tell"
-        return (
-            f"its gate allows {self.facility} in {', '.join(self.federations)}: jobs of "
-            f"{number_of(self.nodes, 'node')} and {self.hours:g} h by {self.scheduler}, models in "
-            f"{self.workdir}, training on {data}"
-        )
-
-
 def ask_gate(login: Deployment) -> GateSummary | None:
     """The gate's summary; None if nothing answers, or what answers is no gate."""
-    summary = gate.told_of(gate.send_to_gate(login, "hello"))
-    if summary is None:
+    found = summary_or_none(gate.send_to_gate(login, "hello").out)
+    if found is None or not (NAME.fullmatch(found.facility) and WORKDIR.fullmatch(found.workdir)):
         return None
-    facility, scheduler, workdir = (str(summary.get(key, "")) for key in ("facility", "scheduler", "workdir"))
-    if not NAME.fullmatch(facility) or scheduler not in GATED or not WORKDIR.fullmatch(workdir):
-        return None
-    return GateSummary(
-        facility=facility,
-        federations=_words(summary["federations"]),
-        scheduler=scheduler,
-        workdir=workdir,
-        datasets=_words(summary.get("datasets")),
-        nodes=int(summary["nodes"]),
-        hours=float(summary["hours"]),
-    )
-
-
-def _words(raw: Any) -> tuple[str, ...]:
-    found = raw if isinstance(raw, list) else []
-    return tuple(
-        one for one in found[:100] if isinstance(one, str) and 0 < len(one) <= 400 and one == clean_text(one, 400)
-    )
+    return found if found.scheduler in GATED else None
 
 
 def choose_gated(

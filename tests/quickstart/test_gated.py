@@ -12,13 +12,14 @@ from coordinator.config.deployments import Deployment
 from coordinator.config.federation import read_federation
 from coordinator.preflight import gate as asking
 from coordinator.preflight import remote
+from coordinator.preflight.gate_answer import GateSummary
 from coordinator.preflight.remote import Answer
 from coordinator.preflight.row import fail
 from coordinator.quickstart import begin as beginning
 from coordinator.quickstart.begin import Request, begin
 from coordinator.quickstart.describe import RoundTraining
 from coordinator.quickstart.dialog import Dialog
-from coordinator.quickstart.gated import LIMITS, GateSummary, ask_gate, choose_gated
+from coordinator.quickstart.gated import LIMITS, ask_gate, choose_gated
 from facility.exchange.errors import InputError, TransientError
 from facility.gate import hello
 from facility.gating.policy import read_policy

@@ -5,16 +5,17 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coordinator.config.federation import read_federation
-from coordinator.preflight import gate
 from coordinator.preflight.base_model import check_same_base
 from coordinator.preflight.check import check_alike, check_facility
 from coordinator.preflight.facility import BEGIN
+from coordinator.preflight.gate_answer import summary_or_none
 from coordinator.preflight.probe_answer import BaseModelAnswer, DatasetAnswer, ProbeAnswer, read_probe_answer
 from coordinator.preflight.remote import Answer, answer_of
 from coordinator.preflight.versions import FORMATS
@@ -70,6 +71,7 @@ ODD = [
     {},
 ]
 ODD += [[1], {"a": 1}, [[[[]]]], {"error": []}, {"error": {"a": 1}}, {"train": "many"}, {"sha256": ["c"]}]
+TEXTS = [one for one in ODD if isinstance(one, str) and one != "\ud800"]
 LINES = ["", "no JSON", "[]", "3", '"text"', "[" * 100_000, '{"a": 1e400}', '{"a": NaN}', "{" + '"a":{' * 5000]
 LINES += ['{"crossfed": "1", "crossfed": "2"}', "9" * 5000, "\x00", json.dumps(HONEST)[:-1]]
 
@@ -159,16 +161,28 @@ def test_no_odd_answer_ends_the_check_or_shows_more_than_text(federation: Any, m
 GATE: dict[str, Any] = {"gate": 1, "facility": "far", "federations": ["two"], "nodes": 1, "hours": 2.0}
 
 
-@pytest.mark.parametrize("key", ["gate", "nodes", "hours", "ahead_seconds", "federations"])
-def test_an_odd_gate_is_no_gate(key: str):
+@pytest.mark.parametrize(
+    ("key", "sound"),
+    [
+        ("gate", (0, 10**18)),
+        ("nodes", (0, 10**18)),
+        ("minimum_sum", (0, 10**18, None)),
+        ("hours", (0, 1.5)),
+        ("ahead_seconds", (0, 1.5)),
+        ("masks", (True,)),
+        ("facility", TEXTS),
+        ("workdir", TEXTS),
+        ("federations", [one for one in ODD if isinstance(one, list)]),
+    ],
+)
+def test_an_odd_gate_is_no_gate(key: str, sound: Sequence[Any]):
     """Numbers that are none, or too large for a float, ended the check of everybody."""
-    assert gate.told_of(Answer(code=0, out=json.dumps(GATE), error="")) is not None
+    assert summary_or_none(json.dumps(GATE)) is not None
     for value in ODD:
-        if value in (0, True, 10**18, 1.5) or (key == "federations" and isinstance(value, list)):
-            continue
-        assert gate.told_of(Answer(code=0, out=json.dumps(GATE | {key: value}), error="")) is None, value
+        fits = any(type(value) is type(one) and value == one for one in sound)
+        assert (summary_or_none(json.dumps(GATE | {key: value})) is not None) == fits, value
     for line in LINES:
-        assert gate.told_of(Answer(code=0, out=line, error="")) is None
+        assert summary_or_none(line) is None
 
 
 def test_an_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch):
