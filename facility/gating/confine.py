@@ -11,10 +11,13 @@ from facility.gating.refusal import Refused
 
 UPDATE = "update"
 """Of a job's directory, what may leave; and so may its `PROGRESS`."""
+MOST_LEVELS = 32
+"""Of directories below one another: what removes them calls itself once a level, and keeps each open."""
 
 
 def confine_path(path: str, workdir: Path, *, follow: bool = False) -> Path:
-    """The path with every link resolved but, unless `follow`, a last one. Raises `Refused` outside of the workdir.
+    """The path with every link resolved but, unless `follow`, a last one. Raises `Refused` outside of the workdir, and
+    for more than `MOST_LEVELS` below it.
 
     `workdir` itself is inside; it is the resolved one.
     """
@@ -24,6 +27,8 @@ def confine_path(path: str, workdir: Path, *, follow: bool = False) -> Path:
         found = Path(os.path.realpath(posixpath.dirname(path))) / posixpath.basename(path)
     if found != workdir and not found.is_relative_to(workdir):
         raise Refused(f"{path} lies outside of {workdir}, the only directory that this gate gives access to")
+    if (levels := len(found.relative_to(workdir).parts)) > MOST_LEVELS:
+        raise Refused(f"{path:.80} lies {levels} levels below {workdir}, expected at most {MOST_LEVELS}")
     return found
 
 

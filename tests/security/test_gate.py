@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ import pytest
 from facility import gate
 from facility.exchange.errors import ConfigurationError
 from facility.exchange.files.audit_log import verify_log
+from facility.exchange.files.sweep import remove_transferred
 from facility.exchange.messages.manifest import Manifest, sha256_of, with_run, write_manifest
 from facility.exchange.messages.order import sign_order
 from facility.exchange.messages.report import read_failure
@@ -278,6 +280,19 @@ def test_a_tar_stream_brings_files_and_directories_only(site: Gate, kind: bytes)
         entry.type, entry.linkname = kind, "/etc/passwd"
         archive.addfile(entry)
     assert site.ask(f"crossfed-gate put-tree {site.workdir}/in", data=stream.getvalue())[0] == 77
+
+
+def test_directories_below_one_another_are_no_more_than_a_job_can_remove(site: Gate):
+    """Level by level they were thousands, and what removes them ended in a RecursionError: the sweep of every job."""
+    transfer = site.workdir / str(uuid.uuid4()) / str(uuid.uuid4())
+    code, _, error = site.ask(f"crossfed-gate make {transfer}/model{'/d' * 40}")
+    assert code == 77 and "levels below" in error
+    for levels, expected in ((40, 77), (25, 0)):
+        tree = packed(**{"/".join("d" * levels): b"x"})
+        assert site.ask(f"crossfed-gate put-tree {transfer}/model", tree)[0] == expected
+    job = site.workdir / str(uuid.uuid4())
+    job.mkdir()
+    assert remove_transferred(job, transfer / "model") and not transfer.exists()
 
 
 def test_what_is_put_arrives_privately_and_in_pieces(site: Gate):
