@@ -28,15 +28,19 @@ def show_stage(ranks: Ranks, directory: Path, stage: Stage, *, done: int = 0, st
 class Progress:
     """One rank's account of its steps."""
 
-    def __init__(self, directory: Path, *, steps: int, step_tokens: int, done: int, always: bool) -> None:
-        """`steps` of the round, of which `done` lie before this start; `always`: log each."""
+    def __init__(self, directory: Path, *, steps: int, step_tokens: int, always: bool) -> None:
+        """`steps` of the round; `always`: log each."""
         self.always, self.steps, self.step_tokens = always, steps, step_tokens
         self._file = ProgressFile(directory)
-        self._began, self._done_before, self._last = time.monotonic(), done, -math.inf
+        self._first, self._last = (0, math.nan), -math.inf
+        """Number and end of the first step since this start: it also compiles, allocates and warms caches up, and says
+        nothing of how long the others take."""
 
     def step(self, done: int, result: StepResult) -> None:
         """Report step number `done`, counted from 1."""
         now = time.monotonic()
+        if not self._first[0]:
+            self._first = done, now
         due = done == self.steps or now - self._last >= SECONDS
         if not (self.always or due):
             return
@@ -51,10 +55,12 @@ class Progress:
         )
         if due:
             self._last = now
-            self._write(done, result.loss, now - self._began)
+            self._write(done, result.loss, now)
 
-    def _write(self, done: int, loss: float, seconds: float) -> None:
-        speed = (done - self._done_before) / seconds if seconds > 0 else 0.0
+    def _write(self, done: int, loss: float, now: float) -> None:
+        """Speed and time left are known from the second step on."""
+        steps, seconds = done - self._first[0], now - self._first[1]
+        speed = steps / seconds if steps > 0 and seconds > 0 else 0.0
         message = JobProgress(
             stage="training",
             step=done,

@@ -197,7 +197,6 @@ class Round:
             request.job_directory,
             steps=training.steps,
             step_tokens=batch * self.inputs.block_tokens,
-            done=progress.done,
             always=request.every_step,
         )
         while sync.wants_more() and not self._pausing(stop):

@@ -595,13 +595,31 @@ def test_progress_json_is_what_the_trainer_writes(tmp_path: Path):
     assert read_progress((tmp_path / "progress.json").read_text()) == message
 
 
+def test_time_left_is_of_steps_like_those_to_come_and_unknown_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A first step that compiles for 50 s said 8 minutes of steps of one second, also where a round goes on."""
+    from facility.training.engine import StepResult
+    from facility.training.progress import Progress
+
+    now = [1000.0]
+    monkeypatch.setattr("facility.training.progress.time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: 9.0))
+    result = StepResult(loss=1.0, gradient_norm=1.0, predictions=1, rate=1e-3, skipped=False)
+    for before in (0, 4):
+        shown, found = Progress(tmp_path, steps=10, step_tokens=7, always=False), []
+        for step, seconds in ((1, 50.0), (2, 1.0), (3, 1.0), (10 - before, 7.0 - before)):
+            now[0] += seconds
+            shown.step(before + step, result)
+            told = read_progress((tmp_path / "progress.json").read_text())
+            found.append((told.step - before, told.tokens_per_second, told.seconds_left))
+        assert found == [(1, 0.0, None), (2, 7.0, 8.0 - before), (3, 7.0, 7.0 - before), (10 - before, 7.0, 0.0)]
+
+
 def test_progress_that_cannot_be_written_is_told_once_and_so_is_its_end(tmp_path: Path, caplog):
     """A trainer's own reports warned at every step; ours stopped after the first failure, and the page with them."""
     from facility.training.engine import StepResult
     from facility.training.progress import Progress
 
     job = tmp_path / "job"
-    shown = Progress(job, steps=6, step_tokens=1, done=0, always=False)
+    shown = Progress(job, steps=6, step_tokens=1, always=False)
     result = StepResult(loss=1.0, gradient_norm=1.0, predictions=1, rate=1e-3, skipped=False)
     for _ in range(3):
         shown.step(6, result)

@@ -40,7 +40,7 @@ class JobProgress:
     """Of the latest step, nats per prediction."""
     tokens_per_second: float = 0.0
     seconds_left: float | None = None
-    """Until the last step, at the speed so far."""
+    """Until the last step, at the speed of the steps since the first; None: not known."""
     time: float = 0.0
     """Of the latest change on the facility's clock, seconds since 1970."""
 
