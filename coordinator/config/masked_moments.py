@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from facility.exchange.masking.moments import error_of
 from facility.exchange.messages.masking import MaskedMoments
 from facility.exchange.messages.settings import TrainingSettings
+from facility.exchange.text import rounded_down
 
 
 def masked_moments(training: Sequence[TrainingSettings]) -> MaskedMoments | None:
@@ -41,10 +42,11 @@ def masked_moments_obstacle(training: TrainingSettings, facilities: int) -> tupl
         )
     root = math.sqrt(error_of(training.clip_norm**2, facilities))
     if root > training.epsilon:
+        most = rounded_down(training.clip_norm * training.epsilon / root)
         return (
             "clip_norm",
             f"is {training.clip_norm:g}: the root of a second moment would be off by up to {root:.2g}, more than "
-            f"epsilon ({training.epsilon:g}); expected at most {training.clip_norm * training.epsilon / root:.2g} "
+            f"epsilon ({training.epsilon:g}); expected at most {most:g} "
             f"where optimizer_state is 'shared' {secure}, or optimizer_state 'personal'",
         )
     return None

@@ -10,6 +10,7 @@ from coordinator.preflight.row import Row, fail, ok, warning
 from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.privacy.accounting import least_noise
+from facility.exchange.text import rounded_down
 
 NOISY = 0.1
 """Nats of noise in a validation loss from which on a curve cannot be read."""
@@ -72,7 +73,7 @@ def check_differential_privacy(federation: Federation, facility: Facility, answe
                 name,
                 CHECK,
                 f"delta {settings.delta:g} is more than one over its {train:,} {settings.unit}s",
-                f"set privacy.differential.delta to at most {1 / train:.1g}",
+                f"set privacy.differential.delta to at most {rounded_down(1 / train):g}",
             )
         ]
     try:

@@ -1,8 +1,9 @@
-"""Kinds of text in settings: names that may become folder names, paths and patterns on one line; counts of things."""
+"""Kinds of text in settings: names that may become folder names, paths and patterns on one line; counts and limits."""
 
 from __future__ import annotations
 
 import re
+from decimal import ROUND_DOWN, Context
 from typing import Annotated
 
 from pydantic import AfterValidator, WithJsonSchema
@@ -20,6 +21,11 @@ KINDS = {str: "text", bool: "true or false", int: "a whole number", float: "a nu
 def number_of(count: int, one: str, several: str = "") -> str:
     """`1 round`, `2 rounds`. `several`: the plural where it is not `one` with an s."""
     return f"{count:,} {one if count == 1 else several or one + 's'}"
+
+
+def rounded_down(value: float) -> float:
+    """A positive number in two digits, not above it: what a message advises as the most is not refused in its turn."""
+    return float(Context(prec=2, rounding=ROUND_DOWN).create_decimal(repr(value)))
 
 
 def _name(value: str) -> str:

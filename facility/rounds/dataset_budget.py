@@ -28,6 +28,7 @@ from facility.exchange.files.locks import take_lock
 from facility.exchange.json_values import values_in
 from facility.exchange.messages.privacy import DATASET_LIMIT, Unit
 from facility.exchange.messages.settings import FacilitySettings
+from facility.exchange.text import rounded_down
 from facility.exchange.validation import parse_dataclass, validated
 from facility.rounds.kept import STATES, shared_directory
 from facility.rounds.released import check_count, steps_released
@@ -121,8 +122,8 @@ def units_in(dataset: Path, unit: Unit) -> int:
 def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, units: int) -> None:
     """Raise `InputError` unless all budgets together are within the limit.
 
-    `units`: of the dataset. Deltas add up as epsilons do, and a bound with a delta of one over the units, or more,
-    allows that one of them is published whole.
+    `units`: of the dataset; 0: not known. Deltas add up as epsilons do. To publish one unit whole, drawn at random, has
+    epsilon 0 and a delta of one over the units: a sum of deltas above that bounds nothing.
     """
     if odd := sorted(name for name, one in others.items() if one.unit != mine.unit):
         raise InputError(
@@ -140,7 +141,7 @@ def check_fits(mine: Reserved, others: Mapping[str, Reserved], limit: float, *, 
     if units and delta > 1 / units:
         raise InputError(
             f"out of the dataset's privacy budget: the deltas of all federations on it add up to {delta:g}, more than "
-            f"one over its {units} units of training: that bounds nothing; ask for smaller ones"
+            f"one over its {units} units of training ({rounded_down(1 / units):g}): that bounds nothing; ask for less"
         )
 
 

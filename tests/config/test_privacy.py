@@ -71,7 +71,7 @@ def read(tmp_path: Path, content: dict[str, Any]):
             "optimizer of 'a' is 'muon', which keeps second moments of some",
         ),
         ({"training": SHARED | {"clip_norm": 0}}, "clip_norm of 'a' is 0: .* has to be known before a round"),
-        ({"training": SHARED | {"clip_norm": 50}}, "off by up to 2.9e-08, more than epsilon .* expected at most 18 "),
+        ({"training": SHARED | {"clip_norm": 50}}, "off by up to 2.9e-08, more than epsilon .* expected at most 17 "),
         (
             {"training": {"export_dtype": "float32", "signing_key": "k", "first_moments": "mean"}},
             "first_moments of 'a' is 'mean': .* not built",

@@ -13,8 +13,11 @@ from coordinator.config.federation import read_federation
 from coordinator.preflight.privacy import check_differential_privacy, check_secure_aggregation
 from coordinator.preflight.row import Row
 from facility.dataset import LOSS, START
+from facility.exchange.errors import InputError
+from facility.exchange.messages.privacy import DifferentialSettings
 from facility.exchange.privacy.accounting import Releases, epsilon_of
 from facility.probe import dataset as probe_dataset
+from facility.training.privacy.private import sampling_rate
 from tests.config.test_privacy import described, read
 from tests.preflight.answers import dataset_answer
 from tests.training.federation import write_dataset
@@ -65,6 +68,19 @@ def test_what_is_wrong_or_weak_is_told(
 ):
     (row,) = rows(tmp_path, answer, **changes)
     assert row.verdict == verdict and words in row.found, row
+
+
+@pytest.mark.parametrize("units", [150, 2100])
+def test_the_delta_that_is_advised_is_taken(tmp_path: Path, units: int):
+    """Rounded to the nearest digit it was refused again: 0.007 for 150 documents, and 0.0067 by the job."""
+    answer = APART | {"documents": {"train": units, "validation": 20}}
+    (refused,) = rows(tmp_path, answer, delta=0.01)
+    delta = float(refused.fix.rpartition(" ")[2])
+    assert refused.verdict == "fail" and 0.9 / units < delta <= 1 / units
+    settings = DifferentialSettings(epsilon=4.0, delta=0.01)
+    with pytest.raises(InputError, match=f"expected at most {delta:g}$"):
+        sampling_rate(40, units, settings)
+    assert sampling_rate(40, units, dataclasses.replace(settings, delta=delta)) == 40 / units
 
 
 def test_what_masks_will_show_is_told_beside_the_noise(tmp_path: Path):

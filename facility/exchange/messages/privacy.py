@@ -33,7 +33,7 @@ class DifferentialSettings:
     epsilon: Positive[float]
     """Largest privacy loss of one unit at the end of all rounds; below 10 is usual, below 1 is strong."""
     delta: Annotated[float, Gt(0), Lt(1)]
-    """Probability that is left out of the bound; below one over the number of units."""
+    """Probability that is left out of the bound; at most one over the number of units, and better far below."""
     unit: Unit = "document"
     """What is protected: a `document` with all its tokens (needs documents that share no context), or a `block` of
     the prepared dataset, which protects a whole document only where that lies in one block."""

@@ -23,6 +23,7 @@ from facility.exchange.errors import InputError
 from facility.exchange.messages.privacy import DifferentialSettings, PrivacyReport, check_layout
 from facility.exchange.privacy.accounting import epsilon_of
 from facility.exchange.seeds import derive_seed
+from facility.exchange.text import rounded_down
 from facility.rounds.privacy_ledger import Entry, Kind, ReleaseLedger
 from facility.training.data.inputs import RoundInputs
 from facility.training.engine import Engine, StepResult
@@ -259,7 +260,7 @@ def sampling_rate(expected: int, units: int, settings: DifferentialSettings) -> 
     if settings.delta > 1 / units:
         raise InputError(
             f"privacy.differential.delta is {settings.delta:g}, more than one over the {units} units of the dataset: "
-            f"to give one of them away whole would be allowed; expected at most {1 / units:.2g}"
+            f"to give one of them away whole would be allowed; expected at most {rounded_down(1 / units):g}"
         )
     return expected / units
 
