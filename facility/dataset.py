@@ -225,18 +225,21 @@ class PreparedDataset:
         shape = (entry.blocks, self.manifest.block_tokens)
         return self._mapped(f"{name}.marks.npy", shape, "uint8")
 
+    def files(self, name: str) -> dict[str, str]:
+        """Files of a split that training reads, and their sha256 in the manifest."""
+        entry = self._entry(name)
+        digests = {"npy": entry.sha256, "rows.npy": entry.rows_sha256, "marks.npy": entry.marks_sha256}
+        return {f"{name}.{ending}": digest for ending, digest in digests.items() if digest is not None}
+
     def verify(self) -> None:
         """Read all files and compare them with the manifest; raises `DatasetError` naming the first that differs."""
         for name, entry in self.manifest.splits.items():
             blocks = self.split(name)
-            files = [(f"{name}.npy", entry.sha256)]
             if entry.rows_sha256 is not None:
                 self._labels(name)
-                files.append((f"{name}.rows.npy", entry.rows_sha256))
             if entry.marks_sha256 is not None:
                 self.marks(name)
-                files.append((f"{name}.marks.npy", entry.marks_sha256))
-            for file, expected in files:
+            for file, expected in self.files(name).items():
                 if (found := sha256_of(self.directory / file)) != expected:
                     raise DatasetError(
                         f"{self.directory / file} has sha256 {found[:12]}..., {NAME} says {expected[:12]}...: altered; "

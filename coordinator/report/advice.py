@@ -65,6 +65,11 @@ ADVICE: Sequence[tuple[str, str]] = (
         "changed), or move `workdir` to another",
     ),
     (
+        r"prepare (the dataset|it) again|holds ids outside",
+        "the dataset at the facility is not as it was prepared, or of another version: restore its files from a copy, "
+        "or prepare it again; the next round takes it",
+    ),
+    (
         r"dataset .* is not a directory|dataset.*not (found|there)|dataset\.json",
         "the dataset's path is wrong at that facility, or it is not prepared: `python -m facility.prepare` there, then "
         "correct `dataset` in federation.yml",

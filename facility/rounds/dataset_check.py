@@ -28,8 +28,6 @@ def check_dataset(dataset: Path, state: Path) -> bool:
 
 def _figures(prepared: PreparedDataset) -> dict[str, list[int]]:
     """Size, time in nanoseconds and inode of every file that training reads."""
-    names = [NAME]
-    for split, entry in prepared.manifest.splits.items():
-        names += [f"{split}.npy"] + ([f"{split}.rows.npy"] if entry.rows_sha256 is not None else [])
+    names = [NAME, *(file for split in prepared.manifest.splits for file in prepared.files(split))]
     status = {name: (prepared.directory / name).stat() for name in names}
     return {name: [one.st_size, one.st_mtime_ns, one.st_ino] for name, one in status.items()}

@@ -12,10 +12,12 @@ from pathlib import Path
 import numpy
 import pytest
 
-from facility.dataset import DatasetError
+from coordinator.report.advice import advice_for
+from facility.dataset import LOSS, DatasetError, open_dataset
 from facility.exchange.errors import InputError
 from facility.exchange.files.checksum import Checksum
 from facility.exchange.files.storage import file_error_sentence, is_storage
+from facility.exchange.messages.manifest import sha256_of
 from facility.exchange.messages.outcome import WARNING, Outcome
 from facility.exchange.messages.report import read_failure
 from facility.exchange.messages.settings import read_facility_settings
@@ -52,6 +54,28 @@ def test_one_altered_token_is_refused_by_the_name_of_its_file(file: str, tmp_pat
             check_dataset(dataset, state)
     (dataset / file).write_bytes(original)
     assert check_dataset(dataset, state), "restored: the same command goes on"
+
+
+def test_altered_marks_are_noticed_after_the_dataset_was_verified_once(tmp_path: Path):
+    """They say which tokens bear loss, and which make one document: nothing looked at them again."""
+    dataset, state = write_dataset(tmp_path / "data", seed=1), tmp_path / "state"
+    state.mkdir()
+    raw = json.loads((dataset / "dataset.json").read_text()) | {"documents": "separate"}
+    for name, split in raw["splits"].items():
+        marks = dataset / f"{name}.marks.npy"
+        numpy.save(marks, numpy.full((split["blocks"], raw["block_tokens"]), LOSS, numpy.uint8))
+        split |= {"marks_sha256": sha256_of(marks), "rests_marked": True}
+    (dataset / "dataset.json").write_text(json.dumps(raw))
+    assert check_dataset(dataset, state) and not check_dataset(dataset, state)
+    assert {file for split in raw["splits"] for file in open_dataset(dataset).files(split)} == {
+        path.name for path in dataset.glob("*.npy")
+    }
+    marks = numpy.load(dataset / "train.marks.npy")
+    marks[0, 3] = 0
+    numpy.save(dataset / "train.marks.npy", marks)
+    with pytest.raises(DatasetError, match=r"train\.marks\.npy has sha256 .* altered") as refused:
+        check_dataset(dataset, state)
+    assert advice_for(str(refused.value)).startswith("the dataset at the facility is not as it was prepared")
 
 
 def kept(state: Path, *inner: str) -> Path:
