@@ -135,9 +135,11 @@ class FacilityRow:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the facility's job, from the node-seconds and seconds that it reported; 1 where they say nothing."""
+        """Nodes of the facility's job, as it reported, and at most its node-seconds over its seconds, which say more
+        where the job took long to start; 1 where they say nothing."""
         reported = float(self.usage.get("node_seconds") or self.seconds)
-        return max(1, round(min(reported / self.seconds, MOST_NODES))) if self.seconds > 0 else 1
+        most = max(1, round(min(reported / self.seconds, MOST_NODES))) if self.seconds > 0 else 1
+        return min(int(self.usage.get("nodes") or most), most)
 
 
 @validated(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class FacilityPace:
     queue_seconds: float = 0.0
     """Expected wait in its queue; plan on an upper quantile where waits vary."""
     fixed_seconds: float = 0.0
-    """Loading, evaluating, saving, moving the model both ways."""
+    """Starting, loading, evaluating, saving, moving the model both ways."""
     minimum_steps: int = 0
     """A facility with fewer is left out of the round."""
     maximum_steps: int | None = None

@@ -30,6 +30,11 @@ def trained(row: FacilityRow) -> float:
     return row.tokens / row.tokens_per_second if row.tokens_per_second > 0 else 0.0
 
 
+def of_job(row: FacilityRow) -> float:
+    """Seconds of a facility's job, from its first command on: what the trainer counts begins when it has started."""
+    return max(row.seconds, float(row.usage.get("node_seconds") or 0.0) / row.nodes)
+
+
 def pace_of(
     name: str,
     rows: Sequence[FacilityRow],
@@ -39,7 +44,7 @@ def pace_of(
 ) -> FacilityPace:
     """From its `sound_rows`, one at least. `moving_seconds`: of the model and the update."""
     train = [trained(row) for row in rows]
-    fixed = statistics.median(max(0.0, row.seconds - t) for t, row in zip(train, rows, strict=True))
+    fixed = statistics.median(max(0.0, of_job(row) - t) for t, row in zip(train, rows, strict=True))
     return FacilityPace(
         name=name,
         seconds_per_step=statistics.median(t / row.steps for t, row in zip(train, rows, strict=True)),

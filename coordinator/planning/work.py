@@ -2,9 +2,9 @@
 
     crossfed plan workflow/federation.yml
 
-For every round the archive records each facility's steps, their time, and the time of everything else (loading,
-evaluating, saving). Queue waits are not recorded; pass them with `--queue NAME=SECONDS`, an upper quantile where they
-vary.
+For every round the archive records each facility's steps, their time, and the time of everything else in its job
+(starting, loading, evaluating, saving). Queue waits are not recorded; pass them with `--queue NAME=SECONDS`, an upper
+quantile where they vary.
 """
 
 from __future__ import annotations

@@ -113,6 +113,7 @@ class Meter:
         energy, source = combined(here, others, nodes)
         return Usage(
             node_seconds=round(nodes * seconds, 3),
+            nodes=nodes,
             gpu_seconds=round(self.gpus * nodes * seconds, 3),
             energy_joules=energy,
             energy_source=source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import shutil
@@ -203,6 +204,18 @@ def test_the_work_of_a_federation_from_its_own_rounds(tmp_path):
     assert waiting.end_seconds["a"] - waiting.end_seconds["b"] < 4 and waiting.steps["a"] < 32
     with pytest.raises(ConfigurationError, match="facilities are a, b"):
         plan_work(federation, queues={"c": 1.0})
+
+
+def test_the_start_of_a_job_is_part_of_its_round():
+    """Of a job of 42 s on two nodes the trainer counts 30, of which 20 are steps."""
+    from coordinator.archive.rounds import FacilityRow
+    from coordinator.planning.pace import pace_of
+
+    row = FacilityRow(
+        round=0, facility="a", status="ok", tokens=100, samples=10, steps=10, seconds=30.0, tokens_per_second=5.0
+    )
+    assert pace_of("a", [row]).end(10) == 30.0, "of the job nothing is known"
+    assert pace_of("a", [dataclasses.replace(row, usage={"node_seconds": 84.0, "nodes": 2})]).end(10) == 42.0
 
 
 def test_by_hand_the_bounds_hold_that_rounds_have(tmp_path):

@@ -159,6 +159,7 @@ def test_a_task_that_sees_its_own_gpu_alone_does_not_speak_for_the_node(
     tasks = read_tasks(environment | ({"SLURM_GPUS_ON_NODE": str(gpus)} if gpus else {}))
     usage = Meter(tasks, {"SLURM_JOB_START_TIME": "1"}).usage(Notes(tmp_path, "7"))
     assert (round(usage.gpu_seconds / usage.node_seconds), usage.energy_source) == expected
+    assert usage.nodes == 1
 
 
 def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
@@ -181,6 +182,7 @@ def test_what_this_machine_has_is_read_and_what_it_lacks_is_absent():
         {"node_seconds": 1.0, "energy_joules": 1e300, "energy_source": "nvml"},
         {"node_seconds": 1.0, "energy_joules": 5.0, "energy_source": "<script>"},
         {"node_seconds": 1.0, "more": 1},
+        {"node_seconds": 1.0, "nodes": 0.5},
     ],
 )
 def test_a_usage_that_cannot_be_is_not_recorded(told: object):

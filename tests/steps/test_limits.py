@@ -23,7 +23,7 @@ from coordinator.config.federation import read_federation
 from coordinator.config.settings import CoordinatorSettings
 from coordinator.durations import format_duration
 from coordinator.report.timeline import segments
-from coordinator.steps.limits import exceeded, job_seconds, node_seconds, round_seconds, seconds_of
+from coordinator.steps.limits import exceeded, job_seconds, node_seconds, nodes_of, round_seconds, seconds_of
 from coordinator.steps.start import start
 from facility.exchange.errors import ConfigurationError, InputError
 from facility.exchange.messages.plausible import MOST_NODES
@@ -130,6 +130,15 @@ def test_a_job_of_no_time_and_many_node_seconds_has_no_endless_nodes(seconds: fl
     assert exceeded(LimitSettings(node_hours=10), [told], NOON, evaluates=False, jobs={(0, "a"): 60.0}) is not None
     assert dataclasses.replace(row, usage={}).nodes == 1
     assert dataclasses.replace(row, seconds=50.0, usage={"node_seconds": 199.0}).nodes == 4
+
+
+def test_a_job_that_takes_long_to_start_is_charged_for_the_nodes_that_it_had():
+    """Four nodes for an hour, ten minutes of it before the trainer began: they counted as five, and as 5 node-hours."""
+    usage = {"node_seconds": 4 * 3600.0, "nodes": 4}
+    row = FacilityRow(round=0, facility="a", status="ok", seconds=3000.0, usage=usage)
+    told = RoundFile(round=0, facilities=[row], global_loss=2.0, decision="go on", seconds=3700.0)
+    assert node_seconds(told, {(0, "a"): 3600.0}) == 4 * 3600.0 and nodes_of([told]) == {"a": 4}
+    assert dataclasses.replace(row, usage=usage | {"nodes": 1000}).nodes == 5, "never more than its figures allow"
 
 
 def test_jobs_that_failed_or_were_cut_off_are_paid_for_too():

@@ -9,7 +9,7 @@ from typing import Any
 
 from facility.exchange.errors import ManifestError
 from facility.exchange.messages.manifest import Manifest, with_extra
-from facility.exchange.messages.plausible import MOST_JOULES
+from facility.exchange.messages.plausible import MOST_JOULES, MOST_NODES
 from facility.exchange.messages.strict_json import Fields
 
 USAGE = "usage"
@@ -24,6 +24,8 @@ class Usage:
     """What one job used: node and GPU time, and energy where a counter answers."""
 
     node_seconds: float
+    nodes: int = 0
+    """Of the job; 0: not told, as by earlier versions."""
     gpu_seconds: float = 0.0
     """0: no GPUs."""
     energy_joules: float | None = None
@@ -44,10 +46,12 @@ def usage_of(manifest: Manifest) -> dict[str, Any]:
         return {}
     try:
         found = Fields(raw=raw, where=USAGE).only_of(Usage)
-        usage = {
+        usage: dict[str, Any] = {
             "node_seconds": found.number("node_seconds", most=MOST_SECONDS),
             "gpu_seconds": found.number("gpu_seconds", 0.0, most=MOST_SECONDS),
         }
+        if nodes := found.whole("nodes", 0, most=MOST_NODES):
+            usage["nodes"] = nodes
         if raw.get("energy_joules") is None:
             return usage
         source = found.one_of("energy_source", "", SOURCES)
