@@ -12,11 +12,12 @@ from typing import Protocol
 from facility.dataset import SPLITS, DatasetError
 from facility.preparing.duplicates_on_disk import NearDuplicatesOnDisk
 from facility.preparing.encoding import Batch
+from facility.preparing.lines import PACKED
 from facility.preparing.mixing import input_shares, is_chosen
 from facility.preparing.near_duplicates import NearDuplicates
 from facility.preparing.overlap import ContentDigests, digest_of
 from facility.preparing.shared_signatures import read_salt, read_signatures
-from facility.preparing.sources import PACKED, Document, Fields, Source, class_names_of, read_documents
+from facility.preparing.sources import Document, Fields, Source, class_names_of, read_documents
 
 BATCH_DOCUMENTS, BATCH_CHARACTERS = 512, 2_000_000
 LARGE_BYTES = 100_000_000

@@ -5,19 +5,16 @@ A bad line or record is an error that names the file and the place; nothing is s
 
 from __future__ import annotations
 
-import bz2
 import dataclasses
-import gzip
-import io
 import logging
 import lzma
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from facility.dataset import DatasetError
 from facility.exchange.errors import first_line
@@ -33,14 +30,13 @@ from facility.preparing.conversations import (
     without_absent,
 )
 from facility.preparing.labels import class_name, declared_names, opened_arrow
+from facility.preparing.lines import PACKED, lines_of
 from facility.preparing.said_of_records import kind_of, name_of, names_in
 from facility.preparing.tables import batch_rows, open_parquet, parquet_rows
 from facility.preparing.walking import files_below, path_of
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-PACKED = (".gz", ".bz2", ".xz", ".zst")
-"""How a file of JSON lines or text may be compressed."""
 JSON_LINES = tuple(kind + packed for kind in (".jsonl", ".ndjson", ".json") for packed in ("", *PACKED))
 TEXT = (".txt", ".text", ".md", *(f".txt{packed}" for packed in PACKED))
 PARQUET, ARROW = (".parquet",), (".arrow",)
@@ -283,34 +279,8 @@ def unicode_name(name: str) -> str:
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
-def _lines(path: Path) -> Iterator[tuple[bytes, float]]:
-    """Raw lines, each with the share of the file read (of a packed file)."""
-    size = max(path.stat().st_size, 1)
-    with open(path, "rb") as file:
-        if path.name.lower().endswith(PACKED):
-            with _unpacked(file, path.suffix.lower()) as packed:
-                for line in packed:
-                    yield line, min(1.0, file.tell() / size)
-            return
-        position = 0
-        for line in file:
-            position += len(line)
-            yield line, position / size
-
-
-def _unpacked(file: BinaryIO, suffix: str) -> IO[bytes]:
-    """What a packed file holds, as it is read."""
-    if suffix == ".zst":
-        import pyarrow
-
-        return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
-    openers: dict[str, Callable[[BinaryIO], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-    opened: IO[bytes] = openers[suffix](file)
-    return opened
-
-
 def _read_json_lines(path: Path, fields: Fields) -> Iterator[Document]:
-    for number, (line, done) in enumerate(_lines(path), start=1):
+    for number, (line, done) in enumerate(lines_of(path), start=1):
         if not line.strip():
             continue
         try:
@@ -327,7 +297,7 @@ def _read_text(path: Path, fields: Fields) -> Iterator[Document]:
         raise DatasetError(f"{path} is plain text, expected conversations: JSONL, Parquet or a dataset")
     held: list[str] = []
     done = 0.0
-    for number, (raw, done) in enumerate(_lines(path), start=1):
+    for number, (raw, done) in enumerate(lines_of(path), start=1):
         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
         if "\0" in line:
             raise DatasetError(
