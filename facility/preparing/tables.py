@@ -8,9 +8,9 @@ from typing import Any
 
 READ_BYTES = 1 << 20
 """Of a column, read at once from a Parquet file."""
-MOST_ROWS = 1024
+MOST_ROWS = 64
 MOST_BYTES = 8 << 20
-"""Of rows that are Python objects at the same time: a longer row is one by itself."""
+"""Of rows that are Python objects at the same time, if all are alike: a longer row is one by itself."""
 
 
 def open_parquet(path: Path) -> Any:

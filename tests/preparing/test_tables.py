@@ -43,3 +43,16 @@ def test_long_rows_of_a_table_become_texts_a_few_at_a_time(tmp_path: Path):
         tracemalloc.stop()
         assert found == [(f"{number:02d}", size) for number in range(rows)]
         assert most < rows * size / 2, f"bytes of objects of Python, {kind}"
+
+
+def test_long_rows_among_many_short_ones_are_as_few_at_a_time(tmp_path: Path):
+    """Texts that are sorted by length, or repeated: how long a row is on average says nothing of those."""
+    rows, size = 256, 100_000
+    path = tmp_path / "f.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["short"] * 100_000 + ["x" * size] * rows}), path)
+    before, held = pyarrow.total_allocated_bytes(), []
+    for document in read_documents(*find_sources([str(path)], split="train"), Fields()):
+        if len(document.text) == size:
+            held.append(pyarrow.total_allocated_bytes() - before)
+    assert len(held) == rows
+    assert max(held) < rows * size / 2, "bytes"
