@@ -12,9 +12,10 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -90,9 +91,32 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From here on garbage is collected, among what the tests themselves make."""
+    """From here on garbage is collected, among what the tests themselves make. torch's 80 loggers hand what they say to
+    the one above them, which has a handler, too: six times a test pytest adds one of its own to each that does not."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger) and name != "torch.__trace":
+            logger.handlers.clear()
+            logger.propagate = True
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of pytest-xdist with `--dist loadgroup`: hand the tests out, and forget groups that are over."""
+    from tests.forked_workers import Groups
+
+    return Groups(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """That a test passed goes from one process to another without its names and marks and those of all that holds it:
+    no one there reads them, and they are most of it."""
+    sent = yield
+    if sent and sent.get("outcome") == "passed":
+        sent["keywords"] = {}
+    return sent
 
 
 def by_turns(path: Path, turn: str) -> str:
@@ -115,8 +139,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
     for name in logs.OURS:
-        logging.getLogger(name).setLevel(logging.NOTSET)
-        logging.getLogger(name).handlers.clear()
+        logger = logging.getLogger(name)
+        if logger.level:  # to set it forgets what every logger of the process has found out
+            logger.setLevel(logging.NOTSET)
+        logger.handlers.clear()
     os.environ.pop(logs.VARIABLE, None)
     limit = os.environ.get("CROSSFED_BEGIN_BY")
     if limit and time.time() > float(limit):

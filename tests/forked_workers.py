@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import types
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from typing import Any
 import execnet.gateway_io
 import pytest
 import torch
+from xdist.scheduler import LoadGroupScheduling
 
 from tests.distributed import IMPORTED, in_a_fork
 
@@ -61,6 +63,16 @@ class Gateway(execnet.gateway_io.Popen2IOMaster):
         execnet.gateway_base.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
 
 
+class Groups(LoadGroupScheduling):
+    """Hands out one group after the other, and counts the tests of those that are not over: of all that a worker has
+    ever had they would be counted as often as one ends."""
+
+    def _pending_of(self, workload: dict[str, dict[str, bool]]) -> int:
+        for scope in [scope for scope, unit in workload.items() if all(unit.values())]:
+            del workload[scope]
+        return super()._pending_of(workload)
+
+
 def work(reads: int, writes: int) -> None:
     """Be a worker, to its end."""
     sys.stdin.close()  # Python 3.13 complains where a file is finalized whose descriptor is closed
@@ -86,11 +98,21 @@ def fork_workers(number: int, collected: Sequence[str], root: Path) -> None:
         with suppress(Exception, pytest.skip.Exception):
             importlib.import_module(name)
     logging.disable(logging.NOTSET)
+    _read_constants()
     if threads() != 1:
         return
     gc.freeze()
     READY.extend(Forked() for _ in range(number))
     execnet.gateway_io.Popen2IOMaster = Gateway  # type: ignore[misc]
+
+
+def _read_constants() -> None:
+    """Have hypothesis read the constants of all these modules, as each worker would; it complains of the time."""
+    with suppress(ImportError), warnings.catch_warnings():  # older ones do not
+        from hypothesis.internal.conjecture.providers import _get_local_constants
+
+        warnings.simplefilter("ignore")
+        _get_local_constants()
 
 
 def threads() -> int:
