@@ -30,7 +30,7 @@ from coordinator.events.event import Event
 from coordinator.events.follow import EventFile
 from coordinator.schedulers.scheduler import Job
 from coordinator.streamflow_plugin.names import STEP_SERVER
-from coordinator.streamflow_plugin.openssh import known_as
+from coordinator.streamflow_plugin.openssh import known_as, shown_owner
 from facility.exchange.child import end_with_parent
 from facility.exchange.exit_codes import ExitCode
 from facility.exchange.files.storage import SAME_COMMAND
@@ -111,11 +111,11 @@ def decide(attempts: Sequence[Attempt], limits: Limits) -> Decision:
 def fatal_reason(event: Event) -> str:
     """A sentence when an event reports something that only an operator can fix, else ''."""
     if event.kind == "host_key":
-        host = event["host"]
+        host, owner = event["host"], event["owner"] or known_as(event["host"])
         return (
-            f"the host key of {host} is not one that known_hosts has for it. Where it has none, log in by hand and "
-            "compare the key with the published one; if the facility announced a new key, first `ssh-keygen -R "
-            f"'{known_as(host)}'`; otherwise ask its staff: someone may be listening in between"
+            f"the host key of {shown_owner(host, owner)} is not one that known_hosts has for it ({event['reason']}). "
+            "Where it has none, log in by hand and compare the key with the published one; if the facility announced a "
+            f"new key, first `ssh-keygen -R '{owner}'`; otherwise ask its staff: someone may be listening in between"
         )
     if event.kind == "failed" and (event["futile"] or event["step"].strip("/") == "start"):
         return f"{event['step'].strip('/')}: {event['reason']}"

@@ -46,7 +46,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "again": ("round", "reason"),
     "failed": ("step", "reason", "futile"),
     "problem": ("text",),
-    "host_key": ("host", "reason"),
+    "host_key": ("host", "owner", "reason"),
     "login_refused": ("facility", "host", "reason"),
     "login_works": ("facility", "host"),
     "away": ("facility", "reason"),

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 
 from coordinator.config.deployments import Deployment
 from coordinator.preflight.row import Row, fail
-from coordinator.streamflow_plugin.openssh import known_as, parse_address
+from coordinator.streamflow_plugin.openssh import (
+    BAD_CERTIFICATE,
+    key_owner,
+    known_as,
+    parse_address,
+    shown_owner,
+)
 
 
 @dataclass(frozen=True)
@@ -22,23 +28,37 @@ class Complaint:
     fix: str
 
 
+JUMP_FAILED = "Host key verification failed.\nkex_exchange_identification: "
+"""What ssh says where a jump host's key is unknown to the ssh that it starts for it, and which names no host."""
 COMPLAINTS = (
     Complaint(
         "REMOTE HOST IDENTIFICATION HAS CHANGED",
         "host key",
-        "{host} shows another host key than known_hosts has: a reinstalled host, or somebody in between",
+        "{owner} shows another host key than known_hosts has: a reinstalled host, or somebody in between",
         "ask the site for its key's fingerprint; only if it changed: ssh-keygen -R '{known}', then add the new one",
     ),
     Complaint(
         "REVOKED HOST KEY",
         "host key",
-        "{host} shows a host key that known_hosts marks as revoked: somebody may have stolen it",
+        "{owner} shows a host key that known_hosts marks as revoked: somebody may have stolen it",
         "do not log in; ask the site for its present key's fingerprint, and put that key into known_hosts",
+    ),
+    Complaint(
+        BAD_CERTIFICATE,
+        "host key",
+        "the certificate of the host key of {owner} is not taken: {invalid}",
+        "look at the clock of this machine; name the host as the site does; else ask the site to renew its certificate",
+    ),
+    Complaint(
+        JUMP_FAILED,
+        "host key",
+        "the host key of a jump host on the way to {host} is not in known_hosts",
+        "log in to it by hand, and compare the key that it shows with the fingerprint the site publishes",
     ),
     Complaint(
         "Host key verification failed",
         "host key",
-        "the host key of {host} is not in known_hosts",
+        "the host key of {owner} is not in known_hosts",
         "compare `{scan} | ssh-keygen -lf -` with the fingerprint the site publishes, then append `{scan}` to "
         "~/.ssh/known_hosts",
     ),
@@ -114,6 +134,7 @@ def explain_ssh_failure(
     name: str, deployment: Deployment, *, command: Sequence[str], code: int, out: str, error: str
 ) -> Row:
     """How `command`, an ssh that failed, ended, as a sentence with its remedy."""
+    error = "\n".join(error.splitlines())  # ssh ends a line with a carriage return, too
     words = _words(deployment, error)
     for complaint in COMPLAINTS:
         if complaint.mark.lower() in error.lower():
@@ -132,12 +153,17 @@ def explain_ssh_failure(
 
 def _words(deployment: Deployment, error: str) -> dict[str, str]:
     """What a complaint's sentences may name."""
-    bare, port = parse_address(deployment.host)
+    bare, _ = at, at_port = parse_address(deployment.host)
+    owner = key_owner(error) or known_as(deployment.host)
+    if owner != known_as(deployment.host):
+        at, at_port = parse_address(owner if owner.startswith("[") or owner.count(":") < 2 else f"[{owner}]")
     return {
         "host": deployment.host,
         "bare": bare,
-        "known": known_as(deployment.host),
-        "scan": f"ssh-keyscan {f'-p {port} ' if port else ''}{bare}",
+        "owner": shown_owner(deployment.host, owner),
+        "known": owner,
+        "scan": f"ssh-keyscan {f'-p {at_port} ' if at_port else ''}{at}",
+        "invalid": error.partition(BAD_CERTIFICATE)[2].partition("\n")[0].strip(),
         "user": deployment.user or "this user",
         "error": error,
         "last": (error.strip().splitlines() or [""])[-1],

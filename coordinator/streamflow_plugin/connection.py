@@ -11,7 +11,7 @@ from streamflow.deployment.connector.ssh import SSHConfig, SSHContext, get_param
 
 from coordinator.events.event import emit
 from coordinator.streamflow_plugin.key_file import read_key_file
-from coordinator.streamflow_plugin.openssh import parse_address
+from coordinator.streamflow_plugin.openssh import parse_address, shown_owner
 from coordinator.streamflow_plugin.patient_login import REFUSED, PatientLogin
 from coordinator.streamflow_plugin.ssh_settings import jump_of, read_ssh_settings
 from facility.exchange.core_dumps import leave_no_core
@@ -23,6 +23,14 @@ ALIVE_SECONDS = 30.0
 for some minutes, and tell neither side."""
 ALIVE_COUNT = 20
 """Questions without an answer after which it is given up: ten minutes, so that a login node may hang for a while."""
+
+
+class WrongHostKey(asyncssh.HostKeyNotVerifiable):
+    """A host shows a key that is not known for it; `owner`: its name in known_hosts, perhaps a jump host's."""
+
+    def __init__(self, owner: str, reason: str) -> None:
+        super().__init__(reason)
+        self.owner = owner
 
 
 class CarefulContext(SSHContext):
@@ -62,9 +70,11 @@ class CarefulContext(SSHContext):
                 encryption_algs=CIPHERS,
                 connect_timeout=config.connect_timeout,
             )
-        except BaseException:
+        except BaseException as error:
             if tunnel is not None:
                 tunnel.close()
+            if isinstance(error, asyncssh.HostKeyNotVerifiable):
+                raise WrongHostKey(said.known_as, str(error)) from error
             raise
         if tunnel is not None:
             connection.set_tunnel(tunnel)
@@ -85,11 +95,12 @@ class CarefulContext(SSHContext):
             if self._login is not None:
                 self._login.tell_reached()
             return connection
-        except asyncssh.HostKeyNotVerifiable as error:
+        except WrongHostKey as error:
             await self._forget()
-            emit("host_key", host=self.get_hostname(), reason=str(error))
+            emit("host_key", host=self.get_hostname(), owner=error.owner, reason=str(error))
+            whose = shown_owner(self.get_hostname(), error.owner)
             raise WorkflowExecutionException(
-                f"the host key of {self.get_hostname()} is not the one in known_hosts: {error}"
+                f"the host key of {whose} is not the one in known_hosts: {error}"
             ) from error
         except REFUSED as error:
             await self._forget()

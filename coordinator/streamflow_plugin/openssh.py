@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,14 @@ ALWAYS = (
 )
 """Whatever ~/.ssh/config says for a person who works there, no agent, ticket (-k), display (-x) or port of this machine
 is within a facility's reach, and nothing but the appended command runs."""
+
+KEY_OWNER = re.compile(
+    r"host key (?:is known )?for ([\w.:\[\]%-]+) (?:and you have|has changed|is marked)", re.IGNORECASE
+)
+"""What ssh says of the host whose key it does not take, by the name that known_hosts has for it."""
+
+BAD_CERTIFICATE = "Certificate invalid: "
+"""Begins what ssh says of a host's certificate that has expired, or is not for the name by which it was asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +95,18 @@ def known_as(host: str) -> str:
     """The name under which known_hosts, and so `ssh-keygen -R`, has a host: with its port where that is not 22."""
     bare, port = parse_address(host)
     return f"[{bare}]:{port}" if port not in (0, 22) else bare
+
+
+def key_owner(said: str) -> str:
+    """The host whose key ssh complains of, as known_hosts has it: perhaps a jump host, or another name that
+    ~/.ssh/config gives. '' where ssh does not say."""
+    found = KEY_OWNER.findall(said)
+    return found[-1] if found else ""
+
+
+def shown_owner(host: str, owner: str) -> str:
+    """`owner`, of whose key something is said, with the login to `host` on which it was seen where that is another."""
+    return host if owner in ("", host, known_as(host)) else f"{owner} (login to {host})"
 
 
 def parse_address(host: str) -> tuple[str, int]:

@@ -17,7 +17,7 @@ from typing import Any
 from asyncssh.config import ConfigParseError, SSHClientConfig
 from streamflow.deployment.connector.ssh import SSHConfig
 
-from coordinator.streamflow_plugin.openssh import parse_address
+from coordinator.streamflow_plugin.openssh import known_as, parse_address
 from facility.exchange.errors import ConfigurationError
 
 MOST_JUMPS = 8
@@ -41,6 +41,8 @@ class SSHSettings:
     """`ProxyJump`: `user@host:port` each, the nearest first."""
     known_hosts: Sequence[str] | bytes
     """Files with host keys that can be read, or the content of one."""
+    known_as: str
+    """The name under which these have the host: `HostKeyAlias`, or `HostName` with the port where that is not 22."""
 
 
 def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
@@ -73,11 +75,13 @@ def read_ssh_settings(login: str, user: str = "") -> SSHSettings:
     user_files = found.get("UserKnownHostsFile", USER_KNOWN_HOSTS)
     global_files = found.get("GlobalKnownHostsFile", GLOBAL_KNOWN_HOSTS)
     known = [str(Path(one).expanduser()) for one in [*_listed(user_files), *_listed(global_files)]]
+    name, at = str(found.get("Hostname") or host), port or int(str(found.get("Port") or 0))
     return SSHSettings(
         keys=(readable := [key for key in keys if _is_key(key, only)]),
         certificates=[*named, *(f"{key}-cert.pub" for key in readable)],
         jumps=[one.strip() for one in jump.split(",") if one.strip()],
         known_hosts=[one for one in known if Path(one).is_file() and os.access(one, os.R_OK)] or NO_HOSTS,
+        known_as=str(found.get("HostKeyAlias") or known_as(f"[{name}]:{at}")),
     )
 
 

@@ -258,8 +258,11 @@ class SystemLogin:
         words = said.decode(errors="replace").strip()
         last = (words.splitlines() or ["ssh said nothing"])[-1]
         if any(mark in words.lower() for mark in WRONG_HOST):
-            emit("host_key", host=self.host, reason=last)
-            raise WorkflowExecutionException(f"the host key of {self.host} is not the one in known_hosts: {last}")
+            owner = openssh.key_owner(words)
+            said_of_it = next((line for line in words.splitlines() if openssh.BAD_CERTIFICATE in line), last)
+            emit("host_key", host=self.host, owner=owner, reason=said_of_it)
+            whose = openssh.shown_owner(self.host, owner)
+            raise WorkflowExecutionException(f"the host key of {whose} is not the one in known_hosts: {said_of_it}")
         if any(mark in words.lower() for mark in REFUSALS):
             raise asyncssh.PermissionDenied(last)
         raise ConnectionError(last)

@@ -56,11 +56,14 @@ def test_only_a_person_can_fix_a_wrong_host_key_or_a_refusing_start():
         assert set(fields) == set(KINDS[kind])
         return fatal_reason(Event(kind=kind, fields=fields))
 
-    told = of("host_key", host="10.1.1.2", reason="Host key is not trusted")
+    told = of("host_key", host="10.1.1.2", owner="", reason="Host key is not trusted")
     assert "host key of 10.1.1.2" in told and "ssh-keygen -R '10.1.1.2'" in told and "Where it has none" in told
-    told = of("host_key", host="login.site:2222", reason="Host key is not trusted")
+    told = of("host_key", host="login.site:2222", owner="", reason="Host key is not trusted")
     assert "ssh-keygen -R '[login.site]:2222'" in told, "known_hosts has it by its port"
-    assert "-R 'login.site'" in of("host_key", host="login.site:22", reason="Host key is not trusted"), "but not by 22"
+    told = of("host_key", host="login.site:22", owner="login.site", reason="Certificate expired for host login.site")
+    assert "-R 'login.site'" in told and "(Certificate expired" in told and "login to" not in told, "but not by 22"
+    told = of("host_key", host="login.site", owner="[jump.site]:2222", reason="Host key is not trusted")
+    assert "host key of [jump.site]:2222 (login to login.site)" in told and "-R '[jump.site]:2222'" in told
     assert of("login_refused", facility="a", host="login.site", reason="Permission denied") == "", "it is waited for"
     assert of("failed", step="/start", reason="the archive is damaged", futile=False) == "start: the archive is damaged"
     assert "disk" in of("failed", step="/rounds/aggregate", reason="the disk is full", futile=True)
@@ -184,7 +187,7 @@ EMIT = "from coordinator.events.event import emit; import time; {}; time.sleep(1
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("emit('host_key', host='10.1.1.2', reason='')", "host key"),
+        ("emit('host_key', host='10.1.1.2', owner='', reason='')", "host key"),
         ("emit('failed', step='/start', reason='the archive is damaged', futile=True)", "archive is damaged"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -37,6 +39,21 @@ class Site:
         """`validity` as `ssh-keygen -V` takes it."""
         words = ["-q", "-s", self.folder / "authority", "-I", "me", "-n", getpass.getuser(), "-V", validity]
         subprocess.run(["ssh-keygen", *words, self.key.with_suffix(".pub")], check=True)
+
+    def show_certificate(self, validity: str) -> None:
+        """Its host key has a certificate of the same authority from now on, for its address."""
+        words = ["-q", "-s", self.folder / "authority", "-h", "-I", "site", "-n", "127.0.0.1", "-V", validity]
+        subprocess.run(["ssh-keygen", *words, self.folder / "host.pub"], check=True)
+        config = self.folder / "sshd_config"
+        if (line := f"HostCertificate {self.folder}/host-cert.pub\n") not in config.read_text():
+            config.write_text(line + config.read_text())
+        log = self.folder / "sshd.log"
+        before = log.read_text().count("Server listening")
+        os.kill(self.process, signal.SIGHUP)
+        for _ in range(4000):
+            if log.read_text().count("Server listening") > before:
+                break
+            time.sleep(0.05)
 
 
 @pytest.fixture

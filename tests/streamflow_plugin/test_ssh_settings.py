@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import getpass
 import os
+import re
+import subprocess
 from pathlib import Path
 from shutil import which
 
@@ -12,10 +14,14 @@ import pytest
 from streamflow.core.deployment import ExecutionLocation
 from streamflow.core.exception import WorkflowExecutionException
 
+from coordinator.engine.supervise import fatal_reason
+from coordinator.events.event import VARIABLE as EVENTS
+from coordinator.events.follow import EventFile
 from coordinator.preflight import remote
 from coordinator.preflight.remote import check_connection
 from coordinator.streamflow_plugin.ssh import ParallelSSHConnector
 from coordinator.streamflow_plugin.ssh_settings import read_ssh_settings
+from coordinator.streamflow_plugin.system_ssh import SystemSSHConnector
 from facility.exchange.errors import ConfigurationError
 from tests.deployments import read_deployment
 from tests.streamflow_plugin.local_sshd import SSHD, Site
@@ -43,9 +49,10 @@ def configured(site: Site, text: str) -> None:
     (folder / "config").write_text(text.format(**words))
 
 
-def ran() -> tuple[str, int] | None:
+def ran(system: bool = False) -> tuple[str, int] | None:
     """What a command at `centre` says, about which federation.yml says no more than this name."""
-    connector = ParallelSSHConnector("facility-a-ssh", "/", nodes=["centre"], retries=1, waits_for_login=False)
+    kind = SystemSSHConnector if system else ParallelSSHConnector
+    connector = kind("facility-a-ssh", "/", nodes=["centre"], retries=1, waits_for_login=False)
     location = ExecutionLocation(name="centre", deployment="facility-a-ssh", hostname="centre", local=False)
 
     async def act() -> tuple[str, int] | None:
@@ -105,6 +112,59 @@ def test_a_certificate_that_is_renewed_is_seen_where_only_the_configuration_name
     assert any(before)
     site.sign("-1m:+2h")
     assert login._renewed() != before
+
+
+WAY = (
+    "Host jump\n  HostName 127.0.0.1\n  HostKeyAlias jump.site\n  ProxyJump none\n"
+    "Host centre\n  HostName 127.0.0.1\n  ProxyJump jump\n  HostKeyAlias centre.site\n"
+    "Host *\n  UserKnownHostsFile {home}/.ssh/known_hosts\n"
+)
+
+
+@pytest.mark.parametrize("config", [WAY + LOGIN, "Host centre\n  HostName 127.0.0.1\n" + LOGIN], ids=["jump", "alias"])
+@pytest.mark.parametrize("system", [False, True], ids=["ssh", "ssh: system"])
+def test_the_host_is_named_whose_key_has_changed(
+    site: Site, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, config: str, system: bool
+):
+    """A jump host's, too, and by the name that known_hosts has: the facility's own was named, of which `ssh-keygen -R`
+    took away a sound key, or found none."""
+    jumps = "ProxyJump" in config
+    configured(site, config)
+    known, own = site.folder / ".ssh" / "known_hosts", (site.folder / "host.pub").read_text()
+    owner = "jump.site" if jumps else f"[127.0.0.1]:{site.port}"
+    known.write_text(f"centre.site {own}" + (f"jump.site {own}" if jumps else f"{owner} {own}"))
+    assert checked() == "ok" and ran(system) == ("here", 0)
+    known.write_text(f"centre.site {own}{owner} {(site.folder / 'authority.pub').read_text()}")
+    row = check_connection("a", read_deployment({"type": "ssh", "host": "centre", "workdir": "/w"}, "d"))
+    assert (row.verdict, row.check) == ("fail", "host key") and f"-R '{owner}'" in row.fix, row
+    assert f"{owner} (login to centre) shows another host key" in row.found
+    events = EventFile(tmp_path / "events")
+    monkeypatch.setenv(EVENTS, str(events.path))
+    with pytest.raises(WorkflowExecutionException, match=re.escape(f"the host key of {owner} (login to centre)")):
+        ran(system)
+    [event] = events.new()
+    events.close()
+    assert f"-R '{owner}'" in fatal_reason(event)
+
+
+def test_a_hosts_certificate_lets_in_until_it_has_expired_and_then_is_told_of(site: Site):
+    """Of a known_hosts that has the authority alone. It was a key that known_hosts lacks, to be added by hand."""
+    configured(site, "Host centre\n  HostName 127.0.0.1\n" + LOGIN)
+    authority = (site.folder / "authority.pub").read_text()
+    (site.folder / ".ssh" / "known_hosts").write_text(f"@cert-authority [127.0.0.1]:{site.port} {authority}")
+    site.show_certificate("-1h:+1h")
+    assert checked() == "ok" and ran() == ("here", 0)
+    site.show_certificate("-2h:-1h")
+    row = check_connection("a", read_deployment({"type": "ssh", "host": "centre", "workdir": "/w"}, "d"))
+    assert row.check == "host key" and "certificate" in row.found and "expired" in row.found, row
+    with pytest.raises(WorkflowExecutionException, match="Certificate expired"):
+        ran()
+
+
+def test_hashed_names_of_known_hosts_count(site: Site):
+    configured(site, "Host centre\n  HostName 127.0.0.1\n" + LOGIN)
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", site.folder / ".ssh" / "known_hosts"], check=True)
+    assert checked() == "ok" and ran() == ("here", 0)
 
 
 def test_jump_hosts_that_name_each_other_fail_the_check_and_the_login(site: Site):
