@@ -17,7 +17,9 @@ An `assert` marks our own mistakes, never the user's.
 from __future__ import annotations
 
 import gc
+import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -152,8 +154,10 @@ def exit_on_error(main: Callable[[], int | None], *, level: str = "warning", in_
 
     `level`: what is logged unless the user asks otherwise. `in_job`: a job or step of the workflow, whose output is a
     log file: it logs `info`. Of other commands, which a person types, a path that does not fit is such a line, too,
-    Ctrl-C ends them with a word, and a reader of their output that is gone (`| head -1`) without one.
+    Ctrl-C ends them with a word, and a reader of their output that is gone (`| head -1`) without one. Whatever the
+    umask, nothing that `main` makes, or what it starts, may be written by every account.
     """
+    os.umask(os.umask(0o077) | stat.S_IWOTH)
     open_what_is_closed()
     configure_logging(default="info" if in_job else level)
     if in_job:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from coordinator.streamflow_plugin.ahead_queue import connector_for
 from coordinator.streamflow_plugin.lanes import TransferFailed, check_pace
 from coordinator.streamflow_plugin.tree import read_listing
 from facility.exchange.checkpoints.checkpoint import save_tensors
+from facility.exchange.errors import exit_on_error
 from facility.exchange.files.durable import new_directory, write_json
 from facility.exchange.files.storage import make_private_folder, why_unwritable
 from facility.exchange.messages.manifest import Manifest, write_manifest
@@ -90,16 +92,29 @@ def test_a_work_directory_is_private_whatever_makes_it_first(tmp_path: Path):
 
 
 def test_what_a_facility_keeps_is_its_owners_alone(tmp_path: Path):
-    """Residuals, local parameters and optimizer state come of its data; all of a site could read them at umask 022."""
+    """Residuals, local parameters and optimizer state come of its data; all of a site could read them at umask 022, and
+    at umask 000 exchange a finished update where the state directory itself is open to be read."""
     file = write_federation(tmp_path, ["a"])
     write_rendered(read_federation(file))
     command = [sys.executable, "-m", "facility.round", "--settings", str(file.parent / "facilities" / "a.json")]
     command += ["--model", str(tmp_path / "absent"), "--dataset", str(tmp_path / "sites" / "a" / "dataset")]
     job = tmp_path / "job"
     job.mkdir()
-    subprocess.run([*command, "--round", "0", "--out", str(job / "update")], cwd=job, umask=0o022, capture_output=True)
+    subprocess.run([*command, "--round", "0", "--out", str(job / "update")], cwd=job, umask=0, capture_output=True)
+    left = [*job.rglob("*"), *(tmp_path / "sites" / "a" / ".crossfed").rglob("*")]
+    assert any(one.is_dir() for one in left) and [one for one in left if mode_of(one) & stat.S_IWOTH] == []
     assert mode_of(tmp_path / "sites" / "a" / ".crossfed" / "pico" / "a") == 0o700
     assert mode_of(make_private_folder(tmp_path / "b" / "state")) == 0o700
+
+
+def test_a_command_takes_the_right_to_write_from_all_others_and_nothing_else(tmp_path: Path):
+    def make() -> None:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+
+    os.umask(0)
+    assert exit_on_error(make, in_job=True) == 0
+    assert (mode_of(tmp_path / "folder"), mode_of(tmp_path / "file")) == (0o775, 0o664)
 
 
 def test_a_directory_that_a_person_opened_to_a_group_stays_open(tmp_path: Path):
