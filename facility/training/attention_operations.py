@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from facility.training.layer_configs import layer_configs
+
 NO_ATTENTION = ("linear_attention", "mlp", "moe", "dense", "conv")
 """In `layer_types` of configurations: layers whose work on a token does not grow with the block."""
 
@@ -21,11 +23,10 @@ def attention_operations(model: nn.Module, tokens: int) -> float:
     layers see blocks of unlike lengths, as in a hierarchical image model.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    heads = getattr(config, "num_attention_heads", None) or 0
-    if hasattr(config, "depths") or not isinstance(heads, int):
+    causal, layers = sees_the_past_only(model), _layers(config)
+    if hasattr(config, "depths"):
         return math.nan
-    causal, width = sees_the_past_only(model), heads * _dimensions(config, heads)
-    return 12.0 * width * sum(_positions_seen(config, kind, tokens, causal=causal) for kind in _layers(config))
+    return 12.0 * sum(_width(one) * _positions_seen(one, kind, tokens, causal=causal) for one, kind in layers)
 
 
 def sees_the_past_only(model: nn.Module) -> bool:
@@ -43,12 +44,19 @@ def _text_layers(config: Any) -> bool:
     return bool(getattr(config.get_text_config(), "vocab_size", 0))
 
 
-def _layers(config: Any) -> list[str]:
-    """The kind of each layer that attends."""
-    count = getattr(config, "num_hidden_layers", None) or 0
-    slides = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    kinds = getattr(config, "layer_types", None) or [slides] * count
-    return [kind for kind in kinds if kind not in NO_ATTENTION]
+def _layers(config: Any) -> list[tuple[Any, str]]:
+    """The configuration and the kind of each layer that attends."""
+    configs = layer_configs(config)
+    kinds = getattr(config, "layer_types", None) or [
+        "sliding_attention" if getattr(one, "sliding_window", None) else "full_attention" for one in configs
+    ]
+    return [(one, kind) for one, kind in zip(configs, kinds, strict=True) if kind not in NO_ATTENTION]
+
+
+def _width(config: Any) -> float:
+    """Dimensions of all heads of a layer; NaN where stages have unlike numbers of heads."""
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads * _dimensions(config, heads) if isinstance(heads, int) else math.nan
 
 
 def _dimensions(config: Any, heads: int) -> float:

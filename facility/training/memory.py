@@ -17,6 +17,7 @@ from facility.exchange.memory.units import Dimensions, Weight, memory_of_units
 from facility.exchange.messages.settings import TrainingSettings
 from facility.exchange.sizes import format_bytes
 from facility.training.devices import free_bytes
+from facility.training.layer_configs import largest
 from facility.training.parallel.arrange import Layout
 from facility.training.parallel.structure import ModelStructure
 from facility.training.processes.ranks import Ranks
@@ -55,7 +56,7 @@ def predicted_bytes(
 
 def dimensions_of(model: nn.Module, config: Any) -> Dimensions:
     """Dimensions of a model as the memory prediction takes them, from its modules and configuration."""
-    inner, hidden = getattr(config, "intermediate_size", None), getattr(config, "hidden_size", 0)
+    inner, hidden = largest(config, "intermediate_size"), getattr(config, "hidden_size", 0)
     gated = any(".gate_proj." in name for name, _ in model.named_parameters())
     return Dimensions(
         hidden=hidden,

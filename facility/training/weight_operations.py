@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from facility.training.layer_configs import largest
+
 EXPERTS = re.compile(r"(^|\.)experts\.")
 """In the names of the weights of fused experts, whose first dimension counts them."""
 SHARED = re.compile(r"(^|\.)albert_layer_groups\.")
@@ -39,7 +41,7 @@ def weight_operations(model: nn.Module) -> float:
 def experts_of_a_token(config: Any) -> float:
     """To how many of its experts a mixture gives each token, by the model's configuration; NaN: it does not say."""
     text = config.get_text_config() if config is not None else None
-    return float(next((value for name in CHOSEN if (value := getattr(text, name, None))), math.nan))
+    return float(next((value for name in CHOSEN if (value := largest(text, name))), math.nan))
 
 
 def runs_of(name: str, config: Any) -> float:

@@ -31,6 +31,7 @@ def build(family: str, factory: str = "AutoModelForCausalLM", **changes: Any) ->
         ("gpt2", "AutoModelForCausalLM", True),
         ("bloom", "AutoModelForCausalLM", True),
         ("deepseek_v3", "AutoModelForCausalLM", True),
+        ("gemma4_text", "AutoModelForCausalLM", True),
         ("llama", "AutoModelForSequenceClassification", True),
         ("bert", "AutoModelForMaskedLM", False),
         ("albert", "AutoModelForMaskedLM", False),
@@ -40,8 +41,9 @@ def build(family: str, factory: str = "AutoModelForCausalLM", **changes: Any) ->
 )
 def test_attention_multiplies_what_torch_counts_halved_where_it_is_causal(family: str, factory: str, causal: bool):
     """Torch counts the whole square of a block, also what a causal mask hides."""
-    # Heads that are wider together than the model; groups of layers that share weights.
-    more = {"qwen3": {"head_dim": 24}, "albert": {"num_hidden_groups": 2}}.get(family, {})
+    # Heads that are wider together than the model, or than those of other layers; groups of layers that share weights.
+    wide = {"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": TOKENS}
+    more = {"qwen3": {"head_dim": 24}, "albert": {"num_hidden_groups": 2}, "gemma4_text": wide}.get(family, {})
     model = build(family, factory, **more)
     ids = torch.randint(2, 100, (1, TOKENS))
     labels = torch.tensor([1]) if "Sequence" in factory else ids
